@@ -1,0 +1,160 @@
+// From the tensors of an op call to the plain structs of launch.h, checked. Shared by the CPU and the CUDA registration; stable ABI only.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "launch.h"
+#include "math.h"
+
+namespace fastsam {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+using OptionalTensor = std::optional<Tensor>;
+
+inline Type type_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return Type::f32;
+    case ScalarType::Double: return Type::f64;
+    case ScalarType::Half: return Type::f16;
+    case ScalarType::BFloat16: return Type::bf16;
+    default: STD_TORCH_CHECK(false, name, " must be float32, float64, float16 or bfloat16");
+  }
+}
+
+inline size_t size_of(Type type) { return type == Type::f64 ? 8 : type == Type::f32 ? 4 : 2; }
+
+inline Type compute_type(Type type) { return type == Type::f64 ? Type::f64 : Type::f32; }
+
+inline Call call_of(const Tensor& table, const Tensor& hyper) {
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 && table.is_contiguous(),
+                  "table must be int64 [segments, 4]");
+  STD_TORCH_CHECK(table.is_cpu(), "table must be on the CPU");
+  STD_TORCH_CHECK(hyper.scalar_type() == ScalarType::Double && hyper.dim() == 3 && hyper.size(2) == kWidth && hyper.is_contiguous(),
+                  "hyper must be float64 [rows, groups, ", kWidth, "]");
+  Call call;
+  call.rows = hyper.size(0);
+  call.groups = hyper.size(1);
+  call.hyper = static_cast<const double*>(hyper.data_ptr());
+  call.segments = table.size(0);
+  call.table = static_cast<const Segment*>(table.data_ptr());
+  call.prefix.resize(call.segments + 1);
+  call.prefix[0] = 0;
+  for (int64_t i = 0; i < call.segments; ++i) call.prefix[i + 1] = call.prefix[i] + chunks_of(call.table[i].length);
+  return call;
+}
+
+inline Field field_of(const Tensor& tensor, const Call& call, Type type, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == call.rows, name, " must be a field [", call.rows, ", stride]");
+  STD_TORCH_CHECK(type_of(tensor, name) == type, name, " has the wrong dtype");
+  return Field{tensor.data_ptr(), tensor.stride(0)};
+}
+
+inline Field field_of(const OptionalTensor& tensor, const Call& call, Type type, const char* name) {
+  return tensor.has_value() ? field_of(*tensor, call, type, name) : Field{};
+}
+
+// One tensor per segment, or one field [rows, stride] addressed at the segments' offsets.
+inline List list_of(const Tensors& tensors, const Call& call, const char* name) {
+  List list;
+  const size_t n = call.segments;
+  if (tensors.empty()) return list;
+  const size_t bytes = size_of(call.weight);
+  list.start.resize(n);
+  list.row_stride.resize(n);
+  const bool flat = tensors.size() == 1 && (n != 1 || tensors[0].numel() != call.rows * call.table[0].length);
+  if (flat) {
+    const Field field = field_of(tensors[0], call, call.weight, name);
+    for (size_t i = 0; i < n; ++i) {
+      list.start[i] = static_cast<char*>(field.data) + call.table[i].offset * bytes;
+      list.row_stride[i] = field.stride;
+    }
+    return list;
+  }
+  STD_TORCH_CHECK(tensors.size() == n, name, " must have one tensor per segment (", n, "), or be one field; got ", tensors.size());
+  for (size_t i = 0; i < n; ++i) {
+    const Tensor& tensor = tensors[i];
+    STD_TORCH_CHECK(tensor.numel() == call.rows * call.table[i].length && type_of(tensor, name) == call.weight, name, "[", i,
+                    "] must have ", call.rows * call.table[i].length, " elements in the dtype of the weights; got ", tensor.numel());
+    list.start[i] = tensor.data_ptr();
+    list.row_stride[i] = call.rows > 1 ? tensor.stride(0) : 0;
+  }
+  return list;
+}
+
+inline const float* scalar_of(const OptionalTensor& tensor, const char* name) {
+  if (!tensor.has_value()) return nullptr;
+  STD_TORCH_CHECK(tensor->numel() == 1 && tensor->scalar_type() == ScalarType::Float, name, " must be one float32");
+  return static_cast<const float*>(tensor->data_ptr());
+}
+
+inline double* sums_of(const Tensor& tensor, const Call& call, const char* name) {
+  STD_TORCH_CHECK(tensor.numel() == call.rows && tensor.scalar_type() == ScalarType::Double, name, " must be float64 [", call.rows, "]");
+  return static_cast<double*>(tensor.data_ptr());
+}
+
+inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& origin) {
+  if (!weights.empty()) call.weight = type_of(weights[0], "z");
+  call.origin_type = origin.has_value() ? type_of(*origin, "origin") : call.weight;
+  STD_TORCH_CHECK(call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
+                  "origin must have the dtype of the weights, or float32 for half-precision weights");
+}
+
+inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tensors& weights, const Tensor& table, const Tensor& hyper,
+                          bool accumulate) {
+  NormArgs args{call_of(table, hyper)};
+  set_types(args.call, grads, std::nullopt);
+  args.grads = list_of(grads, args.call, "grads");
+  args.weights = list_of(weights, args.call, "weights");
+  args.sumsq = sums_of(sumsq, args.call, "sumsq");
+  args.accumulate = accumulate;
+  return args;
+}
+
+inline PerturbArgs perturb_args(const Tensors& z, const Tensor& origin, const Tensors& grads, const Tensor& table, const Tensor& hyper,
+                                const Tensor& sumsq, bool save) {
+  PerturbArgs args{call_of(table, hyper)};
+  set_types(args.call, z, origin);
+  args.z = list_of(z, args.call, "z");
+  args.grads = list_of(grads, args.call, "grads");
+  args.origin = field_of(origin, args.call, args.call.origin_type, "origin");
+  args.sumsq = sums_of(sumsq, args.call, "sumsq");
+  args.save = save;
+  return args;
+}
+
+inline RestoreArgs restore_args(const Tensors& z, const Tensor& origin, const Tensor& table) {
+  RestoreArgs args;
+  Call& call = args.call;
+  call.rows = origin.size(0);
+  call.segments = table.size(0);
+  call.table = static_cast<const Segment*>(table.data_ptr());
+  call.prefix.assign(call.segments + 1, 0);
+  for (int64_t i = 0; i < call.segments; ++i) call.prefix[i + 1] = call.prefix[i] + chunks_of(call.table[i].length);
+  set_types(call, z, origin);
+  args.z = list_of(z, call, "z");
+  args.origin = field_of(origin, call, call.origin_type, "origin");
+  return args;
+}
+
+inline UpdateArgs update_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads, const Tensor& table,
+                              const Tensor& hyper, const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool keep) {
+  UpdateArgs args{call_of(table, hyper)};
+  set_types(args.call, z, origin);
+  args.z = list_of(z, args.call, "z");
+  args.grads = list_of(grads, args.call, "grads");
+  args.origin = field_of(origin, args.call, args.call.origin_type, "origin");
+  args.grad_scale = scalar_of(grad_scale, "grad_scale");
+  args.found_inf = scalar_of(found_inf, "found_inf");
+  args.keep = keep;
+  return args;
+}
+
+}  // namespace fastsam

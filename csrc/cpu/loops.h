@@ -1,0 +1,69 @@
+// What the loops of all CPU kernels share. The loops themselves (*_loops.h) are compiled once per instruction set (per_isa.h).
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include "../launch.h"
+#include "../math.h"
+
+namespace fastsam {
+
+// A chunk is worked off in blocks of this many elements, so that conversions and streamed results stay in the first-level cache.
+constexpr int64_t kBlock = 512;
+
+#define FASTSAM_SIMD _Pragma("GCC ivdep")
+
+enum class InstructionSet { baseline, avx2, avx512 };
+
+// The best set that the processor has; FASTSAM_ISA=baseline|avx2 asks for less (to test each).
+InstructionSet instruction_set();
+
+// Calls f(row, segment, piece) for the chunks [begin, end) of all rows.
+template <class F>
+inline __attribute__((always_inline)) void each_piece(const Call& call, int64_t begin, int64_t end, F&& f) {
+  const int64_t chunks = call.chunks();
+  int64_t row = begin / chunks, chunk = begin % chunks;
+  int64_t segment = segment_of(call.prefix.data(), call.segments, chunk);
+  for (int64_t unit = begin; unit < end; ++unit) {
+    while (chunk >= call.prefix[segment + 1]) ++segment;
+    f(row, segment, piece_of(chunk - call.prefix[segment], call.table[segment].length));
+    if (++chunk == chunks) chunk = segment = 0, ++row;
+  }
+}
+
+template <class T>
+inline T* at(const List& list, int64_t row, int64_t segment, int64_t begin) {
+  if (!list.given()) return nullptr;
+  return static_cast<T*>(list.start[segment]) + row * list.row_stride[segment] + begin;
+}
+
+template <class T>
+inline T* at(const Field& field, const Call& call, int64_t row, int64_t segment, int64_t begin) {
+  if (field.data == nullptr) return nullptr;
+  return static_cast<T*>(field.data) + row * field.stride + call.table[segment].offset + begin;
+}
+
+inline const double* scalars(const Call& call, int64_t row, int64_t segment) {
+  return call.hyper + (row * call.groups + call.table[segment].group) * kWidth;
+}
+
+// f(W{}, O{}) for the types of the weights and of origin.
+template <class F>
+inline __attribute__((always_inline)) void with_types(const Call& call, F&& f) {
+  const bool master = call.origin_type != call.weight;
+  switch (call.weight) {
+    case Type::f32: return f(float{}, float{});
+    case Type::f64: return f(double{}, double{});
+    case Type::f16: return master ? f(f16{}, float{}) : f(f16{}, f16{});
+    case Type::bf16: return master ? f(bf16{}, float{}) : f(bf16{}, bf16{});
+  }
+}
+
+}  // namespace fastsam

@@ -1,0 +1,101 @@
+// The sums of squares: of the direction (norm_) and of v (update_norm_). See per_isa.h.
+
+// The sum of squares of n <= kChunk numbers. The lanes are the same in every instruction set, so the bits are too.
+template <class C>
+struct Squares {
+  static constexpr int64_t lanes = 64 / sizeof(C), ways = 4;
+  typedef C Vector __attribute__((vector_size(64)));
+  Vector sum[ways] = {};
+  double tail = 0.0;
+
+  inline void add(const C* x, int64_t n) {
+    int64_t i = 0;
+    for (; i + ways * lanes <= n; i += ways * lanes) {
+      for (int64_t way = 0; way < ways; ++way) {
+        Vector v;
+        std::memcpy(&v, x + i + way * lanes, sizeof(v));
+        sum[way] += v * v;
+      }
+    }
+    for (; i < n; ++i) tail += static_cast<double>(x[i] * x[i]);
+  }
+
+  double total() const {
+    double all = 0.0;
+    for (int64_t way = 0; way < ways; ++way) {
+      for (int64_t lane = 0; lane < lanes; ++lane) all += static_cast<double>(sum[way][lane]);
+    }
+    return all + tail;
+  }
+};
+
+template <class W>
+inline double norm_piece(const W* g, const W* w, int64_t n, const NormRule<compute_t<W>>& rule) {
+  using C = compute_t<W>;
+  Squares<C> squares;
+  if constexpr (std::is_same_v<W, C>) {
+    if (!rule.adaptive) {
+      squares.add(g, n);
+      return squares.total();
+    }
+  }
+  alignas(64) C x[kBlock];
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t count = std::min(kBlock, n - start);
+    if (rule.adaptive) {
+      FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) x[i] = rule.direction(widen(w[start + i]), widen(g[start + i]));
+    } else {
+      FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) x[i] = widen(g[start + i]);
+    }
+    squares.add(x, count);
+  }
+  return squares.total();
+}
+
+inline void norm_range(const NormArgs& args, double* partials, int64_t begin, int64_t end) {
+  with_types(args.call, [&](auto weight, auto) {
+    using W = decltype(weight);
+    int64_t unit = begin;
+    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
+      const NormRule<compute_t<W>> rule(scalars(args.call, row, segment));
+      partials[unit++] = norm_piece(at<const W>(args.grads, row, segment, piece.begin),
+                                    at<const W>(args.weights, row, segment, piece.begin), piece.count, rule);
+    });
+  });
+}
+
+template <class W, class S>
+inline double linear_piece(const S* w, const W* g2, const W* g1, const compute_t<W>* q, int64_t n,
+                           const LinearRule<compute_t<W>>& rule) {
+  using C = compute_t<W>;
+  Squares<C> squares;
+  alignas(64) C x[kBlock];
+  for (int64_t start = 0; start < n; start += kBlock) {
+    const int64_t count = std::min(kBlock, n - start);
+    FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
+      const int64_t at = start + i;
+      x[i] = rule.clipped_part(widen(w[at]), widen(g2[at]), g1 != nullptr ? widen(g1[at]) : C(0), q != nullptr ? q[at] : C(0));
+    }
+    squares.add(x, count);
+  }
+  return squares.total();
+}
+
+inline void update_norm_range(const UpdateArgs& args, double* partials, int64_t begin, int64_t end) {
+  const double inverse = args.grad_scale != nullptr ? 1.0 / *args.grad_scale : 1.0;
+  with_types(args.call, [&](auto weight, auto stored) {
+    using W = decltype(weight);
+    using C = compute_t<W>;
+    int64_t unit = begin;
+    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
+      const LinearRule<C> rule(scalars(args.call, row, segment), inverse);
+      const W* g2 = at<const W>(args.grads, row, segment, piece.begin);
+      const W* g1 = at<const W>(args.g1, row, segment, piece.begin);
+      const C* q = at<const C>(args.q, args.call, row, segment, piece.begin);
+      const auto* o = at<const decltype(stored)>(args.origin, args.call, row, segment, piece.begin);
+      const W* z = at<const W>(args.z, row, segment, piece.begin);
+      partials[unit++] = o != nullptr ? linear_piece(o, g2, g1, q, piece.count, rule)
+                                      : linear_piece(z, g2, g1, q, piece.count, rule);
+    });
+  });
+}

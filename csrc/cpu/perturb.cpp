@@ -1,0 +1,17 @@
+// perturb_ and restore_ on the CPU.
+#include "loops.h"
+
+#define FASTSAM_LOOPS "perturb_loops.h"
+#include "per_isa.h"
+
+namespace fastsam {
+
+void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(perturb_range, args, stream, begin, end);
+}
+
+void restore_range(const RestoreArgs& args, bool stream, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(restore_range, args, stream, begin, end);
+}
+
+}  // namespace fastsam

@@ -1,0 +1,78 @@
+// perturb_ and restore_. See per_isa.h.
+
+#include "stream.h"
+
+// save: o = the weights behind z, then z = perturbed. Where O is not W, o is a master copy.
+template <class W, class O>
+inline void save_and_perturb_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<compute_t<W>>& rule, bool stream) {
+  using C = compute_t<W>;
+  if constexpr (std::is_same_v<W, O>) {
+    Sink<O> saved(stream);
+    for (int64_t start = 0; start < n; start += kBlock, z += kBlock, g += kBlock, o += kBlock) {
+      const int64_t count = std::min(kBlock, n - start);
+      O* out = saved.block(o);
+      FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
+        const W w = z[i];
+        out[i] = w;
+        z[i] = narrow<W>(rule.perturbed(widen(w), widen(g[i])));
+      }
+      saved.flush(o, count);
+    }
+  } else {
+    FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) {
+      const C w = resynchronised<C>(o[i], z[i]);
+      o[i] = w;
+      z[i] = narrow<W>(rule.perturbed(w, widen(g[i])));
+    }
+  }
+}
+
+// z = perturbed o; z is only written.
+template <class W, class O>
+inline void perturb_piece(W* z, const O* o, const W* g, int64_t n, const PerturbRule<compute_t<W>>& rule, bool stream) {
+  Sink<W> written(stream);
+  for (int64_t start = 0; start < n; start += kBlock, z += kBlock, g += kBlock, o += kBlock) {
+    const int64_t count = std::min(kBlock, n - start);
+    W* out = written.block(z);
+    FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) out[i] = narrow<W>(rule.perturbed(widen(o[i]), widen(g[i])));
+    written.flush(z, count);
+  }
+}
+
+inline void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, int64_t end) {
+  with_types(args.call, [&](auto weight, auto stored) {
+    using W = decltype(weight);
+    using O = decltype(stored);
+    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
+      const PerturbRule<compute_t<W>> rule(scalars(args.call, row, segment), args.sumsq[row]);
+      W* z = at<W>(args.z, row, segment, piece.begin);
+      O* o = at<O>(args.origin, args.call, row, segment, piece.begin);
+      const W* g = at<const W>(args.grads, row, segment, piece.begin);
+      if (args.save) {
+        save_and_perturb_piece(z, o, g, piece.count, rule, stream);
+      } else {
+        perturb_piece(z, o, g, piece.count, rule, stream);
+      }
+    });
+  });
+  if (stream) stream_fence();
+}
+
+template <class W, class O>
+inline void restore_piece(W* z, const O* o, int64_t n, bool stream) {
+  if constexpr (std::is_same_v<W, O>) {
+    stream ? stream_copy(z, o, n) : static_cast<void>(std::memcpy(z, o, n * sizeof(W)));
+  } else {
+    FASTSAM_SIMD for (int64_t i = 0; i < n; ++i) z[i] = narrow<W>(widen(o[i]));
+  }
+}
+
+inline void restore_range(const RestoreArgs& args, bool stream, int64_t begin, int64_t end) {
+  with_types(args.call, [&](auto weight, auto stored) {
+    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
+      restore_piece(at<decltype(weight)>(args.z, row, segment, piece.begin),
+                    at<const decltype(stored)>(args.origin, args.call, row, segment, piece.begin), piece.count, stream);
+    });
+  });
+  if (stream) stream_fence();
+}

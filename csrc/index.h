@@ -1,0 +1,48 @@
+// Which element a unit of work touches. The CPU and the CUDA kernels use the same functions, and the host can enumerate them.
+#pragma once
+
+#include <cstdint>
+
+#include "types.h"
+
+namespace fastsam {
+
+// A row of the table: see kernels/reference.py.
+struct Segment {
+  int64_t offset, length, group, slot;
+};
+
+// Work is cut into chunks of at most kChunk elements that never cross a segment. The cut depends on the layout alone, not on the
+// number of rows, threads or blocks: so sums over chunks have the same bits however the work is spread.
+constexpr int64_t kChunk = 8192;
+
+FASTSAM_HD int64_t chunks_of(int64_t length) { return (length + kChunk - 1) / kChunk; }
+
+// The last i in [0, n) with prefix[i] <= chunk, where prefix[i] is the number of chunks before segment i. Empty segments (equal
+// prefixes) are never found.
+template <class Int>
+FASTSAM_HD int64_t segment_of(const Int* prefix, int64_t n, int64_t chunk) {
+  int64_t low = 0, high = n;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (static_cast<int64_t>(prefix[middle]) <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// The elements [begin, begin + count) of one segment.
+struct Piece {
+  int64_t begin, count;
+};
+
+FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length) {
+  const int64_t begin = chunk_in_segment * kChunk;
+  const int64_t rest = length - begin;
+  return Piece{begin, rest < kChunk ? rest : kChunk};
+}
+
+}  // namespace fastsam

@@ -1,0 +1,98 @@
+// The plain C++ face of the kernels: raw pointers, sizes and a stream, no torch. ops.cpp and cuda/ops_cuda.cpp fill these structs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "index.h"
+
+namespace fastsam {
+
+enum class Type : int { f32, f64, f16, bf16 };
+
+// A list operand: where segment i starts in row 0, and the elements from one row to the next.
+struct List {
+  std::vector<void*> start;
+  std::vector<int64_t> row_stride;
+  bool given() const { return !start.empty(); }
+};
+
+// A field [rows, stride], addressed at the segments' offsets. nullptr: not given.
+struct Field {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+
+// What every op has.
+struct Call {
+  int64_t rows = 0, segments = 0, groups = 0;
+  const Segment* table = nullptr;  // host memory
+  const double* hyper = nullptr;   // [rows, groups, kWidth], on the device of the tensors
+  std::vector<int64_t> prefix;     // prefix[i]: chunks of a row before segment i; prefix[segments]: all of them
+  Type weight = Type::f32;         // of z, the gradients and g1
+  Type origin_type = Type::f32;    // of origin: `weight`, or the compute type (a master copy)
+  int64_t chunks() const { return prefix.back(); }
+  int64_t elements() const {
+    int64_t n = 0;
+    for (int64_t i = 0; i < segments; ++i) n += table[i].length;
+    return n * rows;
+  }
+};
+
+struct NormArgs {
+  Call call;
+  List grads, weights;  // weights: only when a group is adaptive
+  double* sumsq = nullptr;
+  bool accumulate = false;
+};
+
+struct PerturbArgs {
+  Call call;
+  List z, grads;
+  Field origin;
+  const double* sumsq = nullptr;
+  bool save = true;
+};
+
+struct RestoreArgs {
+  Call call;
+  List z;
+  Field origin;
+};
+
+// The operands of form U; update_norm_, update_sgd_ and update_adam_ share them.
+struct UpdateArgs {
+  Call call;
+  List z, grads, g1;
+  Field origin, q;
+  Field momentum;             // SGD's momentum or Adam's exp_avg, in the compute type
+  Field exp_avg_sq;           // Adam
+  float* steps = nullptr;     // Adam, [rows, slots]
+  int64_t slots = 0;          // Adam
+  double* sumsq = nullptr;    // update_norm_: written; update_sgd_: read, nullptr without clipping
+  bool accumulate = false;    // update_norm_
+  const float* grad_scale = nullptr;
+  const float* found_inf = nullptr;
+  bool first = false, keep = false, decoupled = false;
+};
+
+#ifdef FASTSAM_CUDA
+// Each puts its kernels on `stream` and returns a cudaError_t.
+int norm_cuda(const NormArgs&, double* partials, int* ticket, void* stream);
+int perturb_cuda(const PerturbArgs&, void* stream);
+int restore_cuda(const RestoreArgs&, void* stream);
+int update_norm_cuda(const UpdateArgs&, double* partials, int* ticket, void* stream);
+int update_sgd_cuda(const UpdateArgs&, void* stream);
+int update_adam_cuda(const UpdateArgs&, int* ticket, void* stream);
+#else
+// Each does the chunks [begin, end) of rows * chunks(); ranges may run in any order and at the same time. `stream`: what is written
+// without having been read goes past the caches.
+void norm_range(const NormArgs&, double* partials, int64_t begin, int64_t end);
+void perturb_range(const PerturbArgs&, bool stream, int64_t begin, int64_t end);
+void restore_range(const RestoreArgs&, bool stream, int64_t begin, int64_t end);
+void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
+void update_sgd_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);
+void update_adam_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);  // reads steps, does not count them
+#endif
+
+}  // namespace fastsam

@@ -1,0 +1,152 @@
+// The update rules, element by element, shared by the C++ and the CUDA kernels. The equations and their sources stand in
+// kernels/reference.py; the names here are the same.
+#pragma once
+
+#include <cmath>
+
+#include "types.h"
+
+namespace fastsam {
+
+// The columns of `hyper`, as in kernels/columns.py.
+enum Column : int {
+  RHO = 0,
+  NU = 1,
+  ADAPTIVE = 2,
+  ETA = 3,
+  LR = 4,
+  DECAY = 5,
+  PHI = 6,
+  A = 7,
+  B = 8,
+  CLIP = 9,
+  CLIP_FULL = 10,
+  MOMENTUM = 11,
+  DAMPENING = 12,
+  NESTEROV = 13,
+  BETA1 = 11,
+  BETA2 = 12,
+  EPS = 13,
+};
+constexpr int kWidth = 16;
+constexpr double kClipEps = 1e-6;
+
+template <class C>
+FASTSAM_HD C absolute(C x) {
+  return x < C(0) ? -x : x;
+}
+
+FASTSAM_HD bool finite(double x) { return x - x == 0.0; }
+
+// ---- norm ----------------------------------------------------------------------------------------------------------
+
+template <class C>
+struct NormRule {
+  C eta;
+  bool adaptive;
+
+  FASTSAM_HD explicit NormRule(const double* h) : eta(static_cast<C>(h[ETA])), adaptive(h[ADAPTIVE] != 0.0) {}
+
+  // T*g with T = |w| + eta
+  FASTSAM_HD C direction(C w, C g) const { return (absolute(w) + eta) * g; }
+};
+
+// ---- perturb -------------------------------------------------------------------------------------------------------
+
+template <class C>
+struct PerturbRule {
+  C scale, eta;
+  bool adaptive, moves;
+
+  FASTSAM_HD PerturbRule(const double* h, double sumsq)
+      : scale(static_cast<C>(h[RHO] / (sqrt(sumsq) + h[NU]))),
+        eta(static_cast<C>(h[ETA])),
+        adaptive(h[ADAPTIVE] != 0.0),
+        moves(finite(sumsq) && sumsq > 0.0) {}
+
+  FASTSAM_HD C perturbed(C w, C g) const {
+    const C t = absolute(w) + eta;
+    const C d = adaptive ? t * t * g : g;
+    return moves ? w + scale * d : w;
+  }
+};
+
+// The unperturbed weight behind `z`: the master copy as long as `z` is its rounding, else what was written to `z`.
+template <class C, class W>
+FASTSAM_HD C resynchronised(C master, W z) {
+  return same(narrow<W>(master), z) ? master : static_cast<C>(widen(z));
+}
+
+// ---- update: form U and SGD ----------------------------------------------------------------------------------------
+
+template <class C>
+struct LinearRule {  // v = a*g2 + b*g1 + q
+  C a, b, phi;
+  FASTSAM_HD LinearRule(const double* h, double inverse_scale)
+      : a(static_cast<C>(h[A] * inverse_scale)),
+        b(static_cast<C>(h[B])),
+        phi(static_cast<C>(h[CLIP_FULL] != 0.0 ? h[PHI] : 0.0)) {}
+
+  FASTSAM_HD C clipped_part(C w, C g2, C g1, C q) const { return a * g2 + b * g1 + q + phi * w; }
+};
+
+template <class C>
+struct SgdRule {
+  LinearRule<C> linear;
+  C lr, sig, decay, mu, undamped;
+  bool nesterov, first;
+
+  // sumsq_v < 0: no clipping. `first`: the momentum starts as d itself.
+  FASTSAM_HD SgdRule(const double* h, double inverse_scale, double sumsq_v, bool first_step)
+      : linear(h, inverse_scale),
+        lr(static_cast<C>(h[LR])),
+        sig(C(1)),
+        decay(static_cast<C>(h[DECAY] + (h[CLIP_FULL] != 0.0 ? 0.0 : h[PHI]))),
+        mu(static_cast<C>(h[MOMENTUM])),
+        undamped(static_cast<C>(1.0 - h[DAMPENING])),
+        nesterov(h[NESTEROV] != 0.0),
+        first(first_step) {
+    if (h[CLIP] > 0.0 && !(sumsq_v < 0.0)) {
+      const double factor = h[CLIP] / (sqrt(sumsq_v) + kClipEps);
+      sig = static_cast<C>(factor > 1.0 ? 1.0 : factor);
+    }
+  }
+
+  FASTSAM_HD C gradient(C w, C g2, C g1, C q) const { return sig * linear.clipped_part(w, g2, g1, q) + decay * w; }
+
+  FASTSAM_HD C plain(C w, C d) const { return w - lr * d; }
+
+  FASTSAM_HD C with_momentum(C w, C d, C& m) const {
+    m = first ? d : mu * m + undamped * d;
+    return w - lr * (nesterov ? d + mu * m : m);
+  }
+};
+
+// ---- update: Adam and AdamW ----------------------------------------------------------------------------------------
+
+template <class C>
+struct AdamRule {
+  C a, shrink, decay, b1, rest1, b2, rest2, step_size, root_correction2, eps;
+
+  // t: the number of this step, counted from 1
+  FASTSAM_HD AdamRule(const double* h, double inverse_scale, double t, bool decoupled)
+      : a(static_cast<C>(h[A] * inverse_scale)),
+        shrink(static_cast<C>(decoupled ? 1.0 - h[LR] * h[DECAY] : 1.0)),
+        decay(static_cast<C>(decoupled ? 0.0 : h[DECAY])),
+        b1(static_cast<C>(h[BETA1])),
+        rest1(static_cast<C>(1.0 - h[BETA1])),
+        b2(static_cast<C>(h[BETA2])),
+        rest2(static_cast<C>(1.0 - h[BETA2])),
+        step_size(static_cast<C>(h[LR] / (1.0 - pow(h[BETA1], t)))),
+        root_correction2(static_cast<C>(sqrt(1.0 - pow(h[BETA2], t)))),
+        eps(static_cast<C>(h[EPS])) {}
+
+  FASTSAM_HD C step(C w, C g2, C& m, C& v) const {
+    const C g = a * g2 + decay * w;
+    m = b1 * m + rest1 * g;
+    v = b2 * v + rest2 * g * g;
+    return w * shrink - step_size * m / (sqrt(v) / root_correction2 + eps);
+  }
+};
+
+}  // namespace fastsam

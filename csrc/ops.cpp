@@ -1,0 +1,133 @@
+// The schemas of all ops, and their registration for the CPU. LibTorch's stable ABI only: one binary serves torch 2.10 and later.
+// The meaning of every argument stands in kernels/reference.py.
+#include <unistd.h>
+
+#include "args.h"
+
+namespace fastsam {
+namespace {
+
+// Chunks that are worth a thread of their own.
+constexpr int64_t kGrain = 4;
+
+int64_t last_level_cache() {
+  static const int64_t bytes = [] {
+    const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+    return found > 0 ? static_cast<int64_t>(found) : int64_t{32} << 20;
+  }();
+  return bytes;
+}
+
+// Streamed stores save the fetch of a line that is overwritten, and cost the next reader a miss: they pay when the call's buffers
+// do not fit the last-level cache.
+bool streams(const Call& call, int64_t bytes_per_element) { return call.elements() * bytes_per_element > last_level_cache(); }
+
+template <class F>
+void over_chunks(const Call& call, const F& range) {
+  const int64_t units = call.rows * call.chunks();
+  if (units > 0) torch::stable::parallel_for(0, units, kGrain, range);
+}
+
+// Adds up each row's partial sums in the order of its chunks.
+void reduce(const Call& call, const std::vector<double>& partials, double* sumsq, bool accumulate) {
+  for (int64_t row = 0; row < call.rows; ++row) {
+    double total = 0.0;
+    for (int64_t i = 0; i < call.chunks(); ++i) total += partials[row * call.chunks() + i];
+    sumsq[row] = accumulate ? sumsq[row] + total : total;
+  }
+}
+
+void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper, bool accumulate) {
+  const NormArgs args = norm_args(sumsq, grads, weights, table, hyper, accumulate);
+  for (int64_t i = 0; i < args.call.rows * args.call.groups; ++i) {
+    STD_TORCH_CHECK(args.call.hyper[i * kWidth + ADAPTIVE] == 0.0 || args.weights.given() || args.call.segments == 0,
+                    "weights are needed when a group is adaptive");
+  }
+  std::vector<double> partials(args.call.rows * args.call.chunks());
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { norm_range(args, partials.data(), begin, end); });
+  reduce(args.call, partials, args.sumsq, accumulate);
+}
+
+void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper, const Tensor sumsq,
+             bool save) {
+  const PerturbArgs args = perturb_args(z, origin, grads, table, hyper, sumsq, save);
+  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.origin_type));
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
+}
+
+void restore(const Tensors z, const Tensor origin, const Tensor table) {
+  const RestoreArgs args = restore_args(z, origin, table);
+  const bool stream = streams(args.call, size_of(args.call.weight) + size_of(args.call.origin_type));
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { restore_range(args, stream, begin, end); });
+}
+
+void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
+                 const Tensor hyper, const Tensors g1, const OptionalTensor q, const OptionalTensor grad_scale, bool accumulate) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, std::nullopt, false);
+  args.g1 = list_of(g1, args.call, "g1");
+  args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
+  args.sumsq = sums_of(sumsq, args.call, "sumsq");
+  std::vector<double> partials(args.call.rows * args.call.chunks());
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { update_norm_range(args, partials.data(), begin, end); });
+  reduce(args.call, partials, args.sumsq, accumulate);
+}
+
+void update_sgd(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+                const OptionalTensor momentum, const Tensors g1, const OptionalTensor q, const OptionalTensor sumsq_v,
+                const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first, bool keep) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
+  args.g1 = list_of(g1, args.call, "g1");
+  args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
+  args.momentum = field_of(momentum, args.call, compute_type(args.call.weight), "momentum");
+  if (sumsq_v.has_value()) args.sumsq = sums_of(*sumsq_v, args.call, "sumsq_v");
+  args.first = first;
+  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 2 * size_of(args.call.origin_type));
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { update_sgd_range(args, stream, begin, end); });
+}
+
+void update_adam(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+                 const Tensor exp_avg, const Tensor exp_avg_sq, const Tensor steps, const OptionalTensor grad_scale,
+                 const OptionalTensor found_inf, bool decoupled, bool keep) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
+  args.momentum = field_of(exp_avg, args.call, compute_type(args.call.weight), "exp_avg");
+  args.exp_avg_sq = field_of(exp_avg_sq, args.call, compute_type(args.call.weight), "exp_avg_sq");
+  STD_TORCH_CHECK(steps.scalar_type() == ScalarType::Float && steps.dim() == 2 && steps.size(0) == args.call.rows && steps.is_contiguous(),
+                  "steps must be float32 [", args.call.rows, ", slots]");
+  args.steps = static_cast<float*>(steps.data_ptr());
+  args.slots = steps.size(1);
+  args.decoupled = decoupled;
+  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 3 * size_of(args.call.origin_type));
+  over_chunks(args.call, [&](int64_t begin, int64_t end) { update_adam_range(args, stream, begin, end); });
+  if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
+  for (int64_t row = 0; row < args.call.rows; ++row) {
+    for (int64_t i = 0; i < args.call.segments; ++i) args.steps[row * args.slots + args.call.table[i].slot] += 1.0f;
+  }
+}
+
+}  // namespace
+}  // namespace fastsam
+
+STABLE_TORCH_LIBRARY(fastsam, m) {
+  m.def("norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate) -> ()");
+  m.def(
+      "perturb_(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool save) -> ()");
+  m.def("restore_(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()");
+  m.def(
+      "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] g1, Tensor? q, "
+      "Tensor? grad_scale, bool accumulate) -> ()");
+  m.def(
+      "update_sgd_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!)? momentum, Tensor[] g1, "
+      "Tensor? q, Tensor? sumsq_v, Tensor? grad_scale, Tensor? found_inf, bool first, bool keep) -> ()");
+  m.def(
+      "update_adam_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!) exp_avg, "
+      "Tensor(d!) exp_avg_sq, Tensor(e!) steps, Tensor? grad_scale, Tensor? found_inf, bool decoupled, bool keep) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {
+  m.impl("norm_", TORCH_BOX(&fastsam::norm));
+  m.impl("perturb_", TORCH_BOX(&fastsam::perturb));
+  m.impl("restore_", TORCH_BOX(&fastsam::restore));
+  m.impl("update_norm_", TORCH_BOX(&fastsam::update_norm));
+  m.impl("update_sgd_", TORCH_BOX(&fastsam::update_sgd));
+  m.impl("update_adam_", TORCH_BOX(&fastsam::update_adam));
+}

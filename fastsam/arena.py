@@ -1,0 +1,133 @@
+"""The flat index space: which tensor lies where in a row, and the fields `[rows, stride]` that hold the state.
+
+A `Layout` says where each tensor's elements are; an `Arena` allocates fields over it. The user's own parameters are never moved:
+they are flat by index only (a table of segments), while the optimizer's state is really flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+SEGMENT_ALIGNMENT = 16  # elements: 128-bit accesses for every dtype; with less, Triton falls back to 32-bit loads
+ROW_ALIGNMENT = 256  # bytes: cuBLASLt picks algorithms by pointer alignment, so rows must not differ in it
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """True when the elements fill one block of memory without gaps or overlaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor's place in a row. Elements keep the tensor's own order in memory (`stride`)."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    group: int
+
+    @property
+    def length(self) -> int:
+        return self.shape.numel()
+
+
+class Layout:
+    """Where each of a list of tensors lies in a row.
+
+    Segments start at multiples of 16 elements and rows at multiples of 256 bytes; the padding between is zero and stays zero.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        end = max((s.offset + s.length for s in segments), default=0)
+        # 256 elements are 256 bytes or more in every dtype, so one stride serves all the fields of an arena.
+        self.stride = max(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT, ROW_ALIGNMENT)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layout:
+        """The layout of `tensors` (dense, in any order of dimensions); `groups[i]` is the parameter group of tensor i.
+
+        Raises ValueError for a tensor that is not dense (it has gaps or overlaps).
+        """
+        segments, offset = [], 0
+        for i, tensor in enumerate(tensors):
+            if not is_dense(tensor):
+                raise ValueError(
+                    f"tensor {i} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its elements do not fill one block of "
+                    "memory, so they cannot be a segment; pass tensor.contiguous()"
+                )
+            segments.append(Segment(offset, tensor.shape, tensor.stride(), 0 if groups is None else groups[i]))
+            offset += -(-tensor.numel() // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+        return cls(segments)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements without the padding."""
+        return sum(s.length for s in self.segments)
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int64 `[segments, 4]` on the CPU: offset, length, group, slot (the form in which ops take a layout)."""
+        return self.subtable(range(len(self.segments)))
+
+    def subtable(self, slots: Sequence[int]) -> Tensor:
+        """The table of some of the segments, for a call that leaves the others untouched."""
+        rows = [(self.segments[i].offset, self.segments[i].length, self.segments[i].group, i) for i in slots]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """One view per segment of `row` (`[stride]` or `[rows, stride]`), shaped and strided like the tensor it stands for."""
+        lead, lead_stride = tuple(row.shape[:-1]), tuple(row.stride()[:-1])
+        start = row.storage_offset()
+        return [row.as_strided(lead + tuple(s.shape), lead_stride + s.stride, start + s.offset) for s in self.segments]
+
+    def gather(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Copies `tensors` (one per segment) into the row `out` (`[stride]`), converting the dtype; returns `out`."""
+        for view, tensor in zip(self.views(out), tensors, strict=True):
+            view.copy_(tensor)
+        return out
+
+
+class Arena:
+    """Named fields `[rows, stride]` over one layout, zero when first asked for, all on one device."""
+
+    def __init__(self, layout: Layout, rows: int = 1, device: torch.device | str = "cpu") -> None:
+        self.layout, self.rows, self.device = layout, rows, torch.device(device)
+        self._fields: dict[str, Tensor] = {}
+
+    def field(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The field `name`, allocated as zeros at the first call. Raises TypeError when it exists with another dtype."""
+        found = self._fields.get(name)
+        if found is None:
+            found = self._fields[name] = torch.zeros(self.rows, self.layout.stride, dtype=dtype, device=self.device)
+        elif found.dtype != dtype:
+            raise TypeError(f"field {name!r} holds {found.dtype}, asked for as {dtype}; use another name")
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def free(self, name: str) -> None:
+        """Gives a field's memory back. Raises KeyError when there is no such field."""
+        del self._fields[name]
+
+    def views(self, name: str, row: int = 0) -> list[Tensor]:
+        """The segments of one row of an existing field, shaped like the tensors they stand for."""
+        return self.layout.views(self._fields[name][row])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all fields."""
+        return sum(f.numel() * f.element_size() for f in self._fields.values())

@@ -1,0 +1,118 @@
+"""The table of backends: what each serves, why one is unavailable, and which one `auto` takes."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of the kernels on one type of device."""
+
+    name: str
+    device: str  # torch device type
+    module: str  # below fastsam_kernels, imported at first use
+    why_not: Callable[[], str | None]  # the reason why it cannot serve, None when it can
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is unavailable on this machine; None when it serves."""
+        return self.why_not()
+
+    @property
+    def available(self) -> bool:
+        return self.reason is None
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(f"fastsam_kernels.{self.module}")
+
+
+def _native(device: str) -> Callable[[], str | None]:
+    def why_not() -> str | None:
+        return importlib.import_module("fastsam_kernels.native").why_not(device)
+
+    return why_not
+
+
+def _triton(device: str) -> Callable[[], str | None]:
+    def why_not() -> str | None:
+        return importlib.import_module("fastsam_kernels.triton_launch").why_not(device)
+
+    return why_not
+
+
+def _always() -> str | None:
+    return None
+
+
+def _cuda() -> str | None:
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+# In the order in which `auto` takes them. Triton on the CPU is its interpreter: thousands of times slower, so `auto` never picks it.
+BACKENDS: tuple[Backend, ...] = (
+    Backend("native", "cuda", "native", _native("cuda")),
+    Backend("triton", "cuda", "triton_launch", _triton("cuda")),
+    Backend("reference", "cuda", "reference", _cuda),
+    Backend("native", "cpu", "native", _native("cpu")),
+    Backend("reference", "cpu", "reference", _always),
+    Backend("triton", "cpu", "triton_launch", _triton("cpu")),
+)
+NAMES = ("auto", "native", "triton", "reference")
+
+
+def table() -> tuple[Backend, ...]:
+    """All backends, in the order in which `auto` considers them per device."""
+    return BACKENDS
+
+
+def backend(device: torch.device | str | None = None) -> str:
+    """The name of the backend that `auto` takes on `device` (default: CUDA when there is one, else the CPU)."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return select("auto", torch.device(device), torch.float32).name
+
+
+def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend `name` for tensors of `dtype` on `device`; "auto" takes the first of the table that serves.
+
+    Raises ValueError for an unknown name or a dtype no backend takes, RuntimeError (with the reason) when a backend asked for by name cannot serve.
+    """
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
+    if dtype not in FLOATS:
+        raise ValueError(f"parameters must be float32, float64, float16 or bfloat16, got {dtype}; convert the model with .to(torch.float32)")
+    candidates = [b for b in BACKENDS if b.device == device.type and name in ("auto", b.name)]
+    reasons = []
+    for candidate in candidates:
+        reason = candidate.reason if dtype in candidate.dtypes else f"it does not serve {dtype}"
+        if reason is None:
+            if name == "auto" and candidate.name == "reference":
+                _warn_unfused(reasons)
+            return candidate
+        reasons.append(f"{candidate.name}: {reason}")
+    if not candidates:
+        reasons.append(f"{'no backend' if name == 'auto' else name} does not serve the device {device.type!r}")
+    raise RuntimeError(f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is available")
+
+
+_warned = False
+
+
+def _warn_unfused(reasons: list[str]) -> None:
+    """Once per process: nothing fused is running although it could be."""
+    global _warned
+    hint = importlib.import_module("fastsam_kernels.native").build_hint()
+    if _warned or hint is None:
+        return
+    _warned = True
+    warnings.warn(f"fastsam runs its unfused reference backend ({'; '.join(reasons)}). {hint}", stacklevel=4)

@@ -1,0 +1,34 @@
+"""The device scalars of a step: one row of `WIDTH` float64 numbers per arena row and parameter group.
+
+They live in one tensor `hyper` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a captured CUDA
+graph follows a schedule. `csrc/math.h` declares the same columns in the same order; a test compares the two.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Column(IntEnum):
+    """What each column holds. Adam's three share the place of SGD's three: an update reads only its own."""
+
+    RHO = 0  # radius of the perturbation; negative when the objective is maximised
+    NU = 1  # added to the norm before the division
+    ADAPTIVE = 2  # 1: ASAM, the direction is T^2*g with T = |w| + eta, its norm that of T*g
+    ETA = 3
+    LR = 4
+    DECAY = 5  # weight decay, never clipped
+    PHI = 6  # proximal coefficient: phi*w, whose constant half -phi*w^t is in q
+    A = 7  # weight of the gradient at the perturbed point; -1 when the objective is maximised
+    B = 8  # weight of the gradient at the unperturbed point (g1)
+    CLIP = 9  # largest norm of v; 0 means no clipping
+    CLIP_FULL = 10  # 1: phi*w is inside the clipped norm and scaled with it
+    MOMENTUM = 11
+    DAMPENING = 12
+    NESTEROV = 13  # 0 or 1
+    BETA1 = 11
+    BETA2 = 12
+    EPS = 13
+
+
+WIDTH = 16

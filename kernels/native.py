@@ -1,0 +1,147 @@
+"""The compiled backend: C++ on the CPU, CUDA on GPUs, behind one set of op schemas (`csrc/ops.cpp`).
+
+The functions have the names and the meaning of `reference`. The libraries come from the installed package, or, with FASTSAM_JIT=1,
+from a cache where they are built at first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import build
+
+_OPS = ("norm_", "perturb_", "restore_", "update_norm_", "update_sgd_", "update_adam_")
+
+
+@functools.cache
+def _load() -> dict[str, str | None]:
+    """Loads what there is; per device type the reason why it cannot serve, None when it can."""
+    cuda_reason = None if torch.cuda.is_available() else "torch sees no CUDA device"
+    try:
+        found = build.jit() if os.environ.get("FASTSAM_JIT") == "1" else build.installed()
+    except build.BuildError as error:
+        return {"cpu": str(error), "cuda": cuda_reason or str(error)}
+    if "cpu" not in found.paths:
+        return {"cpu": found.message, "cuda": cuda_reason or found.message}
+    reasons: dict[str, str | None] = {"cpu": _load_library(str(found.paths["cpu"]))}
+    if reasons["cpu"] is not None:
+        return {"cpu": reasons["cpu"], "cuda": cuda_reason or reasons["cpu"]}
+    for name in _OPS:
+        # Every op writes its arguments and returns nothing: there is nothing to infer.
+        torch.library.register_fake(f"fastsam::{name}", lambda *args: None)
+    if cuda_reason is None:
+        missing = f"no compiled CUDA library ({found.message}); `{build.COMMAND}` with nvcc compiles it"
+        cuda_reason = _load_library(str(found.paths["cuda"])) if "cuda" in found.paths else missing
+    reasons["cuda"] = cuda_reason
+    return reasons
+
+
+def _load_library(path: str) -> str | None:
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"{path} cannot be loaded: {error}; `{build.COMMAND}` rebuilds it"
+    return None
+
+
+def why_not(device: str) -> str | None:
+    """Why the compiled kernels cannot serve on this device type; None when they can."""
+    return _load().get(device, f"there are no compiled kernels for the device {device!r}")
+
+
+def build_hint() -> str | None:
+    """The command that would give compiled kernels, or None when they are there or cannot be compiled here."""
+    if why_not("cpu") is None or build.why_not() is not None:
+        return None
+    return f"A compiler is here: `{build.COMMAND}` builds the fused kernels (or set FASTSAM_JIT=1 to build them at first use)"
+
+
+def _wrote(z: Sequence[Tensor]) -> None:
+    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong gradients."""
+    if not torch.compiler.is_compiling():
+        torch._C._increment_version(z)
+
+
+def norm_(
+    sumsq: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, hyper: Tensor, accumulate: bool = False
+) -> None:
+    """See `reference.norm_`."""
+    torch.ops.fastsam.norm_.default(sumsq, grads, weights, table, hyper, accumulate)
+
+
+def perturb_(
+    z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor, save: bool
+) -> None:
+    """See `reference.perturb_`."""
+    torch.ops.fastsam.perturb_.default(z, origin, grads, table, hyper, sumsq, save)
+    _wrote(z)
+
+
+def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
+    """See `reference.restore_`."""
+    torch.ops.fastsam.restore_.default(z, origin, table)
+    _wrote(z)
+
+
+def update_norm_(
+    sumsq: Tensor,
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    g1: Sequence[Tensor] | None = None,
+    q: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """See `reference.update_norm_`."""
+    torch.ops.fastsam.update_norm_.default(sumsq, z, origin, grads, table, hyper, g1 or (), q, grad_scale, accumulate)
+
+
+def update_sgd_(
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    momentum: Tensor | None = None,
+    g1: Sequence[Tensor] | None = None,
+    q: Tensor | None = None,
+    sumsq_v: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    first: bool = False,
+    keep: bool = False,
+) -> None:
+    """See `reference.update_sgd_`."""
+    torch.ops.fastsam.update_sgd_.default(
+        z, origin, grads, table, hyper, momentum, g1 or (), q, sumsq_v, grad_scale, found_inf, first, keep
+    )
+    _wrote(z)
+
+
+def update_adam_(
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = True,
+    keep: bool = False,
+) -> None:
+    """See `reference.update_adam_`."""
+    torch.ops.fastsam.update_adam_.default(
+        z, origin, grads, table, hyper, exp_avg, exp_avg_sq, steps, grad_scale, found_inf, decoupled, keep
+    )
+    _wrote(z)

@@ -1,0 +1,283 @@
+"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else.
+
+Conventions, shared by every backend
+------------------------------------
+A model is one flat index space cut into *segments*; a cohort of clients is several *rows* of it.
+
+table
+    int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot (the segment's number in its layout, which
+    stays the same when other segments are left out of a call). Only the segments of the table are touched.
+list operand (`z`, `grads`, `weights`, `g1`)
+    Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the row), or
+    one flat field `[rows, stride]` that is addressed at the segments' offsets.
+field (`origin`, `momentum`, `q`, ...)
+    `[rows, stride]`, addressed at the segments' offsets.
+hyper
+    float64 `[rows, groups, WIDTH]`, see `columns`; its first dimension says how many rows a call has.
+sumsq
+    float64 `[rows]`: a sum of squares per row.
+
+The weights that autograd sees are called `z`; `origin` holds the unperturbed weights while `z` is perturbed. Arithmetic runs in
+`compute_dtype(z.dtype)`: float64 for float64, otherwise float32. `origin` has either the dtype of `z` or, for half-precision
+weights, float32: then it is their *master copy*, and `z` is its rounding.
+
+Functions and arguments that are written end in `_`, or are called `out`.
+
+Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9), torch.optim's documented SGD, Adam and AdamW. The general
+local step (form U) covers the federated algorithms:
+    d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu);  v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -= lr*(sig*v + kappa*w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .columns import Column
+
+CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the arithmetic on weights of `dtype` runs: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
+    """Views `[rows, length]` of a list operand, one per segment, in the order of memory (so channels-last needs no copy)."""
+    n = table.shape[0]
+    for i, (offset, length, _, _) in enumerate(table.tolist()):
+        tensor = operand[0] if len(operand) == 1 else operand[i]
+        scattered = tensor.numel() == rows * length and (len(operand) == n)
+        row_stride = tensor.stride(0) if rows > 1 else 0
+        start = tensor.storage_offset() + (0 if scattered else offset)
+        yield tensor.as_strided((rows, length), (row_stride, 1), start)
+
+
+def _scalars(hyper: Tensor, group: int, dtype: torch.dtype) -> dict[Column, Tensor]:
+    """The columns of one group as `[rows, 1]`, ready to broadcast over a segment."""
+    values = hyper[:, group].to(dtype)
+    return {column: values[:, column : column + 1] for column in Column}
+
+
+def _each(
+    table: Tensor, hyper: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
+) -> Iterator[tuple[dict[Column, Tensor], list[Tensor | None]]]:
+    """Per segment: its scalars, and a `[rows, length]` view of each operand (None stays None)."""
+    rows = hyper.shape[0]
+    views = [None if operand is None else list(segments(operand, table, rows)) for operand in operands]
+    for i, group in enumerate(table[:, 2].tolist()):
+        yield _scalars(hyper, group, dtype), [None if view is None else view[i] for view in views]
+
+
+def _field(field: Tensor | None) -> list[Tensor] | None:
+    return None if field is None else [field]
+
+
+def _unscaled(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    grad = grad.to(dtype)
+    return grad if grad_scale is None else grad / grad_scale.to(dtype)
+
+
+def _accumulate(out: Tensor, total: Tensor, accumulate: bool) -> None:
+    out.copy_(out + total if accumulate else total)
+
+
+@torch.no_grad()
+def norm_(
+    sumsq: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, hyper: Tensor, accumulate: bool = False
+) -> None:
+    """`sumsq[r] (+)= ||T*g||^2` over the row, with `T = |w| + eta` in adaptive groups and 1 elsewhere.
+
+    `weights` are the unperturbed weights; the list may be empty when no group is adaptive.
+    """
+    dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
+    total = torch.zeros_like(sumsq)
+    for h, (g, w) in _each(table, hyper, dtype, grads, weights or None):
+        direction = g.to(dtype)
+        if w is not None:
+            direction = torch.where(h[Column.ADAPTIVE] != 0, (w.to(dtype).abs() + h[Column.ETA]) * direction, direction)
+        total += direction.square().sum(1, dtype=torch.float64)
+    _accumulate(sumsq, total, accumulate)
+
+
+@torch.no_grad()
+def perturb_(
+    z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor, save: bool
+) -> None:
+    """`z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
+
+    save=True: `w` is what `z` holds, and is written to `origin` first (the backup that `restore_` and the updates read). Where
+    `origin` is a master copy, `w` is `origin` as long as `z` is still its rounding, else `z` (someone wrote the weights).
+    save=False: `w` is `origin`; `z` is only written.
+
+    A row whose norm is zero or not finite is not perturbed: `z = w`, bit for bit.
+    """
+    dtype = compute_dtype(origin.dtype)
+    for h, (w_, o_, g) in _each(table, hyper, dtype, z, [origin], grads):
+        if save:
+            o_.copy_(w_ if o_.dtype == w_.dtype else torch.where(o_.to(w_.dtype) == w_, o_, w_.to(o_.dtype)))
+        w, direction = o_.to(dtype), g.to(dtype)
+        t = w.abs() + h[Column.ETA]
+        direction = torch.where(h[Column.ADAPTIVE] != 0, t * t * direction, direction)
+        scale = h[Column.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[Column.NU])
+        moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
+        w_.copy_(torch.where(moves, w + scale * direction, w))
+
+
+@torch.no_grad()
+def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
+    """`z = origin`, bit for bit (rounded when `origin` is a master copy)."""
+    rows = origin.shape[0]
+    for w_, o in zip(segments(z, table, rows), segments([origin], table, rows), strict=True):
+        w_.copy_(o)
+
+
+@torch.no_grad()
+def update_norm_(
+    sumsq: Tensor,
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    g1: Sequence[Tensor] | None = None,
+    q: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    accumulate: bool = False,
+) -> None:
+    """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks at."""
+    dtype = compute_dtype(z[0].dtype)
+    total = torch.zeros_like(sumsq)
+    for h, (w_, o, g, g1_, q_) in _each(table, hyper, dtype, z, _field(origin), grads, g1, _field(q)):
+        v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
+        w = (w_ if o is None else o).to(dtype)
+        v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v)
+        total += v.square().sum(1, dtype=torch.float64)
+    _accumulate(sumsq, total, accumulate)
+
+
+def _linear(h: dict[Column, Tensor], g2: Tensor, g1: Tensor | None, q: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`v = a*g2 + b*g1 + q` of form U."""
+    v = h[Column.A] * g2
+    if g1 is not None:
+        v = v + h[Column.B] * g1.to(dtype)
+    return v if q is None else v + q.to(dtype)
+
+
+@torch.no_grad()
+def update_sgd_(
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    momentum: Tensor | None = None,
+    g1: Sequence[Tensor] | None = None,
+    q: Tensor | None = None,
+    sumsq_v: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    first: bool = False,
+    keep: bool = False,
+) -> None:
+    """Restore and step in one pass: form U with torch.optim.SGD's momentum.
+
+        w = origin (or z)                               the unperturbed weights
+        v = a*g2 + b*g1 + q
+        d = sig*(v + full*phi*w) + (decay + (1 - full)*phi)*w,   sig = min(1, C/(||v|| + 1e-6)), 1 without clipping
+        m = mu*m + (1 - dampening)*d                    (`first`: m = d);  d = d + mu*m with Nesterov, else m
+        z = w - lr*d                                    keep=True: origin = z too, before the rounding to z's dtype
+
+    momentum
+        field `[rows, stride]` in the compute dtype, or None for plain SGD.
+    sumsq_v
+        `[rows]`, from `update_norm_`; None without clipping.
+    grad_scale, found_inf
+        one-element float32 tensors of a GradScaler: `g2` is divided by the first; where the second is not 0 the weights are only
+        restored and nothing else is written.
+    """
+    dtype = compute_dtype(z[0].dtype)
+    stop = None if found_inf is None else found_inf.reshape(()) != 0
+    for h, (w_, o_, g, m_, g1_, q_) in _each(
+        table, hyper, dtype, z, _field(origin), grads, _field(momentum), g1, _field(q)
+    ):
+        w = (w_ if o_ is None else o_).to(dtype)
+        v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
+        full = h[Column.CLIP_FULL]
+        inner = torch.where(full != 0, v + h[Column.PHI] * w, v)
+        decay = h[Column.DECAY] + torch.where(full != 0, 0.0, h[Column.PHI])
+        d = _clip_factor(h, sumsq_v, dtype) * inner + decay * w
+        if m_ is not None:
+            mu = h[Column.MOMENTUM]
+            buffer = d if first else mu * m_ + (1 - h[Column.DAMPENING]) * d
+            m_.copy_(buffer if stop is None else torch.where(stop, m_, buffer))
+            d = torch.where(h[Column.NESTEROV] != 0, d + mu * buffer, buffer)
+        _write(w_, o_, w, w - h[Column.LR] * d, stop, keep)
+
+
+def _clip_factor(h: dict[Column, Tensor], sumsq_v: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`sig`, `[rows, 1]`."""
+    limit = h[Column.CLIP]
+    if sumsq_v is None:
+        return torch.ones_like(limit)
+    factor = (limit / (sumsq_v.sqrt().to(dtype)[:, None] + CLIP_EPS)).clamp(max=1.0)
+    return torch.where(limit > 0, factor, torch.ones_like(factor))
+
+
+def _write(w_: Tensor, o_: Tensor | None, w: Tensor, new: Tensor, stop: Tensor | None, keep: bool) -> None:
+    new = new if stop is None else torch.where(stop, w, new)
+    w_.copy_(new)
+    if keep and o_ is not None:
+        o_.copy_(new)
+
+
+@torch.no_grad()
+def update_adam_(
+    z: Sequence[Tensor],
+    origin: Tensor | None,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = True,
+    keep: bool = False,
+) -> None:
+    """Restore and step in one pass: torch.optim.AdamW (decoupled) or Adam (weight decay added to the gradient).
+
+        t += 1;  g = a*g2 (+ decay*w if not decoupled);  w *= 1 - lr*decay (if decoupled)
+        m = b1*m + (1 - b1)*g;  V = b2*V + (1 - b2)*g^2
+        z = w - lr/(1 - b1^t) * m / (sqrt(V)/sqrt(1 - b2^t) + eps)
+
+    exp_avg, exp_avg_sq
+        fields `[rows, stride]` in the compute dtype.
+    steps
+        float32 `[rows, slots]`: t per row and slot of the table; counted up here for the segments of the table, in every row.
+    `origin`, `grad_scale`, `found_inf` and `keep` as in `update_sgd_`; a step that `found_inf` stops is not counted.
+    """
+    dtype = compute_dtype(z[0].dtype)
+    stop = None if found_inf is None else found_inf.reshape(()) != 0
+    slots = table[:, 3]
+    operands = _each(table, hyper, dtype, z, _field(origin), grads, [exp_avg], [exp_avg_sq])
+    for slot, (h, (w_, o_, g, m_, v_)) in zip(slots.tolist(), operands, strict=True):
+        steps[:, slot] += 1 if stop is None else torch.where(stop, 0, 1).to(steps.dtype)
+        t = steps[:, slot].to(torch.float64)[:, None]
+        lr, b1, b2, decay = (h[c] for c in (Column.LR, Column.BETA1, Column.BETA2, Column.DECAY))
+        original = (w_ if o_ is None else o_).to(dtype)
+        grad = h[Column.A] * _unscaled(g, grad_scale, dtype)
+        w = original * (1 - lr * decay) if decoupled else original
+        grad = grad if decoupled else grad + decay * original
+        m = b1 * m_ + (1 - b1) * grad
+        v = b2 * v_ + (1 - b2) * grad * grad
+        correction1 = (1 - b1.to(torch.float64) ** t).to(dtype)
+        correction2 = (1 - b2.to(torch.float64) ** t).to(dtype)
+        new = w - lr / correction1 * m / (v.sqrt() / correction2.sqrt() + h[Column.EPS])
+        m_.copy_(m if stop is None else torch.where(stop, m_, m))
+        v_.copy_(v if stop is None else torch.where(stop, v_, v))
+        _write(w_, o_, original, new, stop, keep)
