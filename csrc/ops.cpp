@@ -2,13 +2,15 @@
 // The meaning of every argument stands in kernels/reference.py.
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "args.h"
 
 namespace fastsam {
 namespace {
 
-// Chunks that are worth a thread of their own.
-constexpr int64_t kGrain = 4;
+// Elements that are worth a thread of their own: starting one costs about as much as the work on 10,000.
+constexpr int64_t kGrain = 16384;
 
 int64_t last_level_cache() {
   static const int64_t bytes = [] {
@@ -24,8 +26,12 @@ bool streams(const Call& call, int64_t bytes_per_element) { return call.elements
 
 template <class F>
 void over_chunks(const Call& call, const F& range) {
-  const int64_t units = call.rows * call.chunks();
-  if (units > 0) torch::stable::parallel_for(0, units, kGrain, range);
+  const int64_t units = call.rows * call.chunks(), elements = call.elements();
+  if (elements <= kGrain) {
+    if (units > 0) range(0, units);
+  } else {
+    torch::stable::parallel_for(0, units, std::max<int64_t>(1, units * kGrain / elements), range);
+  }
 }
 
 // Adds up each row's partial sums in the order of its chunks.
