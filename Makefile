@@ -1,0 +1,81 @@
+# fastsam: set up, try, test. `make` alone lists the targets.
+#
+#   make test VENV=folder      use another environment (default .venv); the torch it has is kept
+#   make test PYTHON=python3.12 make the environment with another Python (3.10 or newer)
+#   make test SYSTEM_TORCH=1   make it on top of the Python's own packages, with their torch
+#   make test CONSTRAINTS=file other versions than constraints.txt
+
+VENV ?= .venv
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+SYSTEM_TORCH ?=
+# Where there is no GPU, torch's CPU build (a tenth of the size) if its index can be reached. TORCH_INDEX= takes pip's default.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || { curl -sfm 5 -o /dev/null $(CPU_INDEX)/torch/ 2>/dev/null && echo $(CPU_INDEX); })
+
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt
+SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
+OUT ?= runs
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check format bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+# --- setting up: each step once, until what it depends on changes ---
+
+$(VENV)/.has-torch: constraints.txt tools/constraints.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"fastsam needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || { echo "making $(VENV)"; \
+	  $(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV) || { rm -rf $(VENV); exit 1; }; }
+	@$(BIN)/python tools/constraints.py $(CONSTRAINTS) > $(VENV)/constraints.txt
+	@echo "installing torch into $(VENV) (once)"
+	@index=; $(BIN)/python -c 'import torch' 2>/dev/null || index="$(TORCH_INDEX)"; \
+	  $(INSTALL) $${index:+--extra-index-url $$index} torch 'setuptools>=77' ninja
+	@touch $@
+
+# Editable, in an environment that has torch: so the libraries are compiled, where there is a compiler.
+$(VENV)/.has-fastsam: $(VENV)/.has-torch pyproject.toml setup.py $(SOURCES)
+	@echo "installing fastsam into $(VENV)"
+	@$(INSTALL) -q --no-build-isolation -e .
+	@$(BIN)/python -c 'from fastsam_kernels import build; print(build.installed().message)'
+	@touch $@
+
+$(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml | $(VENV)/.has-fastsam
+	@echo "installing the test tools into $(VENV)"
+	@$(INSTALL) -q --no-build-isolation -e '.[test,bench,dev]'
+	@touch $@
+
+# --- using it ---
+
+demo: $(VENV)/.has-fastsam ## FedAvg, FedSAM and MoFedSAM on handwritten digits: a table and two plots
+	@$(BIN)/fastsam compare examples/digits.toml --algorithms fedavg,fedsam,mofedsam
+
+test: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests, with each skip and its reason
+	@$(BIN)/python -m pytest -q -ra -m 'not slow'
+
+test-slow: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests left out of `make test`: fresh environments, long runs
+	@$(BIN)/python -m pytest -q -ra -m slow
+
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+
+check: $(VENV)/.has-fastsam $(VENV)/.has-tests ## style, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
+	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean: ## remove what was built; environments and runs stay
+	rm -rf build dist *.egg-info kernels/*.so kernels/native.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -f $(VENV)/.has-fastsam
+	find fastsam kernels tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +

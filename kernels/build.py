@@ -1,0 +1,305 @@
+"""How the compiled libraries are made: their sources, flags and compilers, described once.
+
+Used by `setup.py` (a wheel or an editable install), by `FASTSAM_JIT=1` (at first use, into a cache) and by
+`python -m fastsam_kernels.build` (into the installed package).
+
+- `libfastsam_cpu.so`: `csrc/ops.cpp` and `csrc/cpu/*.cpp`;
+- `libfastsam_cuda.so`: `csrc/cuda/*.cu` and the registration `csrc/cuda/ops_cuda.cpp`. Made when nvcc is found and
+  torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
+
+They use no symbols of Python and none of torch's C++: only LibTorch's stable ABI, so that one binary serves every
+Python and torch 2.10 and newer.
+
+Environment: `CXX`, `CUDACXX` or `CUDA_HOME` choose the compilers, `TORCH_CUDA_ARCH_LIST` the GPUs ("8.0;9.0+PTX"),
+`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `XDG_CACHE_HOME` where the cache of
+`FASTSAM_JIT=1` lies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, find_torch, gencode, output_of
+
+HERE = Path(__file__).resolve().parent
+FILES = {"cpu": "libfastsam_cpu.so", "cuda": "libfastsam_cuda.so"}
+REPORT = "native.json"  # beside the libraries: what they were made from, or why there are none
+COMMAND = "python -m fastsam_kernels.build"
+
+# Results must not depend on which clone of a function a processor runs: no contraction to fused multiply-add on the
+# host. Without `-fno-math-errno` and `-fno-trapping-math` sqrt is not vectorised; neither changes a bit.
+CXX_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+)
+TORCH_FLAGS = ("-DTORCH_TARGET_VERSION=0x020a000000000000",)  # torch 2.10, see torch/headeronly/version.h
+NVCC_FLAGS = ("-std=c++20", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=static")
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The libraries in `paths`, by device type ("cpu", "cuda"), and what happened in words."""
+
+    paths: dict[str, Path] = field(default_factory=dict)
+    message: str = ""
+
+
+# --- what is there ---
+
+
+def csrc() -> Path:
+    """The folder of the C++ and CUDA sources: inside an installed package, or beside this folder in a checkout."""
+    for folder in (HERE / "csrc", HERE.parent / "csrc"):
+        if (folder / "ops.cpp").is_file():
+            return folder
+    raise BuildError(f"the C++ sources are missing: no ops.cpp in {HERE / 'csrc'}; reinstall fastsam")
+
+
+def source_digest() -> str:
+    """A hash of every C++ and CUDA source (names and contents, not dates) and of the flags."""
+    root, digest = csrc(), hashlib.sha256(repr((CXX_FLAGS, TORCH_FLAGS, NVCC_FLAGS)).encode())
+    for path in sorted(p for p in root.rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".cuh")):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def why_not() -> str | None:
+    """Why the libraries cannot be compiled in this environment; None when all that it takes is there."""
+    try:
+        csrc(), find_torch(), find_cxx()
+    except BuildError as error:
+        return str(error)
+    return None if sys.platform == "linux" else f"the libraries are built on Linux, this is {sys.platform}"
+
+
+def _wants_cuda(torch: Torch, cuda: bool | None) -> bool:
+    """Whether to build for CUDA. An explicit request (`cuda=True`, `FASTSAM_CUDA=1`) without nvcc raises BuildError."""
+    setting = os.environ.get("FASTSAM_CUDA", "")
+    if setting not in ("", "0", "1"):
+        raise BuildError(f"FASTSAM_CUDA must be 0 or 1, got {setting!r}")
+    if cuda is None and setting:
+        cuda = setting == "1"
+    if cuda and find_nvcc() is None:
+        advice = "install the CUDA toolkit, or set CUDA_HOME or CUDACXX"
+        raise BuildError(f"the CUDA library was asked for and nvcc is not found: {advice}")
+    return bool(find_nvcc() and torch.cuda) if cuda is None else cuda
+
+
+# --- the commands ---
+
+
+def _compile(source: Path, root: Path, argv: Sequence[str]) -> Step:
+    output = str(source.relative_to(root)).replace("/", "_") + ".o"
+    return Step(
+        output, (str(source),), (*argv, "-MD", "-MF", f"{output}.d", "-c", str(source), "-o", output), f"{output}.d"
+    )
+
+
+def _relocate(torch: Torch, root: Path) -> tuple[str, str]:
+    """Flags that keep the folders of the compiling machine out of the source names in error messages."""
+    return f"-ffile-prefix-map={root}=csrc", f"-ffile-prefix-map={torch.root}=torch"
+
+
+def cpu_steps(torch: Torch) -> list[Step]:
+    """The commands that make `libfastsam_cpu.so`. Only `ops.cpp` sees torch's headers."""
+    root, cxx = csrc(), find_cxx()
+    flags = [*cxx, *CXX_FLAGS, f"-I{root}", *_relocate(torch, root)]
+    steps = [_compile(root / "ops.cpp", root, [*flags, *TORCH_FLAGS, f"-isystem{torch.include}"])]
+    steps += [_compile(path, root, flags) for path in sorted(root.glob("cpu/*.cpp"))]
+    objects = tuple(step.output for step in steps)
+    # No run path: torch is loaded first, and the loader then finds it by its soname wherever it lies.
+    options = (f"-L{torch.lib}", "-ltorch_cpu", "-Wl,--no-undefined", "-Wl,--as-needed")
+    return [*steps, Step(FILES["cpu"], objects, (*cxx, "-shared", *objects, "-o", FILES["cpu"], *options))]
+
+
+def cuda_steps(torch: Torch) -> list[Step]:
+    """The commands that make `libfastsam_cuda.so`. Only `ops_cuda.cpp` sees torch's headers."""
+    root, cxx, nvcc = csrc(), find_cxx(), find_nvcc()
+    assert nvcc is not None, "the caller asks _wants_cuda first"
+    driver, archs = [nvcc, f"-ccbin={cxx[0]}"], gencode(nvcc)
+    flags = [*driver, *NVCC_FLAGS, f"-I{root}", *(f'-Xcompiler="{flag}"' for flag in _relocate(torch, root))]
+    steps = [_compile(path, root, [*flags, *archs]) for path in sorted(root.glob("cuda/*.cu"))]
+    torch_flags = [*TORCH_FLAGS, "-DUSE_CUDA", f"-isystem={torch.include}"]
+    steps.append(_compile(root / "cuda/ops_cuda.cpp", root, [*flags, *torch_flags]))
+    objects, folder = tuple(step.output for step in steps), str(torch.lib)
+    if not (torch.lib / "libtorch_cuda.so").exists():
+        # A CPU build of torch: link an empty library of that name, which records the need for the real one at run time.
+        stub = "stub/libtorch_cuda.so"
+        argv = (*cxx, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cuda.so", "-o", stub)
+        steps, folder = [*steps, Step(stub, (), argv)], "stub"
+    options = ("-Xlinker=--no-as-needed", f"-L{folder}", f"-L{torch.lib}", "-ltorch_cuda", "-ltorch_cpu")
+    argv = (*driver, "-shared", "-cudart=static", *archs, *objects, "-o", FILES["cuda"], *options)
+    return [*steps, Step(FILES["cuda"], tuple(step.output for step in steps), argv)]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Two processes never build in one folder at a time."""
+    import fcntl  # here, because Windows has none and may import this module
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+# --- building, and finding what was built ---
+
+
+def build(out_dir: str | Path, *, cuda: bool | None = None, work_dir: str | Path | None = None) -> BuildResult:
+    """Compile the libraries and put them, with their report, into `out_dir`.
+
+    `cuda`: build the CUDA library too; None follows `FASTSAM_CUDA`, else builds it when nvcc is there and torch is a
+    CUDA build. `work_dir` keeps the object files, so that ninja compiles only what changed (default: a temporary
+    folder). Raises BuildError when a library cannot be built, except a CUDA library nobody asked for by name: then the
+    message says why it is missing.
+    """
+    if reason := why_not():
+        raise BuildError(reason)
+    torch, out_dir = find_torch(), Path(out_dir)
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(work_dir or scratch).resolve()
+        with _locked(work):
+            return publish(_compile_all(torch, work, cuda), out_dir)
+
+
+def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> BuildResult:
+    execute(cpu_steps(torch), work)
+    paths, notes = {"cpu": work / FILES["cpu"]}, []
+    if _wants_cuda(torch, cuda):
+        (work / "cuda" / "stub").mkdir(parents=True, exist_ok=True)
+        try:
+            execute(cuda_steps(torch), work / "cuda")
+            paths["cuda"] = work / "cuda" / FILES["cuda"]
+        except BuildError as error:
+            if cuda or os.environ.get("FASTSAM_CUDA") == "1":
+                raise
+            notes = [f"the CUDA library could not be built: {error}"]
+    names = " and ".join(path.name for path in paths.values())
+    return BuildResult(paths, "; ".join([f"built {names} with torch {torch.version}", *notes]))
+
+
+def _replace(content: bytes, path: Path) -> Path:
+    """Replace the file in one go: a process that has the old one mapped keeps the old one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            fresh = Path(scratch) / path.name
+            fresh.write_bytes(content)
+            fresh.replace(path)
+    except OSError as error:
+        raise BuildError(f"cannot write {path}: {error}. FASTSAM_JIT=1 builds into a cache folder instead") from error
+    return path
+
+
+def publish(result: BuildResult, out_dir: Path) -> BuildResult:
+    """Put the libraries of `result` into `out_dir`, with a report of what they were made from, or why there are none.
+
+    The report keeps the first line of the message: the compiler's whole output is for who builds.
+    """
+    paths = {kind: _replace(path.read_bytes(), out_dir / path.name) for kind, path in result.paths.items()}
+    message, names = result.message.splitlines()[0], [path.name for path in paths.values()]
+    report = {"libraries": names, "message": message, "sources": source_digest()}
+    _replace(json.dumps(report, indent=1).encode() + b"\n", out_dir / REPORT)
+    return BuildResult(paths, result.message)
+
+
+def installed(folder: str | Path = HERE) -> BuildResult:
+    """The libraries in `folder` (default: the installed package) that were made from its present sources.
+
+    Libraries of other sources (an edited checkout, another version left behind) are not offered: `message` says so,
+    or why there are none.
+    """
+    folder = Path(folder)
+    if not (folder / REPORT).is_file():
+        return BuildResult({}, f"no compiled libraries in {folder}; `{COMMAND}` compiles them")
+    try:
+        report = json.loads((folder / REPORT).read_text())
+        names, message, sources = report["libraries"], report["message"], report["sources"]
+    except (ValueError, KeyError, TypeError) as error:
+        return BuildResult({}, f"{folder / REPORT} cannot be read ({error!r}); `{COMMAND}` compiles the libraries anew")
+    if not names:
+        return BuildResult({}, f"{message}. `{COMMAND}` compiles them now")
+    if sources != source_digest():
+        return BuildResult(
+            {}, f"the compiled libraries are of other sources than the installed ones; `{COMMAND}` rebuilds them"
+        )
+    paths = {kind: folder / name for kind, name in FILES.items() if name in names}
+    if lost := [str(path) for path in paths.values() if not path.is_file()]:
+        return BuildResult({}, f"{' and '.join(lost)} is gone; `{COMMAND}` rebuilds it")
+    return BuildResult(paths, message)
+
+
+def cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/fastsam`, by default `~/.cache/fastsam`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsam"
+
+
+def _cache_key(torch: Torch) -> str:
+    nvcc = find_nvcc() if _wants_cuda(torch, None) else None
+    tools = [output_of([*find_cxx(), "--version"])] + ([output_of([nvcc, "--version"]), *gencode(nvcc)] if nvcc else [])
+    parts = [source_digest(), torch.version, platform.machine(), *tools]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def jit() -> BuildResult:
+    """The libraries from the cache, compiled first if need be (FASTSAM_JIT=1).
+
+    Safe when several processes start at once. Raises BuildError when they cannot be compiled, or the cache cannot be
+    written.
+    """
+    if reason := why_not():
+        raise BuildError(reason)
+    final = cache_dir() / _cache_key(find_torch())
+    if not final.is_dir():
+        try:
+            with _locked(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+                if not final.is_dir():  # nobody built it while this process waited for the lock
+                    build(Path(scratch) / "out")
+                    os.rename(Path(scratch) / "out", final)
+        except OSError as error:
+            raise BuildError(
+                f"cannot write to the cache {cache_dir()}: {error}. Set XDG_CACHE_HOME to a folder that can be written"
+            ) from error
+    return installed(final)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m fastsam_kernels.build`: compile into the installed package."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description="Compile fastsam's libraries into the installed package."
+    )
+    cuda_help = "build the CUDA library (default: when nvcc and a CUDA torch are there)"
+    parser.add_argument("--cuda", action=argparse.BooleanOptionalAction, help=cuda_help)
+    out_help = "where to put the libraries (default: the installed package)"
+    parser.add_argument("--out", type=Path, default=HERE, metavar="DIR", help=out_help)
+    options = parser.parse_args(argv)
+    try:
+        root = csrc().parent  # a checkout keeps its object files, so that the next build is short
+        result = build(options.out, cuda=options.cuda, work_dir=None if root == HERE else root / "build" / "native")
+    except BuildError as error:
+        print(f"fastsam: {error}", file=sys.stderr)
+        return 1
+    print(f"fastsam: {result.message}")
+    print(*(f"  {path}" for path in result.paths.values()), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""The tools a compilation takes: the installed torch, the compilers, ninja, and running commands.
+
+Standard library only. torch is looked for and its version file read, but never imported: `pip install .` must work,
+in seconds, where there is none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+MINIMUM_TORCH = (2, 10)
+CUDA_ARCHS = ("80", "90", "100")  # compute capabilities with code of their own; newer ones take the PTX of the last
+
+
+class BuildError(RuntimeError):
+    """The libraries cannot be built; the message says why and what would help."""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """An installed torch, read from its files."""
+
+    version: str
+    cuda: str | None  # the CUDA version it was built for
+    root: Path
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+    @property
+    def lib(self) -> Path:
+        return self.root / "lib"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command; `depfile` is where the compiler lists the headers it read (None for a link step)."""
+
+    output: str
+    inputs: tuple[str, ...]
+    argv: tuple[str, ...]
+    depfile: str | None = None
+
+
+def find_torch() -> Torch:
+    """The torch of this environment. Raises BuildError when there is none, or one older than the stable ABI in use."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError("no torch where the libraries are built (pip isolates a build without --no-build-isolation)")
+    root = Path(spec.origin).resolve().parent
+    values = runpy.run_path(str(root / "version.py"))
+    version = str(values["__version__"])
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or (int(found[1]), int(found[2])) < MINIMUM_TORCH:
+        raise BuildError(f"fastsam needs torch 2.10 or newer, this environment has {version}")
+    return Torch(version, values.get("cuda"), root)
+
+
+def find_cxx() -> list[str]:
+    """The C++ compiler's command: `$CXX`, else g++, clang++ or c++."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    names = [asked[0]] if asked else ["g++", "clang++", "c++"]
+    for name in names:
+        if path := shutil.which(name):
+            return [path, *asked[1:]]
+    raise BuildError(f"no C++ compiler: {' or '.join(names)} not found on PATH. Install g++ or clang, or set CXX")
+
+
+def find_nvcc() -> str | None:
+    """nvcc's path: `$CUDACXX`, `$CUDA_HOME/bin`, PATH, or CUDA's usual place; None when there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    asked = os.environ.get("CUDACXX") or (home and str(Path(home) / "bin" / "nvcc"))
+    if asked:
+        return shutil.which(asked)
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def gencode(nvcc: str) -> list[str]:
+    """nvcc's architecture flags: code for each of `CUDA_ARCHS` that this nvcc knows, and PTX of the newest."""
+    if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        return [flag for entry in re.split(r"[;, ]+", asked.strip("; ,")) for flag in _gencode_entry(entry)]
+    known = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
+    archs = [a for a in CUDA_ARCHS if a in known]
+    if not archs:
+        raise BuildError(
+            f"{nvcc} compiles for none of sm_{', sm_'.join(CUDA_ARCHS)}: a CUDA toolkit from 12.6 on is needed"
+        )
+    return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs] + [
+        f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"
+    ]
+
+
+def _gencode_entry(entry: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", entry)
+    if found is None:
+        raise BuildError(f"TORCH_CUDA_ARCH_LIST must be like '8.0;9.0+PTX', got the entry {entry!r}")
+    arch = found[1] + found[2]
+    codes = [f"sm_{arch}"] + ([f"compute_{arch}"] if found[3] else [])
+    return [f"-gencode=arch=compute_{arch},code={code}" for code in codes]
+
+
+def output_of(argv: Sequence[str]) -> str:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{shlex.join(argv)} failed: {error}") from error
+
+
+def _jobs() -> int:
+    asked = os.environ.get("MAX_JOBS", "")
+    if asked and not asked.isdigit():
+        raise BuildError(f"MAX_JOBS must be a positive number, got {asked!r}")
+    return max(1, int(asked or len(os.sched_getaffinity(0))))
+
+
+def _ninja() -> list[str] | None:
+    beside = Path(sys.executable).with_name("ninja")  # of an environment that is not activated
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("ninja")
+    return [path] if path else None
+
+
+def _run(argv: Sequence[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(
+            argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError as error:
+        raise BuildError(f"cannot run {argv[0]}: {error}") from error
+    if done.returncode:
+        lines = done.stdout.splitlines()
+        failed = [line for line in lines if re.search(r"\berror: |\bfatal\b|undefined reference|FAILED: ", line)]
+        failed.sort(key=lambda line: "FAILED: " in line)  # ninja's own line comes before the compiler's, and says less
+        reason = failed[0] if failed else shlex.join(argv)
+        raise BuildError("\n".join([f"compiling failed: {reason.strip()}", *lines[-40:]]))
+
+
+def _ninja_file(steps: Sequence[Step]) -> str:
+    def escape(path: str) -> str:
+        return re.sub(r"([$ :])", r"$\1", path)
+
+    lines = []
+    for number, step in enumerate(steps):
+        lines += [f"rule r{number}", f"  command = {shlex.join(step.argv).replace('$', '$$')}"]
+        lines += [f"  depfile = {step.depfile}", "  deps = gcc"] if step.depfile else []
+        lines.append(f"build {escape(step.output)}: r{number} {' '.join(map(escape, step.inputs))}")
+    return "\n".join(lines) + "\n"
+
+
+def execute(steps: Sequence[Step], folder: Path) -> None:
+    """Run `steps` in `folder`: with ninja only what changed, without it everything.
+
+    Raises BuildError with the compiler's words.
+    """
+    if ninja := _ninja():
+        (folder / "build.ninja").write_text(_ninja_file(steps))
+        _run([*ninja, "-j", str(_jobs())], folder)
+        return
+    with ThreadPoolExecutor(_jobs()) as pool:
+        list(pool.map(lambda step: _run(step.argv, folder), [s for s in steps if s.depfile]))
+    for step in steps:
+        if not step.depfile:
+            _run(step.argv, folder)

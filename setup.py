@@ -1,0 +1,141 @@
+"""Builds fastsam: a pure wheel, or, where there are torch and a C++ compiler, a platform wheel with compiled libraries.
+
+`pip install .` has no torch in its isolated build environment and gives `py3-none-any` in seconds. With
+`pip install --no-build-isolation .` in an environment that has torch 2.10 or newer, the libraries are compiled first
+and the wheel is tagged by what came out, so that a failing compiler gives the pure wheel too, never an empty platform
+wheel.
+
+`FASTSAM_NATIVE=0` never compiles, `FASTSAM_NATIVE=1` makes a failure an error. How things are compiled stands in
+`kernels/build.py`; everything else about the package in `pyproject.toml`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import setuptools
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    raise SystemExit(
+        f"fastsam is built with setuptools 77 or newer, this environment has {setuptools.__version__}: "
+        "run `pip install --upgrade setuptools`, or leave out --no-build-isolation"
+    )
+
+from setuptools import Command, Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))
+from kernels import build as native  # noqa: E402  (the folder, found through the line above; standard library only)
+
+PYTHON_TAG = "cp310"  # the oldest Python served; the libraries have no Python symbols, so every later one is too
+
+
+class NativeDistribution(Distribution):
+    """The distribution, plus the compiled libraries once a command has asked for them."""
+
+    compiled: native.BuildResult | None = None
+
+    def build_libraries(self) -> native.BuildResult:
+        """Compile, once per run; without a library the message says why."""
+        if self.compiled is None:
+            self.compiled = self._build_libraries()
+            print(f"fastsam: {self.compiled.message}", file=sys.stderr, flush=True)
+        return self.compiled
+
+    def _build_libraries(self) -> native.BuildResult:
+        setting = os.environ.get("FASTSAM_NATIVE", "")
+        if setting not in ("", "0", "1"):
+            raise SystemExit(f"fastsam: FASTSAM_NATIVE must be 0 or 1, got {setting!r}")
+        if setting == "0":
+            return native.BuildResult({}, "installed without compiled libraries: FASTSAM_NATIVE=0")
+        try:
+            return native.build(ROOT / "build" / "native" / "out", work_dir=ROOT / "build" / "native")
+        except native.BuildError as error:
+            if setting == "1":
+                raise SystemExit(f"fastsam: FASTSAM_NATIVE=1 and the libraries cannot be built: {error}") from error
+            return native.BuildResult({}, f"installed without compiled libraries: {error}")
+
+    def has_ext_modules(self) -> bool:
+        """setuptools asks: is this a platform wheel?"""
+        return bool(self.compiled and self.compiled.paths)
+
+
+class BuildNative(Command):
+    """Puts the libraries and their report into the package: into `kernels/` for an editable install."""
+
+    description = "add the compiled libraries"
+    user_options = []  # noqa: RUF012  (setuptools' own declaration)
+    editable_mode = False
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def _target(self) -> Path:
+        return ROOT / "kernels" if self.editable_mode else Path(str(self.build_lib)) / "fastsam_kernels"
+
+    def run(self) -> None:
+        native.publish(self.distribution.build_libraries(), self._target())
+
+    def get_outputs(self) -> list[str]:
+        return list(self.get_output_mapping())
+
+    def get_output_mapping(self) -> dict[str, str]:
+        names = [path.name for path in self.distribution.build_libraries().paths.values()] + [native.REPORT]
+        return {f"{self.build_lib}/fastsam_kernels/{name}": str(self._target() / name) for name in names}
+
+    def get_source_files(self) -> list[str]:
+        return []
+
+
+class Build(build):
+    sub_commands = [*build.sub_commands, ("build_native", None)]  # noqa: RUF012
+
+
+class BuildPy(build_py):
+    def run(self) -> None:
+        """Copy the packages, without what an earlier build (of files since removed) left in the build folder."""
+        if not self.editable_mode:
+            for package in ("fastsam", "fastsam_kernels"):
+                shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
+        super().run()
+
+
+class BdistWheel(bdist_wheel):
+    """Tags the wheel by what was compiled; asked only when a wheel is made, not for its metadata."""
+
+    def _settle(self) -> None:
+        if self.distribution.build_libraries().paths:
+            self.root_is_pure, self.py_limited_api = False, PYTHON_TAG
+
+    def run(self) -> None:
+        self._settle()
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        self._settle()
+        return super().get_tag()
+
+    def write_wheelfile(self, *args: object, **options: object) -> None:
+        self._settle()
+        super().write_wheelfile(*args, **options)
+
+
+setup(
+    packages=[*find_packages(include=["fastsam", "fastsam.*"]), "fastsam_kernels", "fastsam_kernels.csrc"],
+    package_dir={"fastsam_kernels": "kernels", "fastsam_kernels.csrc": "csrc"},
+    package_data={
+        "fastsam_kernels.csrc": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu", "*/*.cuh"],
+        "fastsam": ["py.typed"],
+    },
+    distclass=NativeDistribution,
+    cmdclass={"bdist_wheel": BdistWheel, "build": Build, "build_py": BuildPy, "build_native": BuildNative},
+)

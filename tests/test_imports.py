@@ -1,0 +1,209 @@
+"""The import rules: who may import whom, read from the sources; and what `import fastsam` must not touch."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
+# cli is the outermost layer; `fed` stands on optim, ops and arena; these on backends; backends on the kernels.
+RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("fastsam_kernels", ()),
+    ("fastsam.backends", ("fastsam_kernels",)),
+    ("fastsam.arena", ("fastsam.backends",)),
+    ("fastsam.ops", ("fastsam.arena", "fastsam.backends")),
+    ("fastsam.optim", ("fastsam.ops", "fastsam.arena", "fastsam.backends")),
+    ("fastsam.fed.algorithms", ("fastsam.fed", "fastsam.optim", "fastsam.ops", "fastsam.arena")),
+    ("fastsam.fed.executors", ("fastsam.fed", "fastsam.optim", "fastsam.ops", "fastsam.arena")),
+    ("fastsam.fed", ("fastsam", "fastsam.optim", "fastsam.ops", "fastsam.arena")),
+)
+SHARED = "fastsam_kernels.columns"  # the layout of the device scalars, which all agree on: names, and no implementation
+FORBIDDEN = (
+    ("fastsam.fed.algorithms", "fastsam.fed.executors"),
+    ("fastsam.fed.executors", "fastsam.fed.algorithms"),
+)
+BACKEND_NAMES = frozenset({"native", "triton", "reference"})
+EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})
+LATE = frozenset({"matplotlib", "sklearn", "triton", "pandas", "scipy"})  # imported inside the function that needs them
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the two packages, by its installed name."""
+    found = {}
+    for folder, package in (("fastsam", "fastsam"), ("kernels", "fastsam_kernels")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
+    """Absolute names of what `tree` imports, with their lines.
+
+    `from a import b` gives `a.b`, which may be a module or a name in one.
+    """
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{prefix}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def group(module: str) -> tuple[str, tuple[str, ...]] | None:
+    return next((rule for rule in RULES if within(module, rule[0])), None)
+
+
+def violations(module: str, source: str, is_package: bool = False) -> list[str]:
+    """Each import of `source` that the rules forbid to `module`."""
+    rule = group(module)
+    bad = []
+    for name, line in imports(ast.parse(source), module, is_package):
+        if name.split(".")[0] in ("tests", "bench", "kernels", "tools"):
+            bad.append(f"{module}:{line} imports {name}: nothing imports these folders")
+        if name.split(".")[0] not in ("fastsam", "fastsam_kernels"):
+            continue
+        if any(within(module, who) and within(name, whom) for who, whom in FORBIDDEN):
+            bad.append(f"{module}:{line} imports {name}")
+        elif rule and not any(within(name, allowed) for allowed in (rule[0], *rule[1], SHARED) if allowed != "fastsam"):
+            public = (
+                name.count(".") == 1 and "fastsam" in rule[1] and group(name) is None
+            )  # `from fastsam import FusedSAM`
+            bad += [] if public else [f"{module}:{line} imports {name}"]
+    return bad
+
+
+def named_strings(source: str, names: frozenset[str]) -> list[str]:
+    """String constants of `source` that are one of `names`."""
+    constants = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return [f"line {c.lineno}: {c.value!r}" for c in constants if isinstance(c.value, str) and c.value in names]
+
+
+def top_level_imports(source: str, module: str, is_package: bool) -> set[str]:
+    """The packages imported when the module is: outside functions and `if TYPE_CHECKING`."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.dump(node.test) else self.generic_visit(node)
+
+    tree = Strip().visit(ast.parse(source))
+    return {name.split(".")[0] for name, _ in imports(tree, module, is_package)}
+
+
+def test_imports_point_down() -> None:
+    bad = [
+        v for name, path in modules().items() for v in violations(name, path.read_text(), path.name == "__init__.py")
+    ]
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fastsam_kernels.native", "import fastsam"),
+        ("fastsam_kernels.native", "def f():\n    from fastsam.ops import norm"),
+        ("fastsam.backends", "from .ops import norm"),
+        ("fastsam.arena", "from . import optim"),
+        ("fastsam.ops", "from .optim import FusedSAM"),
+        ("fastsam.optim", "from . import fed"),
+        ("fastsam.optim", "from fastsam_kernels import reference"),
+        ("fastsam.fed.loop", "from ..backends import select"),
+        ("fastsam.fed.loop", "import fastsam_kernels.native"),
+        ("fastsam.fed.loop", "from ..cli import main"),
+        ("fastsam.fed.algorithms.fedsam", "from ..executors import sequential"),
+        ("fastsam.fed.algorithms.fedsam", "from .. import executors"),
+        ("fastsam.fed.algorithms.fedsam", "from ... import backends"),
+        ("fastsam.fed.executors.threads", "from fastsam.fed.algorithms import FedSAM"),
+        ("fastsam.optim", "import tests.helpers"),
+    ],
+)
+def test_the_rules_catch(module: str, source: str) -> None:
+    assert violations(module, source), f"{source!r} in {module} should be a violation"
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("fastsam.backends", "from fastsam_kernels import reference"),
+        ("fastsam.optim", "from . import ops\nfrom .arena import Arena\nimport torch"),
+        (
+            "fastsam.fed.loop",
+            "from ..optim import FusedSAM\nfrom .algorithms import FedSAM\nfrom .executors import sequential",
+        ),
+        ("fastsam.fed.environment", "from fastsam import __version__"),
+        ("fastsam.cli", "from . import backends, fed"),
+        ("fastsam_kernels.native", "from .build import jit\nfrom . import reference"),
+    ],
+)
+def test_the_rules_allow(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+def test_algorithms_and_executors_name_neither_backend_nor_each_other() -> None:
+    bad = []
+    for name, path in modules().items():
+        if within(name, "fastsam.fed.algorithms"):
+            bad += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES | EXECUTOR_NAMES)]
+        if within(name, "fastsam.fed.executors"):
+            bad += [f"{name} {hit}" for hit in named_strings(path.read_text(), BACKEND_NAMES)]
+    assert not bad, "\n".join(bad)
+    assert named_strings('x = f(backend="native")', BACKEND_NAMES), "the check itself must see a name"
+
+
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    late = {
+        name: top_level_imports(path.read_text(), name, path.name == "__init__.py") & LATE
+        for name, path in modules().items()
+    }
+    # A Triton kernel module is itself imported at first use.
+    bad = {name: found for name, found in late.items() if found - ({"triton"} if "triton" in name else set())}
+    assert not bad, f"imported at the top: {bad}"
+
+
+PROBE = """
+import json, os, sys
+import torch
+before = set(sys.modules)
+events = []
+watched = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "ctypes.dlopen")
+sys.addaudithook(lambda name, arguments: events.append([name, str(arguments[:1])]) if name in watched else None)
+import fastsam
+print(json.dumps({
+    "events": events,
+    "cuda": torch.cuda.is_initialized(),
+    "modules": sorted({m.split(".")[0] for m in set(sys.modules) - before}),
+    "libraries": [lib for lib in open("/proc/self/maps").read().split() if "libfastsam" in lib],
+}))
+"""
+
+
+def test_import_fastsam_touches_no_cuda_no_compiler_and_nothing_heavy(tmp_path: Path) -> None:
+    """Even where FASTSAM_JIT=1 asks for compiling: at first use, not at import."""
+    env = {**os.environ, "FASTSAM_JIT": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["events"] == [], "import fastsam started a process or loaded a library"
+    assert not seen["cuda"] and seen["libraries"] == []
+    assert not LATE & set(seen["modules"]), f"import fastsam imports {LATE & set(seen['modules'])}"
+    assert list(tmp_path.iterdir()) == [], "import fastsam wrote into the cache"

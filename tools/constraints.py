@@ -1,0 +1,46 @@
+"""Print pip constraints that keep the torch of this environment: the given file, less its own pins of torch and triton.
+
+    python tools/constraints.py constraints.txt
+
+The pins of the file stand where the environment has no torch yet. A torch older than fastsam can use is an error,
+because silently replacing it could break what else lives there.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+OLDEST = (2, 10)
+
+
+def keep_installed_torch(text: str, installed: str | None) -> str:
+    """`text` with `torch==installed`, and without a pin of triton, which belongs to one torch.
+
+    Raises SystemExit for a torch that is too old.
+    """
+    if installed is None:
+        return text
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < OLDEST:
+        raise SystemExit(
+            f"this environment has torch {installed}, fastsam needs 2.10 or newer: "
+            "update it, or choose another with `make VENV=folder`"
+        )
+    if re.search(rf"^torch=={re.escape(installed.split('+')[0])}\s*(#.*)?$", text, re.MULTILINE):
+        return text
+    kept = [line for line in text.splitlines() if not re.match(r"(torch|triton)\s*[=<>~]", line)]
+    return "\n".join([*kept, f"torch=={installed}"]) + "\n"
+
+
+def main(path: str) -> None:
+    try:
+        installed: str | None = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        installed = None
+    sys.stdout.write(keep_installed_torch(Path(path).read_text(), installed))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
