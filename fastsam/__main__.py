@@ -1,0 +1,8 @@
+"""``python -m fastsam``: the `fastsam` command."""
+
+import sys
+
+from fastsam.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

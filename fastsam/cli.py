@@ -1,0 +1,261 @@
+"""The `fastsam` command: `info`, `run` and `compare`.
+
+Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is missing.
+Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import re
+import shlex
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fastsam.fed.experiment import Experiment
+    from fastsam.fed.report import Finished
+
+USAGE, INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """With `shows_keys`, help ends with the keys of a config. They need `fastsam.fed`, which is imported only when help is asked for."""
+
+    def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
+        super().__init__(**keywords, allow_abbrev=False)
+        self.shows_keys = shows_keys
+
+    def format_help(self) -> str:
+        if not self.shows_keys:
+            return super().format_help()
+        from fastsam.fed import config, keys
+
+        lines = [super().format_help(), "config keys, each also a flag (--key value):"]
+        for key, default in keys.keys().items():
+            choices = f" ({', '.join(keys.CHOICES[key])})" if key in keys.CHOICES else ""
+            lines.append(f"  {key:<17} {keys.HELP[key]}{choices} [{default!r}]")
+        lines.append("\nalgorithms and their options (--option value, or a table of that name in the file):")
+        lines += [f"  {name:<17} {', '.join(config.algorithm_options(name)) or '-'}" for name in config.registry]
+        return "\n".join(lines) + "\n"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line. Flags for config keys are left over by `parse_known_args`; `fastsam.fed.config` reads them."""
+    top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
+    top.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    commands.add_parser("info", help="versions, and which backends are available and why not")
+    usage = "fastsam run CONFIG [--key value ...] [options]"
+    run = commands.add_parser("run", help="one federated run from a config file", usage=usage, shows_keys=True)
+    usage = "fastsam compare CONFIG --algorithms A,B [--seeds 0,1] [--key value ...] [options]"
+    compare = commands.add_parser(
+        "compare", help="several algorithms on the same data, side by side", usage=usage, shows_keys=True
+    )
+    compare.add_argument("--algorithms", metavar="A,B", help="what to compare; default: the file's [compare] table")
+    compare.add_argument(
+        "--seeds", metavar="0,1", help="each algorithm once per seed; default: the file's [compare] table, or its seed"
+    )
+    for command in (run, compare):
+        command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
+        command.add_argument(
+            "--run-dir",
+            type=Path,
+            metavar="DIR",
+            help="where results go; default: a new numbered directory under runs/",
+        )
+        command.add_argument(
+            "--resume",
+            action="store_true",
+            help="continue an interrupted run; without --run-dir: in the last numbered directory",
+        )
+    for command in (*commands.choices.values(), top):
+        command.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error"
+        )
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    top = parser()
+    debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+    try:
+        arguments, flags = top.parse_known_args(argv)
+        if arguments.version:
+            print(f"fastsam {_version('fastsam')}")
+            return 0
+        if arguments.command is None:
+            top.print_help()
+            return USAGE
+        if flags and (arguments.command == "info" or not flags[0].startswith("--")):
+            top.error(f"unrecognized arguments: {' '.join(flags)}")
+        return {"info": info, "run": run, "compare": compare}[arguments.command](arguments, flags)
+    except KeyboardInterrupt as interrupt:
+        print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        return _report_error(error, debug)
+
+
+def _report_error(error: Exception, debug: bool) -> int:
+    """One message; the traceback too with --debug. The type is named where the message was not written for users."""
+    if debug:
+        traceback.print_exception(error)
+    written_for_users = isinstance(error, (ValueError, RuntimeError, OSError))
+    print(f"error: {error}" if written_for_users else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    if isinstance(error, ImportError) and error.name == "torch":
+        print("fastsam needs PyTorch: pip install 'torch>=2.10'", file=sys.stderr)
+    elif not written_for_users and not debug:
+        print("run it again with --debug for the traceback", file=sys.stderr)
+    return 1
+
+
+def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Versions and the table of backends. 1 when torch cannot be imported."""
+    for name, text in [
+        ("fastsam", _version("fastsam")),
+        ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
+    ]:
+        print(f"{name:<9} {text}")
+    for package in ("torch", "triton", "numpy"):
+        print(f"{package:<9} {_version(package)}")
+    import torch
+
+    from fastsam import backends
+
+    print(f"{'cuda':<9} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device'}\n")
+    print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
+    for backend in backends.table():
+        print(
+            f"{backend.name:<11}{backend.device:<8}{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
+        )
+    print(f"\n`auto` on this machine: {backends.backend()}")
+    return 0
+
+
+def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """`fastsam run`."""
+    from fastsam.fed import config as configs
+    from fastsam.fed import experiment, keys, report
+
+    config = configs.resolve(configs.read(arguments.config, flags))
+    short = keys.short_name(config.algorithm)
+    directory = arguments.run_dir or numbered(f"{config.name}-{short}", arguments.resume)
+    experiment.keywords(config)  # bad ones are told before data are read
+    built = experiment.build(config)
+    console = _console()
+    resume_command = f"fastsam run {_quote(directory / 'config.json')} --run-dir {_quote(directory)} --resume"
+    finished = _train(built, directory, arguments.resume, console, short, resume_command)
+    plots = report.draw_plots([finished], built.data.class_counts(), directory, f"{short} on {built.data.name}")
+    console.print(report.rich_table([finished], f"{short} on {built.data.name}, {len(built.data)} clients"))
+    _say(console, {"curves": plots[0], "classes": plots[1], "run directory": directory})
+    return 0
+
+
+def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """`fastsam compare`: all configs are checked before the first run starts."""
+    from fastsam.fed import comparison, experiment, report
+    from fastsam.fed import config as configs
+
+    plan = comparison.plan(configs.read(arguments.config, flags), _split(arguments.algorithms), _split(arguments.seeds))
+    directory = arguments.run_dir or numbered(f"{plan.name}-compare", arguments.resume)
+    if directory.exists() and not arguments.resume:
+        raise ValueError(f"the directory {directory} exists; continue it with --resume, or choose another --run-dir")
+    for config in plan.configs:
+        experiment.keywords(config)
+    data = experiment.load_data(plan.configs[0])
+    comparison.write_record(plan, directory)
+    again = f"fastsam compare {_quote(directory / 'config.json')}"
+    console = _console()
+    runs: list[Finished] = []
+    for config in plan.configs:
+        name = plan.directory_of(config)
+        built = experiment.build(config, data)
+        runs.append(
+            _train(
+                built,
+                directory / name,
+                arguments.resume,
+                console,
+                name,
+                f"{again} --run-dir {_quote(directory)} --resume",
+            )
+        )
+    title = f"{', '.join(report.by_label(runs))} on {data.name}"
+    report.write_comparison(runs, data.class_counts(), directory, title, comparison.facts(plan, data), again)
+    console.print(report.rich_table(runs, f"{title}, {len(data)} clients"))
+    _say(
+        console,
+        {name: directory / file for name, file in report.COMPARISON_FILES.items()} | {"run directory": directory},
+    )
+    return 0
+
+
+def _train(
+    built: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str
+) -> Finished:
+    """One run with its progress shown. Ctrl-C leaves with the command that continues it."""
+    from fastsam.fed import experiment, report
+    from fastsam.fed.keys import short_name
+    from fastsam.fed.progress import RunProgress
+
+    try:
+        with RunProgress(console, label, built.config.rounds) as progress:
+            result = experiment.start(built, directory, resume, progress)
+    except KeyboardInterrupt:
+        left = f"Continue with:\n  {resume_command}" if directory.exists() else "Nothing had been written yet."
+        raise KeyboardInterrupt(left) from None
+    except Exception:
+        if directory.exists():
+            print(f"{label} failed; {directory} holds what was done", file=sys.stderr)
+        raise
+    return report.Finished(
+        short_name(built.config.algorithm), built.config.seed, result.summary(), result.history, directory
+    )
+
+
+def numbered(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
+    """``runs/<stem>-001``: the next number for every start, so that nothing is overwritten; with `resume` the last one that exists."""
+    pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
+    taken = [
+        int(m.group(1)) for path in (parent.iterdir() if parent.is_dir() else ()) if (m := pattern.fullmatch(path.name))
+    ]
+    last = max(taken, default=0)
+    return parent / f"{stem}-{max(last, 1) if resume else last + 1:03d}"
+
+
+def _split(text: str | None) -> list[str] | None:
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _quote(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(
+        width=None if sys.stdout.isatty() else 120
+    )  # elsewhere rich assumes 80 columns and would break the table's lines
+
+
+def _say(console: Console, facts: Mapping[str, object]) -> None:
+    """Lines to read or to copy: not wrapped, not coloured."""
+    for name, value in facts.items():
+        console.print(f"{name + ':':<15}{value}", soft_wrap=True, highlight=False, markup=False)

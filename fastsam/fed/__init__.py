@@ -1,0 +1,55 @@
+"""Federated learning on the kernels of fastsam: one call, `run`, any model, any clients, algorithms of one file each.
+
+    from fastsam import fed
+
+    data = fed.digits(clients=50, alpha=0.3)
+    result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
+    result.model, result.history, result.summary()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import algorithms
+from .algorithms import Algorithm, Direction, FedAvg, FedSAM, LocalStep, MoFedSAM, Round, RowEnd, State, Sums, Upload
+from .api import run
+from .checkpoint import RunDirectoryError
+from .executors import ClientError
+from .result import Result
+
+if TYPE_CHECKING:
+    from .data import FederatedData, dirichlet, digits, iid
+
+_DATA = ("FederatedData", "digits", "dirichlet", "iid")
+
+__all__ = [
+    "Algorithm",
+    "ClientError",
+    "Direction",
+    "FedAvg",
+    "FedSAM",
+    "FederatedData",
+    "LocalStep",
+    "MoFedSAM",
+    "Result",
+    "Round",
+    "RowEnd",
+    "RunDirectoryError",
+    "State",
+    "Sums",
+    "Upload",
+    "algorithms",
+    "digits",
+    "dirichlet",
+    "iid",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """The data helpers, imported when they are first asked for."""
+    if name in _DATA:
+        return getattr(importlib.import_module("fastsam.fed.data"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,131 @@
+"""Sums over clients that do not depend on the order in which the clients arrive: the same bits for any grouping.
+
+Floating-point addition is not associative, integer addition is. So a number x becomes fixed point in two int64 limbs,
+
+    x = high * 2^-28 + low * 2^-80,    0 <= low < 2^52
+
+and the limbs are added. The rounding to 2^-80 happens once per client, before any addition: a value of 1e-8 keeps the 53 bits of a
+double, and the sum of a round is exact to its last bit before the one conversion back. One limb would not do (with room for large
+values its step is 2e-10 of a typical displacement). The range is checked before the conversion, because an integer sum wraps in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+HIGH_BITS, LOW_BITS = 28, 52
+LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
+_CARRY_EVERY = 1024  # so many low limbs fit into 63 bits
+
+
+class FixedPointSum:
+    """The sum of float vectors, order-independent. At most `terms` of them are added, each within `+-bound`."""
+
+    def __init__(self, like: Tensor, terms: int) -> None:
+        self.bound = LIMIT / (2.0 ** math.ceil(math.log2(max(terms, 1))))
+        self.high = torch.zeros(like.shape, dtype=torch.int64, device=like.device)
+        self.low = torch.zeros_like(self.high)
+        self._value = torch.empty(like.shape, dtype=torch.float64, device=like.device)
+        self._whole, self._limb = torch.empty_like(self._value), torch.empty_like(self.high)
+        self._pending = 0
+
+    def problem(self, x: Tensor, factor: float) -> str | None:
+        """Why `factor * x` cannot be added; None when it can."""
+        if x.numel() == 0:
+            return None
+        low, high = (v.item() for v in torch.aminmax(x.detach()))
+        largest = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.nan
+        if math.isnan(largest):
+            return "is not finite"
+        return None if largest * factor <= self.bound else f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
+
+    def add_(self, x: Tensor, factor: float) -> None:
+        """Adds `factor * x`; `problem(x, factor)` must be None. The product is rounded to float64."""
+        self._value.copy_(x.detach())
+        self._value.mul_(factor * 2.0**HIGH_BITS)
+        torch.floor(self._value, out=self._whole)
+        self._value.sub_(self._whole).mul_(2.0**LOW_BITS)
+        self.high.add_(self._limb.copy_(self._whole))
+        self.low.add_(self._limb.copy_(self._value))
+        self._pending += 1
+        if self._pending >= _CARRY_EVERY:
+            self._carry_()
+
+    def _carry_(self) -> None:
+        """Moves what is over in the low limb to the high one; the number they stand for stays."""
+        self.high.add_(self.low >> LOW_BITS)
+        self.low.bitwise_and_((1 << LOW_BITS) - 1)
+        self._pending = 0
+
+    def value(self) -> Tensor:
+        """The sum as float64."""
+        self._carry_()
+        return (self.high.double() + self.low.double() * 2.0**-LOW_BITS) * 2.0**-HIGH_BITS
+
+
+class RoundSums:
+    """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers.
+
+    terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest` is the largest.
+    They enter as exact multiples of a power of two that is at most 1.
+    """
+
+    def __init__(self, terms: int, heaviest: int) -> None:
+        self.terms, self._unit = terms, 2.0 ** -math.ceil(math.log2(max(heaviest, 1)))
+        self.clients, self.weight = 0, 0
+        self._vectors: dict[tuple[str, str], FixedPointSum] = {}
+        self._numbers: dict[str, Fraction] = {}
+
+    def add_(self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str | None:
+        """Adds one client, or nothing of it. Returns why it was left out (a vector or number is not finite, or out of range), else None.
+
+        Raises ValueError for a vector of another shape than the other clients'.
+        """
+        terms = [("mean", name, x, weight * self._unit) for name, x in mean.items()]
+        terms += [("total", name, x, 1.0) for name, x in total.items()]
+        for name, value in numbers.items():
+            if not math.isfinite(value):
+                return f"the {name} is not finite"
+        sums = [self._sum(kind, name, x) for kind, name, x, _ in terms]
+        for (_, name, x, factor), one in zip(terms, sums, strict=True):
+            problem = one.problem(x, factor)
+            if problem:
+                return f"its {name!r} {problem}"
+        for (_, _, x, factor), one in zip(terms, sums, strict=True):
+            one.add_(x, factor)
+        for name, value in numbers.items():
+            self._numbers[name] = self._numbers.get(name, Fraction(0)) + Fraction(value)
+        self.clients, self.weight = self.clients + 1, self.weight + weight
+        return None
+
+    def _sum(self, kind: str, name: str, x: Tensor) -> FixedPointSum:
+        found = self._vectors.get((kind, name))
+        if found is None:
+            found = self._vectors[kind, name] = FixedPointSum(x, self.terms)
+        elif found.high.shape != x.shape:
+            raise ValueError(f"the upload {name!r} must have one shape for all clients, got {list(x.shape)} after {list(found.high.shape)}")
+        return found
+
+    def mean(self, name: str) -> Tensor:
+        """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
+        return self._get("mean", name).value() / (self.weight * self._unit)
+
+    def total(self, name: str) -> Tensor:
+        """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
+        return self._get("total", name).value()
+
+    def _get(self, kind: str, name: str) -> FixedPointSum:
+        try:
+            return self._vectors[kind, name]
+        except KeyError:
+            sent = ", ".join(repr(n) for k, n in self._vectors if k == kind) or "none"
+            raise KeyError(f"no client sent {name!r} for a {kind}; sent: {sent}") from None
+
+    def number(self, name: str) -> float:
+        """The sum of a number over the clients that were added, correctly rounded; 0 when nobody sent it."""
+        return float(self._numbers.get(name, Fraction(0)))

@@ -1,0 +1,123 @@
+"""What an algorithm is: constants of the local step, what a client keeps, and what the server does with the sums.
+
+An algorithm is a frozen dataclass of hyper-parameters with pure functions: they return new states and never write into a tensor that
+they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is federated averaging, so a
+method overrides what differs.
+
+All vectors are flat rows `[stride]` of one layout (the trainable parameters in the order of `model.parameters()`), in the dtype of the
+weights; the padding between the parameters is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from ..localstep import Direction, LocalStep, RowEnd
+
+__all__ = ["Algorithm", "Direction", "LocalStep", "Round", "RowEnd", "State", "Sums", "Upload", "moved"]
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round is to an algorithm.
+
+    index: t, counted from 0. lr: local learning rate of this round. clients: N, all of them. active: clients sampled for this round.
+    """
+
+    index: int
+    lr: float
+    local_epochs: int
+    clients: int
+    active: int
+    server_lr: float
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What of a client enters the server's sums: vectors for a mean with the run's weights, and vectors for a plain sum."""
+
+    mean: Mapping[str, Tensor] = field(default_factory=dict)
+    total: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Sums(Protocol):
+    """The sums of the uploads, over the clients that were not excluded (`clients` of them)."""
+
+    clients: int
+
+    def mean(self, name: str) -> Tensor:
+        """Weighted mean, float64 `[stride]`."""
+
+    def total(self, name: str) -> Tensor:
+        """Plain sum, float64 `[stride]`."""
+
+
+class Algorithm:
+    """Federated averaging, to be overridden.
+
+    `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and `client_vectors` what is
+    kept between the rounds in the same unit.
+    """
+
+    down: ClassVar[float] = 1
+    up: ClassVar[float] = 1
+    server_vectors: ClassVar[float] = 1
+    client_vectors: ClassVar[float] = 0
+
+    def init_server(self, w0: Tensor) -> State:
+        """The server's state before the first round; "w" is the global model."""
+        return {"w": w0}
+
+    def init_client(self, server: State) -> State:
+        """A client's state when it takes part for the first time."""
+        return {}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        """The constants of form U for this client in this round."""
+        return LocalStep()
+
+    def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
+        """The client's new state, and what it adds to the sums."""
+        return client, Upload(mean={"delta": end.displacement})
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
+        return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
+
+
+_METHODS = ("init_server", "init_client", "local_step", "close_client", "step_server")
+
+
+def check_algorithm(algorithm: object) -> None:
+    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm` (it need not derive from it)."""
+    if isinstance(algorithm, type):
+        raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
+    missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
+    missing += [a for a in ("down", "up") if not isinstance(getattr(algorithm, a, None), (int, float))]
+    if missing:
+        raise ValueError(
+            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; derive its class from fastsam.fed.Algorithm"
+        )
+
+
+def check_server(server: object, like: Tensor, who: str) -> State:
+    """The server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like the one before."""
+    if not isinstance(server, dict) or not all(isinstance(t, Tensor) for t in server.values()) or "w" not in server:
+        raise ValueError(f"{who} must return a dict of tensors with the global model as 'w', got {type(server).__name__}")
+    w = server["w"]
+    if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
+        raise ValueError(
+            f"{who} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} {list(w.shape)} on {w.device}"
+        )
+    return server
+
+
+def moved(w: Tensor, by: Tensor) -> Tensor:
+    """`w + by` (`by` is float64: sums are), added in float64 and rounded once to the dtype of `w`."""
+    return (w.double() + by).to(w.dtype)

@@ -1,0 +1,38 @@
+"""FedSAM: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022 (eq. 4 and
+Algorithm 1). ASAM: Kwon, Kim, Park and Choi, "ASAM: Adaptive Sharpness-Aware Minimization", ICML 2021 (eq. 9)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..checks import choice, number
+from .base import Algorithm, Direction, LocalStep, Round, State
+
+
+@dataclass(frozen=True)
+class FedSAM(Algorithm):
+    """Local SAM steps, the server as in FedAvg.
+
+        eps = rho * g1/||g1||,  g1 the batch gradient at w, the norm over the whole model
+        w <- w - lr * (g2 + weight_decay*w),  g2 the gradient of the same batch at w + eps
+
+    adaptive: ASAM, `eps = rho * T^2*g1/||T*g1||` with `T = |w| + eta`, element by element.
+    The paper's eq. 3 multiplies by a further sign(g1) and its server uses the displacement one round late; its eq. 4 and Algorithm 3 do
+    neither, and nor do we.
+    Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
+    """
+
+    rho: float = 0.05
+    adaptive: bool = False
+    eta: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("rho", self.rho, at_least=0)
+        number("eta", self.eta, at_least=0)
+        choice("adaptive", self.adaptive, (True, False))
+        if self.eta and not self.adaptive:
+            raise ValueError(f"eta belongs to adaptive=True (ASAM), got eta={self.eta!r} with adaptive=False")
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        direction = Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT
+        return LocalStep(direction, rho=self.rho, eta=self.eta)

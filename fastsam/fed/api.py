@@ -1,0 +1,159 @@
+"""`fastsam.fed.run`: one call drives a federated experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import backends
+from ..arena import Arena, Layout
+from . import executors, trial
+from .algorithms.base import Algorithm, check_algorithm, check_server
+from .checkpoint import RunDirectory, RunState, identity_of
+from .clients import Population, prepare
+from .environment import environment
+from .evaluate import Evaluator
+from .executors.base import Loss
+from .loop import Loop, Progress
+from .repeatable import pick_device, repeatable
+from .replica import Replica, check_model, export, trainable
+from .result import Result
+from .settings import Settings, describe, hyperparameters
+
+
+def run(
+    model: nn.Module,
+    clients: Any,
+    algorithm: Algorithm,
+    *,
+    rounds: int,
+    local_epochs: int = 1,
+    batch_size: int = 16,
+    lr: float = 0.1,
+    lr_decay: float = 1.0,
+    participation: float = 0.2,
+    sampler: Any = "bernoulli",
+    weighting: str = "uniform",
+    shuffle: bool = True,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    clip_scope: str = "full",
+    server_lr: float = 1.0,
+    seed: int = 0,
+    test: Any = None,
+    loss: Loss = F.cross_entropy,
+    validation: str = "prior",
+    eval_every: int = 1,
+    target: float | None = None,
+    buffers: str | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    executor: str = "sequential",
+    run_dir: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int = 1,
+    progress: Progress | None = None,
+    config: dict[str, Any] | None = None,
+) -> Result:
+    """Trains `model` on `clients` with a federated algorithm.
+
+    model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not changed.
+    clients: a sequence of (x, y), tensors or arrays of any sizes, or a `FederatedData`. test: (x, y), default that of the FederatedData.
+    algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
+    loss: `loss(model(x), y)`, a scalar, the mean over a batch.
+
+    rounds, local_epochs, batch_size: the last batch of an epoch has what is left. lr: local learning rate, in round t (from 0)
+    `lr * lr_decay**t`. momentum: local heavy-ball, zero at each round's start. weight_decay: at the unperturbed weights, not clipped.
+    clip_norm: largest norm of a local step's update direction; clip_scope: "full" or "linear" (without the proximal term).
+    participation, sampler: "bernoulli" (each client independently; again while empty), "fixed" (that share, without replacement), or a
+    callable `(round, generator) -> client ids` (round from 0, a torch.Generator). shuffle=False: samples in stored order.
+    weighting: of clients in means, "uniform" or "samples". server_lr: factor on the mean displacement.
+    seed: of everything random here. Not of the model's weights: they are yours.
+
+    validation: test samples of each client for the accuracy over clients: "prior", "shared", "iid" (see `fastsam.fed.evaluate`).
+    eval_every: rounds between evaluations (the last is always evaluated). target: accuracy in 0..1 for rounds_to_target.
+    buffers: for models whose buffers training changes (BatchNorm): "average" over clients, or "keep" those of the start.
+    device: default that of the model. backend: of the kernels (`fastsam info`). executor: how a cohort is trained.
+    run_dir: directory for records and checkpoints, one every `checkpoint_every` rounds; resume=True continues there, in the same bits
+    (rounds, target and checkpoint_every may differ from the first call). config: goes to config.json, default the effective settings.
+    progress: called after each round with its record.
+
+    Raises ValueError for bad arguments, before anything is written; RunDirectoryError for a directory or checkpoint that cannot be used;
+    ClientError when the model or the loss raises in a client; RuntimeError when every client of a round diverged. Whatever raises, Ctrl-C
+    included, the run directory then holds the last completed round.
+    """
+    settings = Settings(
+        rounds=rounds, local_epochs=local_epochs, batch_size=batch_size, lr=lr, lr_decay=lr_decay, participation=participation,
+        sampler=sampler, weighting=weighting, shuffle=shuffle, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm,
+        clip_scope=clip_scope, server_lr=server_lr, seed=seed, validation=validation, eval_every=eval_every, target=target,
+        buffers=buffers, executor=executor, checkpoint_every=checkpoint_every,
+    )  # fmt: skip
+    check_algorithm(algorithm)
+    dtype = check_model(model)
+    place = pick_device(device, trainable(model)[0].device)
+    backend = backends.select(backend, place, dtype).name
+    population = prepare(clients, test, dtype, place)
+    facts = {"algorithm": type(algorithm).__name__, "hyperparameters": hyperparameters(algorithm), "executor": executor, "backend": backend}
+    with repeatable(place):
+        tried = trial.attempt(model, population, loss, batch_size)
+        trial.check_buffers(tried, buffers)
+        loop = _loop(model, population, algorithm, settings, loss, tried, backend)
+        directory = None
+        if run_dir is not None:
+            identity = _identity(facts, settings, model, population, loss, place)
+            directory = _open(run_dir, resume, loop, identity, config, place)
+        loop.run(directory, progress)
+    final = export(model, loop.view.layout, loop.state.server["w"], loop.state.buffers)
+    facts |= {"parameters": loop.view.layout.numel, "validation": loop.evaluator.mode, "target": target, "seed": seed}
+    result = Result(final, loop.state.history, facts, None if directory is None else directory.path)
+    if directory is not None:
+        directory.finish(final, result.summary())
+    return result
+
+
+def _loop(
+    model: nn.Module, population: Population, algorithm: Algorithm, settings: Settings, loss: Loss, tried: trial.Trial, backend: str
+) -> Loop:
+    """The parts of a run, and its state before the first round."""
+    place, layout = population.clients[0][1].device, Layout.of(trainable(model))
+    view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
+    executor = executors.registry[settings.executor](model, layout, loss, settings.local, place, backend)
+    evaluator = Evaluator(loss, population, tried.classifies, settings.validation, settings.seed)
+    w0 = view.row.clone()
+    server = check_server(algorithm.init_server(w0), w0, "init_server")
+    return Loop(population, algorithm, settings, executor, evaluator, view, RunState(0, server, view.copy_of_buffers()))
+
+
+def _open(
+    run_dir: str | Path, resume: bool, loop: Loop, identity: dict[str, Any], config: dict[str, Any] | None, place: torch.device
+) -> RunDirectory:
+    """The run directory, new or continued; in the latter case the loop takes over its state."""
+    directory, found = RunDirectory.open(run_dir, resume, identity)
+    if found is None:
+        directory.start(loop.state, identity if config is None else config, environment(place))
+        return directory
+    if found.round > loop.settings.rounds:
+        raise ValueError(f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}")
+
+    def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(place) for name, tensor in state.items()}
+
+    loop.state = RunState(
+        found.round, here(found.server), [b.to(place) for b in found.buffers], {i: here(s) for i, s in found.clients.items()}, found.history
+    )
+    directory.rewind()
+    return directory
+
+
+def _identity(
+    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, loss: Loss, place: torch.device
+) -> dict[str, Any]:
+    """What must be the same when the run is resumed."""
+    algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
+    own = {"loss": describe(loss), "model": identity_of(model), "data": population.fingerprint(), "backend": facts["backend"], "device": place.type}
+    return {**algorithm, **settings.identity(), **own}

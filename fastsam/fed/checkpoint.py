@@ -1,0 +1,265 @@
+"""The run directory: records, final model, and checkpoints from which a run continues after a kill at any instant.
+
+    config.json  environment.json  metrics.jsonl  summary.json  model.safetensors
+    checkpoint/manifest.json                 what belongs together: files with their hashes, length of metrics.jsonl, identity of the run
+    checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12 rounds
+    checkpoint/clients-000012.safetensors    states of the clients that round 12 changed
+
+A checkpoint is new files first, then the manifest, replaced in one step; files that it no longer names are removed last. So whatever the
+manifest names is whole at any instant. Everything is safetensors or JSON: reading one executes no code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+FORMAT, VERSION = "fastsam run", 1
+_OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
+
+State = dict[str, Tensor]
+
+
+class RunDirectoryError(RuntimeError):
+    """A run directory that exists or belongs to another run, or a checkpoint that is cut or foreign. Nothing in it was changed."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run between two rounds. The tensors are never written in place, so a state stays valid while the next one is made."""
+
+    round: int  # completed
+    server: State
+    buffers: list[Tensor]
+    clients: dict[int, State] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunDirectory:
+    """Writes a run's files. Made by `open`."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path, self.identity = path, dict(identity)
+        self.saved_round = -1  # none yet
+        self._metrics_bytes = 0
+        self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
+        self._hashes: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, resume: bool, identity: Mapping[str, Any]) -> tuple[RunDirectory, RunState | None]:
+        """The directory, and the state to continue from (None: a new run). Writes nothing.
+
+        Raises RunDirectoryError: the directory is not empty and `resume` is False; it is no run directory; its run had another identity
+        (the message names the key); a file of the checkpoint is missing, cut or not ours.
+        """
+        directory = cls(Path(path), identity)
+        if directory.path.exists() and not directory.path.is_dir():
+            raise RunDirectoryError(f"{path} is a file, not a run directory; choose another run_dir")
+        found = sorted(os.listdir(directory.path)) if directory.path.exists() else []
+        if not found:
+            return directory, None
+        if not resume:
+            raise RunDirectoryError(f"the run directory {path} exists and is not empty; continue its run with resume=True, or choose another run_dir")
+        if not directory._manifest.exists():
+            foreign = [name for name in found if name.removesuffix(".tmp") not in _OURS]
+            if foreign:
+                raise RunDirectoryError(f"{path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): it is not the directory of a run; choose another run_dir")
+            return directory, None
+        return directory, directory._load()
+
+    @property
+    def _manifest(self) -> Path:
+        return self.path / "checkpoint" / "manifest.json"
+
+    def start(self, state: RunState, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        """Makes a new run's directory with its first checkpoint."""
+        (self.path / "checkpoint").mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "config.json", config)
+        write_json(self.path / "environment.json", environment)
+        self.save(state)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Appends a round's line to metrics.jsonl."""
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def save(self, state: RunState) -> None:
+        """Writes a checkpoint of `state`; the one before stays valid until the last instant."""
+        tensors = {f"server.{name}": t for name, t in state.server.items()} | {f"buffer.{i}": b for i, b in enumerate(state.buffers)}
+        server = self._write(f"server-{state.round:06d}.safetensors", tensors)
+        self._save_clients(state)
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            with open(metrics, "rb") as file:
+                os.fsync(file.fileno())
+        names = {server} | {name for _, name in self._clients.values()}
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "round": state.round,
+            "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0,
+            "server": server,
+            "clients": {str(i): name for i, (_, name) in sorted(self._clients.items())},
+            "files": {name: self._hashes[name] for name in sorted(names)},
+            "identity": self.identity,
+        }
+        write_json(self._manifest, manifest)
+        self.saved_round = state.round
+        self._hashes = {name: self._hashes[name] for name in names}
+        for path in self._manifest.parent.glob("*.safetensors*"):
+            if path.name not in names:
+                path.unlink()
+
+    def _save_clients(self, state: RunState) -> None:
+        """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in it once."""
+        self._clients = {i: entry for i, entry in self._clients.items() if i in state.clients}
+        changed = {i: s for i, s in state.clients.items() if i not in self._clients or self._clients[i][0] is not s}
+        if not changed:
+            return
+        tensors: State = {}
+        keys: dict[int, str] = {}
+        places: dict[str, dict[str, str]] = {}
+        for i, client in sorted(changed.items()):
+            for name, tensor in client.items():
+                key = keys.setdefault(id(tensor), f"t{len(keys)}")
+                tensors[key] = tensor
+                places.setdefault(str(i), {})[name] = key
+        file = self._write(f"clients-{state.round:06d}.safetensors", tensors, {"places": json.dumps(places)})
+        self._clients |= {i: (s, file) for i, s in changed.items()}
+
+    def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
+        data = safetensors.torch.save({k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata)
+        write_bytes(self._manifest.parent / name, data)
+        self._hashes[name] = blake2b(data, digest_size=16).hexdigest()
+        return name
+
+    def _load(self) -> RunState:
+        manifest = self._read_manifest()
+        try:
+            _check_identity(self.path, manifest["identity"], self.identity)
+            stored = {name: self._read(name, digest) for name, digest in manifest["files"].items()}
+            state = self._assemble(manifest, stored)
+        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise RunDirectoryError(f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is") from error
+        self.saved_round, self._hashes, self._metrics_bytes = state.round, dict(manifest["files"]), manifest["metrics_bytes"]
+        return state
+
+    def _assemble(self, manifest: Mapping[str, Any], stored: Mapping[str, tuple[State, dict[str, str]]]) -> RunState:
+        server, _ = stored[manifest["server"]]
+        clients: dict[int, State] = {}
+        for i, name in manifest["clients"].items():
+            tensors, metadata = stored[name]
+            clients[int(i)] = {n: tensors[key] for n, key in json.loads(metadata["places"])[i].items()}
+            self._clients[int(i)] = (clients[int(i)], name)
+        buffers = sum(key.startswith("buffer.") for key in server)
+        return RunState(
+            manifest["round"],
+            {key.removeprefix("server."): t for key, t in server.items() if key.startswith("server.")},
+            [server[f"buffer.{i}"] for i in range(buffers)],
+            clients,
+            self._read_history(manifest),
+        )
+
+    def _read_manifest(self) -> dict[str, Any]:
+        try:
+            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
+            missing = {"round", "metrics_bytes", "server", "clients", "files", "identity"} - set(manifest)
+        except (OSError, ValueError, TypeError) as error:
+            raise RunDirectoryError(f"{self._manifest} cannot be read ({error}); the directory was left as it is") from error
+        if manifest.get("format") != FORMAT or missing:
+            raise RunDirectoryError(f"{self._manifest} is not the manifest of a fastsam run; the directory was left as it is")
+        if manifest.get("version") != VERSION:
+            raise RunDirectoryError(f"{self._manifest} has version {manifest.get('version')}, this fastsam reads version {VERSION}")
+        return manifest
+
+    def _read(self, name: str, digest: str) -> tuple[State, dict[str, str]]:
+        path = self._manifest.parent / Path(name).name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise RunDirectoryError(f"the checkpoint file {path} cannot be read ({error}); the directory was left as it is") from error
+        if blake2b(data, digest_size=16).hexdigest() != digest:
+            raise RunDirectoryError(f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is")
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return safetensors.torch.load(data), header.get("__metadata__", {})
+
+    def _read_history(self, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+        metrics = self.path / "metrics.jsonl"
+        data = metrics.read_bytes()[: manifest["metrics_bytes"]] if metrics.exists() else b""
+        try:
+            history = [json.loads(line) for line in data.decode().splitlines()]
+        except ValueError as error:
+            raise RunDirectoryError(f"{metrics} is not ours ({error}); the directory was left as it is") from error
+        if len(data) != manifest["metrics_bytes"] or len(history) != manifest["round"]:
+            raise RunDirectoryError(f"{metrics} is cut: {len(history)} of the {manifest['round']} rounds of the checkpoint are in it; the directory was left as it is")
+        return history
+
+    def rewind(self) -> None:
+        """Cuts metrics.jsonl back to the checkpoint that was loaded: the rounds after it are computed again."""
+        if (self.path / "metrics.jsonl").exists():
+            os.truncate(self.path / "metrics.jsonl", self._metrics_bytes)
+
+    def rescue(self, state: RunState) -> None:
+        """A checkpoint when the run is being left early, also in the middle of `log`: metrics.jsonl is written anew as a whole."""
+        if state.round > self.saved_round >= 0:
+            write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in state.history).encode())
+            self.save(state)
+
+    def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:
+        """Writes the final model (its state_dict, tied tensors each on their own) and the summary."""
+        tensors = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in model.state_dict().items()}
+        write_bytes(self.path / "model.safetensors", safetensors.torch.save(tensors))
+        write_json(self.path / "summary.json", summary)
+
+
+def _check_identity(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> None:
+    for key in [*new, *(k for k in old if k not in new)]:
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            _check_identity(path, before, now, f"{prefix}{key}.")
+        elif before != now:
+            raise RunDirectoryError(
+                f"the run in {path} cannot be resumed with another {prefix}{key}: it was started with {_short(before)}, now it is {_short(now)}. "
+                "Resume it as it was started, or choose another run_dir"
+            )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replaces a file in one step: after a kill, or a power cut, it holds the old or the new content."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replaces a JSON file in one step."""
+    write_bytes(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def identity_of(model: nn.Module) -> Sequence[Any]:
+    """The structure of a model: names, shapes and types of its parameters and buffers, and what is trained."""
+    parameters = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    return parameters + [[n, list(b.shape), str(b.dtype)] for n, b in model.named_buffers()]

@@ -1,0 +1,42 @@
+"""Checks of arguments, so that every public entry refuses bad ones in the same words: what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def number(
+    name: str, value: Any, *, above: float | None = None, at_least: float | None = None, at_most: float | None = None
+) -> float:
+    """`value` as a float. Raises ValueError unless it is a finite real number within the bounds."""
+    bounds = [f"> {above:g}"] if above is not None else []
+    bounds += [f">= {at_least:g}"] if at_least is not None else []
+    bounds += [f"<= {at_most:g}"] if at_most is not None else []
+    expected = f"{name} must be a finite number" + (f" {' and '.join(bounds)}" if bounds else "")
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise ValueError(f"{expected}, got {value!r}")
+    converted = float(value)
+    too_low = (above is not None and not converted > above) or (at_least is not None and not converted >= at_least)
+    if not math.isfinite(converted) or too_low or (at_most is not None and not converted <= at_most):
+        raise ValueError(f"{expected}, got {value!r}")
+    return converted
+
+
+def integer(name: str, value: Any, at_least: int | None = None) -> int:
+    """`value` as an int. Raises ValueError unless it is a whole number, `at_least` or more."""
+    expected = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{expected}, got {value!r}")
+    converted = int(value)
+    if at_least is not None and converted < at_least:
+        raise ValueError(f"{expected}, got {value!r}")
+    return converted
+
+
+def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """`value`. Raises ValueError unless it is one of `choices`."""
+    if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value

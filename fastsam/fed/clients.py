@@ -1,0 +1,98 @@
+"""The clients' data and the test set, checked once and put where training reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+
+_ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
+
+
+@dataclass(frozen=True)
+class Population:
+    """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if one did."""
+
+    clients: list[Pair]
+    test: Pair | None
+    classes: int | None
+    priors: np.ndarray | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each client."""
+        return [len(y) for _, y in self.clients]
+
+    def fingerprint(self) -> str:
+        """A hash of all samples and labels, to know the same data again."""
+        digest = blake2b(digest_size=16)
+        for pair in [*self.clients, *([self.test] if self.test else [])]:
+            for tensor in pair:
+                digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+
+def prepare(clients: Any, test: Any, dtype: torch.dtype, device: torch.device) -> Population:
+    """Checks `clients` (a sequence of (x, y), or a FederatedData) and `test` ((x, y), or None: that of the FederatedData).
+
+    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64.
+    Raises ValueError: no clients, not pairs, x and y of different lengths, a client without samples, NaN or infinity in x.
+    """
+    if isinstance(clients, (str, bytes, Tensor, dict)) or not hasattr(clients, "__len__") or not hasattr(clients, "__getitem__"):
+        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {type(clients).__name__}")
+    if len(clients) == 0:
+        raise ValueError("clients is empty; a federated run needs one client at least")
+    pairs = [_pair(clients[i], f"client {i}", dtype, device) for i in range(len(clients))]
+    if test is None:
+        test = getattr(clients, "test", None)
+    checked = None if test is None else _pair(test, "the test set", dtype, device)
+    priors = getattr(clients, "priors", None)
+    return Population(pairs, checked, getattr(clients, "classes", None), None if priors is None else np.asarray(priors))
+
+
+def _pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
+    x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
+    if len(x) != len(y):
+        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)}; they must be of one length")
+    if len(y) == 0:
+        raise ValueError(f"{who} has no samples; leave it out or give it some")
+    if x.is_floating_point():
+        x = x.to(device, dtype)
+        if not torch.isfinite(x).all():
+            raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
+    return _placed(x, device), _placed(y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device)
+
+
+def _tensor(part: Any, who: str) -> Tensor:
+    if not isinstance(part, Tensor):
+        try:
+            part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})") from error
+    if part.dim() == 0 or part.is_complex() or part.is_sparse:
+        raise ValueError(f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}")
+    return part.detach()
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    placed = tensor.to(device).contiguous()
+    return placed if placed.data_ptr() % _ALIGNMENT == 0 else placed.clone()
+
+
+def check_labels(population: Population, classes: int) -> None:
+    """Raises ValueError for a label outside 0..classes-1 (-100, which torch's cross-entropy ignores, is allowed)."""
+    named: Sequence[tuple[str, Tensor]] = [(f"client {i}", y) for i, (_, y) in enumerate(population.clients)]
+    for who, y in [*named, *([("the test set", population.test[1])] if population.test else [])]:
+        bad = y[((y < 0) & (y != -100)) | (y >= classes)]
+        if bad.numel():
+            raise ValueError(f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}")

@@ -1,0 +1,54 @@
+"""The handwritten digits that scikit-learn ships: 1,797 images of 8 x 8 pixels, 10 classes; no download.
+
+Source: the test part of the Optical Recognition of Handwritten Digits data set (E. Alpaydin and C. Kaynak, UCI,
+1998), ``sklearn.datasets.load_digits``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastsam.fed.data.federated import FederatedData, split_data, stratified_test
+from fastsam.fed.data.partition import SPLITS, options_of
+
+
+def digits(
+    clients: int = 50,
+    split: str = "dirichlet",
+    alpha: float = 0.3,
+    seed: int = 20,
+    test_fraction: float = 0.2,
+    **options: Any,
+) -> FederatedData:
+    """Handwritten digits dealt out to `clients` clients; x [n, 1, 8, 8] float32, y [n] int64.
+
+    The test set (360 images at the default fraction) is stratified and the same for every seed and split. Pixels are
+    scaled to mean 0 and standard deviation 1 over the training part. With 50 clients each holds 28 training images;
+    client 0 holds the remainder as well (65 in all).
+
+    alpha: concentration, for the splits that take one. seed: of the split. options: further options of the split.
+    Raises ValueError for more clients than training images, and what the split raises.
+    """
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    train, test = stratified_test(labels, test_fraction)
+    mean, std = pixels[train].mean(), pixels[train].std()
+    x = torch.from_numpy(((pixels - mean) / std).astype(np.float32).reshape(-1, 1, 8, 8))
+    y = torch.from_numpy(labels.astype(np.int64))
+    if split in SPLITS and "alpha" in options_of(split):
+        options["alpha"] = alpha
+    return split_data(
+        x[train],
+        y[train],
+        (x[test], y[test]),
+        clients=clients,
+        split=split,
+        seed=seed,
+        classes=10,
+        name="digits",
+        **options,
+    )

@@ -1,0 +1,148 @@
+"""FederatedData: every client's samples, the common test set, and what is known of the split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastsam.fed.data import partition
+
+
+@dataclass(frozen=True, eq=False)  # tensors have no single truth value
+class FederatedData:
+    """A federated data set: ``len(data)`` clients, ``data[i]`` is ``(x, y)`` of client i.
+
+    clients: pairs of tensors, x [n_i, *shape] and y [n_i] int64 (class numbers). test: such a pair, the common test set.
+    classes: number of classes. name: for reports. priors: [clients, classes] float64 class distribution from which
+    the split drew each client, or None when no split made the clients.
+
+    Raises ValueError when there is no client, when x and y differ in length, for a client without samples, and for
+    labels outside the classes.
+    """
+
+    clients: Sequence[tuple[Tensor, Tensor]]
+    test: tuple[Tensor, Tensor]
+    classes: int
+    name: str = "data"
+    priors: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.clients) == 0:
+            raise ValueError("a federated data set needs at least one client, got none")
+        for i, pair in enumerate(self.clients):
+            _check_pair(pair, self.classes, f"client {i}")
+        _check_pair(self.test, self.classes, "the test set")
+        shapes = {tuple(x.shape[1:]) for x, _ in [*self.clients, self.test]}
+        if len(shapes) > 1:
+            raise ValueError(f"all samples must have one shape, got {' and '.join(map(str, sorted(shapes)))}")
+        if self.priors is not None and self.priors.shape != (len(self.clients), self.classes):
+            raise ValueError(f"priors must have the shape {(len(self.clients), self.classes)}, got {self.priors.shape}")
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, client: int) -> tuple[Tensor, Tensor]:
+        return self.clients[client]
+
+    @property
+    def in_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.test[0].shape[1:])
+
+    def class_counts(self) -> np.ndarray:
+        """[clients, classes] int64: how many samples of each class every client holds."""
+        return np.stack([np.bincount(y.cpu().numpy(), minlength=self.classes) for _, y in self.clients])
+
+
+def _check_pair(pair: Any, classes: int, who: str) -> None:
+    if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        raise ValueError(
+            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}; fastsam.fed.data.as_tensors makes one from arrays"
+        )
+    x, y = pair
+    if len(x) != len(y):
+        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)} labels; they must be of one length")
+    if len(y) == 0:
+        raise ValueError(f"{who} has no samples; leave it out or give it some")
+    if y.dtype != torch.int64:
+        raise ValueError(f"{who}: labels must be int64 class numbers, got {y.dtype}")
+    partition.check_labels(y.cpu().numpy(), classes, f"{who}: labels")
+
+
+def as_tensors(x: Any, y: Any, classes: int | None = None, what: str = "data") -> tuple[Tensor, Tensor]:
+    """Arrays or tensors as the pair that `FederatedData` holds.
+
+    x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64; floating-point numbers keep their type
+    (a run casts them to its model's). y: [n] integers of any type, or [n, 1].
+    Raises ValueError for lengths that differ, bad labels, NaN and infinity.
+    """
+    x = (
+        x if isinstance(x, Tensor) else torch.from_numpy(np.array(x, order="C"))
+    )  # a copy: torch warns about read-only arrays
+    labels, _ = partition.check_labels(y.cpu().numpy() if isinstance(y, Tensor) else y, classes, f"{what}: labels")
+    if x.ndim == 0 or len(x) != len(labels):
+        raise ValueError(
+            f"{what}: x has {len(x) if x.ndim else 0} samples and y {len(labels)} labels; they must be of one length"
+        )
+    if x.dtype == torch.uint8:
+        x = x.to(torch.float32) / 255
+    elif x.is_floating_point():
+        if not torch.isfinite(x).all():
+            raise ValueError(f"{what}: x holds NaN or infinity; remove or replace those values")
+    else:
+        x = x.to(torch.int64)
+    return x, torch.from_numpy(labels)
+
+
+def split_data(
+    x: Tensor,
+    y: Tensor,
+    test: tuple[Tensor, Tensor],
+    *,
+    clients: int,
+    split: str = "dirichlet",
+    seed: int = 20,
+    classes: int | None = None,
+    name: str = "data",
+    **options: Any,
+) -> FederatedData:
+    """Pooled training data dealt out to `clients` clients.
+
+    x: [n, ...]; y: [n] int64. test: the common test set. split: a name of `fastsam.fed.data.partition.SPLITS`;
+    `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"). classes: default, one
+    more than the largest label in training and test set.
+    """
+    if classes is None:
+        classes = 1 + max(int(y.max()), int(test[1].max()))
+    made = partition.make(split, y.numpy(), clients, seed, classes, **options)
+    parts = [torch.from_numpy(indices) for indices in made.indices]
+    return FederatedData([(x[i], y[i]) for i in parts], test, classes, name, made.priors)
+
+
+def stratified_test(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the training and of the test samples (ascending), the classes in the test set as in the whole.
+
+    The test set has ``ceil(fraction * n)`` samples: each class gives the whole part of its share and the largest
+    remainders one more (ties: the lower class). Which samples is a function of `seed` alone, so the test set does not
+    move when the split over clients does.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"test_fraction must lie between 0 and 1, got {fraction!r}")
+    labels, classes = partition.check_labels(labels)
+    counts = np.bincount(labels, minlength=classes)
+    total = int(np.ceil(fraction * labels.size))
+    if total >= labels.size:
+        raise ValueError(f"test_fraction={fraction!r} of {labels.size} samples leaves nothing to train on")
+    share = counts * total / labels.size
+    take = np.floor(share).astype(np.int64)
+    take[np.argsort(take - share, kind="stable")[: total - take.sum()]] += 1
+    rng = np.random.RandomState(seed)
+    chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in enumerate(take)]
+    is_test = np.zeros(labels.size, dtype=bool)
+    is_test[np.concatenate(chosen)] = True
+    return np.flatnonzero(~is_test), np.flatnonzero(is_test)

@@ -1,0 +1,113 @@
+"""Data sets that a user has: ``.npz`` files, or a function in their own code."""
+
+from __future__ import annotations
+
+import glob
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fastsam.fed.data.federated import FederatedData, as_tensors, split_data, stratified_test
+from fastsam.fed.imports import call_with_options, import_object
+
+
+def from_npz(
+    path: str | Path, *, test_fraction: float = 0.2, classes: int | None = None, **split: Any
+) -> FederatedData:
+    """One pooled ``.npz`` file, dealt out to clients.
+
+    Arrays: ``x_train, y_train`` and, if there is a test set, ``x_test, y_test`` (the names of Keras' files); or ``x,
+    y``. Without a test set a stratified `test_fraction` becomes one. `as_tensors` says how types are read. split: see
+    `split_data`.
+    Raises ValueError for a missing array or bad contents, FileNotFoundError.
+    """
+    arrays = _read(path)
+    stored = _array(arrays, path, "x_train", "x"), _array(arrays, path, "y_train", "y")
+    x, y = as_tensors(*stored, classes, f"{path}: training data")
+    if "x_test" in arrays or "y_test" in arrays:
+        test = as_tensors(_array(arrays, path, "x_test"), _array(arrays, path, "y_test"), classes, f"{path}: test data")
+    else:
+        train_ids, test_ids = stratified_test(y.numpy(), test_fraction)
+        test = (x[test_ids], y[test_ids])
+        x, y = x[train_ids], y[train_ids]
+    return split_data(x, y, test, classes=classes, name=Path(path).stem, **split)
+
+
+def from_client_files(pattern: str, test_path: str | Path, classes: int | None = None) -> FederatedData:
+    """One ``.npz`` file per client (arrays ``x, y``), in the order of their sorted names; `pattern` as for the shell: ``clients/*.npz``.
+
+    test_path: the ``.npz`` file of the common test set (``x, y`` or ``x_test, y_test``); left out of the clients when
+    the pattern matches it.
+    """
+    test_arrays = _read(test_path)
+    test = as_tensors(
+        _array(test_arrays, test_path, "x_test", "x"),
+        _array(test_arrays, test_path, "y_test", "y"),
+        classes,
+        str(test_path),
+    )
+    paths = sorted(p for p in glob.glob(pattern) if Path(p).resolve() != Path(test_path).resolve())
+    if not paths:
+        raise FileNotFoundError(f"no file matches {pattern!r} in {Path.cwd()}")
+    clients = []
+    for path in paths:
+        arrays = _read(path)
+        clients.append(
+            as_tensors(_array(arrays, path, "x", "x_train"), _array(arrays, path, "y", "y_train"), classes, path)
+        )
+    if classes is None:
+        classes = 1 + max(int(y.max()) for _, y in [*clients, test])
+    return FederatedData(clients, test, classes, Path(pattern).parent.name or "clients")
+
+
+def from_function(path: str, options: dict[str, Any]) -> FederatedData:
+    """What the user's function returns: a `FederatedData`, or ``(clients, test)`` with clients a sequence of (x, y) and test one (x, y).
+
+    path: "package.module:function" or "file.py:function". options: its keyword arguments.
+    """
+    made = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
+    if isinstance(made, FederatedData):
+        return made
+    if not isinstance(made, (tuple, list)) or len(made) != 2 or not isinstance(made[0], Sequence):
+        raise ValueError(f"{path} must return a FederatedData or a pair (clients, test), got {type(made).__name__}")
+    clients = [
+        as_tensors(*_pair(pair, f"{path}: client {i}"), what=f"{path}: client {i}") for i, pair in enumerate(made[0])
+    ]
+    test = as_tensors(*_pair(made[1], f"{path}: the test set"), what=f"{path}: the test set")
+    if not clients:
+        raise ValueError(f"{path} returned no clients")
+    classes = 1 + max(int(y.max()) for _, y in [*clients, test])
+    return FederatedData(clients, test, classes, path.rpartition(":")[2])
+
+
+def _pair(pair: Any, what: str) -> tuple[Any, Any]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{what} must be a pair (x, y), got {type(pair).__name__}")
+    return pair[0], pair[1]
+
+
+def _read(path: str | Path) -> dict[str, np.ndarray]:
+    try:
+        stored = np.load(path, allow_pickle=False)  # a pickle could run code
+        if not isinstance(stored, np.lib.npyio.NpzFile):
+            raise ValueError("it holds one array without a name")
+        with stored:
+            return {key: stored[key] for key in stored.files}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no data file {path} (looked in {Path.cwd()})") from None
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no complete .npz file of plain arrays ({error}); write it with numpy.savez(path, x=..., y=...)"
+        ) from error
+
+
+def _array(arrays: dict[str, np.ndarray], path: str | Path, *names: str) -> np.ndarray:
+    for name in names:
+        if name in arrays:
+            return arrays[name]
+    raise ValueError(
+        f"{path} has no array {' or '.join(map(repr, names))}; it has {', '.join(map(repr, arrays)) or 'none'}"
+    )

@@ -1,0 +1,84 @@
+"""What an executor is: it trains a cohort of clients, each with its constants of form U, and knows no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .. import seeds
+from ..localstep import LocalStep, RowEnd
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+_BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
+
+
+class ClientError(RuntimeError):
+    """The model or the loss raised while a client trained; the cause is attached."""
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """What the run, not the algorithm, asks of every local step.
+
+    momentum: heavy-ball, zero at the start of each round. clip_norm: largest norm of v, None for no clipping; clip_scope: "full" (the
+    proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside, like the weight decay).
+    """
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    clip_scope: str = "full"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One client's work in one round.
+
+    x, y: its data, on the device of the executor. seed: what all random numbers of this work derive from.
+    shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
+    """
+
+    client: int
+    round: int
+    x: Tensor
+    y: Tensor
+    step: LocalStep
+    lr: float
+    epochs: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        """Local steps: `epochs * ceil(samples / batch_size)`."""
+        return self.epochs * -(-len(self.y) // self.batch_size)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """All batches of all epochs, in order."""
+        for epoch in range(self.epochs):
+            if not self.shuffle:
+                yield from zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
+                continue
+            order = seeds.permutation(len(self.y), self.seed, "shuffle", epoch).to(self.y.device)
+            for block in order.split(_BLOCK * self.batch_size):
+                x, y = self.x.index_select(0, block), self.y.index_select(0, block)
+                yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+
+    def pass_seed(self, step: int) -> int:
+        """The seed of what the model draws (dropout) in both passes of a step."""
+        return seeds.derive(self.seed, "pass", step)
+
+
+class Executor(Protocol):
+    """Trains clients. Made once per run by a factory of the signature of `executors.sequential.Sequential`."""
+
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnd]:
+        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any order.
+
+        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises.
+        """

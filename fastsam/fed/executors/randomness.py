@@ -1,0 +1,55 @@
+"""What a model draws while it trains (dropout) as a function of (seed, round, client, step), the same in both passes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class PassRandomness:
+    """torch's default generators, seeded before every pass of a model that draws from them.
+
+    Whether a model draws is seen in the generators' state: no list of module types has to be kept, and functional dropout counts too.
+    Seeding costs microseconds in each pass, so a model that has never drawn is spared it; the first client that turns out to have drawn is
+    trained again, so that its numbers do not depend on when this was found.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            self.generators.append(torch.cuda.default_generators[device.index or 0])
+        self.draws = False
+        self._begin: list[torch.Tensor] = []
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Gives the user's generator states back at the end."""
+        states = self._states()
+        try:
+            yield
+        finally:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
+    def begin(self, seed: int) -> None:
+        """At the start of a client: `seed` is that of its first pass."""
+        self.seed(seed)
+        if not self.draws:
+            self._begin = self._states()
+
+    def seed(self, seed: int) -> None:
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+    def found(self) -> bool:
+        """At the end of a client: True, once, when it is the first that drew."""
+        if self.draws or all(map(torch.equal, self._states(), self._begin)):
+            return False
+        self.draws = True
+        return True
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self.generators]

@@ -1,0 +1,78 @@
+"""Objects that a config names by import path: a user's own data, model or algorithm."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def is_import_path(name: str) -> bool:
+    """Whether `name` has the form "package.module:attribute" or "file.py:attribute"."""
+    return ":" in name
+
+
+def import_object(path: str, what: str) -> Any:
+    """The object at "package.module:attribute" or "path/to/file.py:attribute".
+
+    Modules are also looked up in the current directory. An error inside the imported code reaches the caller as it is.
+    Raises ValueError (a wrong form, no such file, module or attribute; `what` is named in it).
+    """
+    location, _, attribute = path.rpartition(":")
+    if not location or not attribute:
+        raise ValueError(f"{what}: expected 'package.module:name' or 'file.py:name', got {path!r}")
+    module = _load_file(Path(location), what) if location.endswith(".py") else _load_module(location, what)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        names = ", ".join(sorted(n for n in vars(module) if not n.startswith("_"))) or "nothing"
+        raise ValueError(f"{what}: {location} has no {attribute!r}; it defines {names}") from None
+
+
+def call_with_options(function: Any, options: dict[str, Any], what: str) -> Any:
+    """`function(**options)`; ValueError when its signature does not take them (a TypeError from inside reaches the caller)."""
+    if not callable(function):
+        raise ValueError(f"{what}: expected something to call, got {type(function).__name__}")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ValueError(f"{what}: {error}; it takes {signature}") from None
+    return function(**options)
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{what}: no file {path} (looked in {Path.cwd()})")
+    name = f"fastsam_user_{path.resolve().as_posix()}"  # one module per file, however often it is named
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # a .py file has both
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # before execution: dataclasses look their module up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _load_module(name: str, what: str) -> ModuleType:
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)  # a console script does not have the current directory on its path
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise  # the user's module exists and misses another one
+        raise ValueError(f"{what}: no module {error.name!r} (looked in {here} and in the installed packages)") from None
+    finally:
+        if added:
+            sys.path.remove(here)

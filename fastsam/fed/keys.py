@@ -1,0 +1,167 @@
+"""The keys of a run's config: their types, defaults and meanings, and which of them have a meaning in which run."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastsam import backends
+from fastsam.fed import executors
+from fastsam.fed.data import partition
+from fastsam.fed.evaluate import VALIDATION
+from fastsam.fed.imports import is_import_path
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All keys of one run, resolved; `HELP` says what each means.
+
+    `options` are the algorithm's own (its hyper-parameters): no key of this name exists, they stand in the algorithm's table.
+    """
+
+    name: str = ""
+    data: str = "digits"
+    data_options: dict[str, Any] = field(default_factory=dict)
+    test_data: str | None = None
+    classes: int | None = None
+    test_fraction: float = 0.2
+    clients: int = 50
+    split: str = "dirichlet"
+    split_seed: int = 20
+    alpha: float = 0.3
+    exhausted: str = "reset"
+    balanced: bool = False
+    model: str = "cnn"
+    model_options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    algorithm: str = "fedavg"
+    options: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 50
+    local_epochs: int = 1
+    batch_size: int = 16
+    lr: float = 0.1
+    lr_decay: float = 1.0
+    participation: float = 0.2
+    sampler: str = "bernoulli"
+    weighting: str = "uniform"
+    shuffle: bool = True
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    clip_scope: str = "full"
+    server_lr: float = 1.0
+    seed: int = 0
+    loss: str = "cross_entropy"
+    validation: str = "prior"
+    eval_every: int = 1
+    target: float | None = None
+    buffers: str | None = None
+    device: str | None = None
+    backend: str = "auto"
+    executor: str = "sequential"
+    checkpoint_every: int = 1
+
+    def record(self) -> dict[str, Any]:
+        """What config.json holds: every key with a meaning in this run, and the table of the algorithm's options.
+
+        Read again it gives this same config.
+        """
+        values = {key: getattr(self, key) for key in keys() if key not in foreign_keys(self)}
+        return values | {short_name(self.algorithm): dict(self.options)}
+
+
+HELP = {
+    "name": "label for default run directories; default: the config file's name",
+    "data": "'digits'; a .npz file; a pattern of .npz files, one per client; 'package.module:function' or 'file.py:function'",
+    "data_options": "keyword arguments of the data function",
+    "test_data": "the test set's .npz file, for data in one file per client",
+    "classes": "number of classes of .npz data; default: the largest label + 1",
+    "test_fraction": "share of the digits, or of .npz data without a test set, that becomes the test set",
+    "clients": "number of clients",
+    "split": "how the training set is dealt out to the clients",
+    "split_seed": "seed of the split; 20 is that of the papers' simulators",
+    "alpha": "concentration of the Dirichlet split: small is heterogeneous",
+    "exhausted": "when a class has run out in the Dirichlet split: start its samples anew, or draw another class",
+    "balanced": "iid split: the same number of samples of each class for every client",
+    "model": "'cnn', 'mlp', or the import path of a module class, of a function that makes a module, or of a module",
+    "model_options": "keyword arguments of the model",
+    "dtype": "of the model's weights and of floating-point inputs",
+    "algorithm": "a built-in algorithm, or the import path of a class",
+    "rounds": "communication rounds",
+    "local_epochs": "passes over its data that an active client makes in a round",
+    "batch_size": "samples in a local batch",
+    "lr": "local learning rate",
+    "lr_decay": "factor on the learning rate after each round",
+    "participation": "share of the clients that is active in a round, in (0, 1]",
+    "sampler": "'bernoulli', 'fixed', or the import path of a callable (round, generator) -> client ids",
+    "weighting": "the clients' weights in the server's mean",
+    "shuffle": "a new order of each client's samples in every local epoch; false: stored order",
+    "momentum": "local momentum, zero at the start of each round",
+    "weight_decay": "local weight decay",
+    "clip_norm": "clip local steps to this norm; none: no clipping",
+    "clip_scope": "what the norm is taken of: the full step, or without the proximal term's linear half",
+    "server_lr": "learning rate of the server",
+    "seed": "of the initial weights, the sampling of clients and the order of batches",
+    "loss": "a function of torch.nn.functional, or the import path of one",
+    "validation": "test data of a client for the accuracy over clients: its own class prior, all, or an equal slice",
+    "eval_every": "rounds between evaluations",
+    "target": "test accuracy (0..1) for 'rounds to target'",
+    "buffers": "for models whose buffers change in training, such as BatchNorm's",
+    "device": "'cpu', 'cuda', ...; default: where the model is",
+    "backend": "kernels",
+    "executor": "how the clients of a round are trained",
+    "checkpoint_every": "rounds between checkpoints",
+}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "split": tuple(partition.SPLITS),
+    "exhausted": partition.EXHAUSTED,
+    "dtype": ("float32", "float64"),
+    "weighting": ("uniform", "samples"),
+    "clip_scope": ("full", "linear"),
+    "validation": VALIDATION,
+    "buffers": ("average", "keep"),
+    "backend": backends.NAMES,
+    "executor": tuple(executors.registry),
+}
+
+
+def keys() -> dict[str, Any]:
+    """Every key with its default."""
+    made = RunConfig()
+    return {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name != "options"}
+
+
+# The keywords of `fastsam.fed.run`; the keys before them describe data, model and algorithm.
+RUN_KEYS = tuple(keys())[list(keys()).index("rounds") :]
+
+
+def short_name(algorithm: str) -> str:
+    """The name of an algorithm's table and directory: the built-in name, or an import path's class in lower case."""
+    return algorithm.rpartition(":")[2].lower()
+
+
+def foreign_keys(config: RunConfig) -> dict[str, str]:
+    """The keys without meaning in this run, and why: data's own keys depend on where the data come from, the split's on the split."""
+    out: dict[str, str] = {}
+    every = set().union(*(partition.options_of(split) for split in partition.SPLITS))
+    for key in every - partition.options_of(config.split):
+        out[key] = f"the split {config.split!r} does not take it"
+    function, files = is_import_path(config.data), is_pattern(config.data)
+    if function or files:
+        why = "the function makes the clients" if function else "each file is a client"
+        out |= dict.fromkeys(
+            ("clients", "split", "split_seed", "test_fraction", *every), f"data is {config.data!r}, {why}"
+        )
+    if function or config.data == "digits":
+        out["classes"] = f"data {config.data!r} knows its classes"
+    if not function:
+        out["data_options"] = "it belongs to a data function (data = 'package.module:function')"
+    if not files:
+        out["test_data"] = "it belongs to data in one file per client (data = 'clients/*.npz')"
+    return out
+
+
+def is_pattern(data: str) -> bool:
+    """Whether `data` names many files."""
+    return not is_import_path(data) and any(c in data for c in "*?[")

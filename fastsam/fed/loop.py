@@ -1,0 +1,92 @@
+"""The federated loop: sample -> constants -> train -> client_end -> server -> evaluate -> log -> checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from . import sampling
+from .algorithms.base import Algorithm, Round, check_server
+from .checkpoint import RunDirectory, RunState
+from .clients import Population
+from .cohort import BUFFERS, Cohort
+from .evaluate import Evaluator
+from .executors import Executor
+from .replica import Replica, move_buffers
+from .settings import Settings
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Loop:
+    """One run, round by round. It knows neither what an algorithm does nor how an executor trains.
+
+    view: the replica on which the global model is evaluated. state: the run after the last completed round; a round replaces it in one
+    assignment, so that whoever leaves in the middle of a round leaves a whole one behind.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        algorithm: Algorithm,
+        settings: Settings,
+        executor: Executor,
+        evaluator: Evaluator,
+        view: Replica,
+        state: RunState,
+    ) -> None:
+        self.population, self.algorithm, self.settings = population, algorithm, settings
+        self.executor, self.evaluator, self.view, self.state = executor, evaluator, view, state
+        self.sampler = sampling.make(settings.sampler, len(population.clients), settings.participation)
+
+    def run(self, directory: RunDirectory | None, progress: Progress | None) -> None:
+        """The rounds that are left. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round."""
+        try:
+            while self.state.round < self.settings.rounds:
+                self.state = self._round(self.state)
+                record = self.state.history[-1]
+                if directory is not None:
+                    directory.log(record)
+                    if self.state.round % self.settings.checkpoint_every == 0 or self.state.round == self.settings.rounds:
+                        directory.save(self.state)
+                if progress is not None:
+                    progress(dict(record))
+        except BaseException:
+            if directory is not None:
+                directory.rescue(self.state)
+            raise
+
+    def _round(self, state: RunState) -> RunState:
+        began = time.perf_counter()
+        settings, clients, t = self.settings, len(self.population.clients), state.round
+        active = sampling.draw(self.sampler, t, clients, settings.seed)
+        about = Round(t, settings.lr_of(t), settings.local_epochs, clients, len(active), settings.server_lr)
+        cohort = Cohort(self.algorithm, self.population, settings, state, about, active)
+        for end in self.executor.train(state.server["w"], state.buffers, cohort.tasks()):
+            cohort.close(end)
+        cohort.check()
+        server = check_server(self.algorithm.step_server(state.server, cohort.sums, about), state.server["w"], "step_server")
+        buffers = state.buffers
+        if settings.buffers == "average" and buffers:
+            buffers = move_buffers(buffers, cohort.sums.mean(BUFFERS))
+        record = {"round": t + 1, "lr": about.lr, **cohort.record()}
+        record |= self._evaluate(server["w"], buffers, t + 1) | self._traffic(len(active))
+        record |= {"backprops": cohort.backprops, "excluded": cohort.excluded_list()}
+        record["seconds"] = time.perf_counter() - began
+        return RunState(t + 1, server, buffers, cohort.clients, [*state.history, record])
+
+    def _evaluate(self, w: Tensor, buffers: list[Tensor], completed: int) -> dict[str, float | None]:
+        if completed % self.settings.eval_every and completed != self.settings.rounds:
+            return self.evaluator.nothing()
+        self.view.load_(w, buffers)
+        return self.evaluator(self.view.module)
+
+    def _traffic(self, active: int) -> dict[str, float]:
+        """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are averaged."""
+        weights = sum(p.numel() * p.element_size() for p in self.view.parameters)
+        buffers = sum(b.nbytes for b in self.view.buffers) if self.settings.buffers == "average" else 0
+        sent = {"down": self.algorithm.down, "up": self.algorithm.up}
+        return {f"megabytes_{way}": active * (vectors * weights + buffers) / 1e6 for way, vectors in sent.items()}

@@ -1,0 +1,75 @@
+"""Progress of a run on the terminal: a live bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class RunProgress:
+    """Shows one run; call it with each round's metrics record. A context manager.
+
+    On a terminal one line that moves; elsewhere (a file, CI) a line for the first, the last and every tenth part of
+    the rounds, so that logs stay short.
+    """
+
+    def __init__(self, console: Console, label: str, rounds: int) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self.console, self.label, self.rounds = console, label, rounds
+        self.every = max(1, rounds // 10)
+        self.shown = False
+        columns = (
+            TextColumn("{task.description:<12}"),
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+        )
+        times = (TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, *times, console=console, disable=not console.is_terminal)
+        self.task = self.bar.add_task(label, total=rounds, state="")
+
+    def __enter__(self) -> RunProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        if kind is None and not self.shown:
+            self._line(f"all {self.rounds} rounds were done before")
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        self.shown = True
+        done, state = record["round"], describe(record)
+        if self.console.is_terminal:
+            narrow = self.console.width < 110  # then the spread over clients would push the times off the line
+            self.bar.update(self.task, completed=done, state=state.partition("  clients")[0] if narrow else state)
+        elif done == 1 or done % self.every == 0 or done == self.rounds:
+            self._line(f"round {done}/{self.rounds}  {state}")
+
+    def _line(self, text: str) -> None:
+        self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
+
+
+def describe(record: dict[str, Any]) -> str:
+    """The numbers of a round worth a line: those that it has."""
+    parts = [f"loss {record['train_loss']:.4f}"] if record.get("train_loss") is not None else []
+    if record.get("test_accuracy") is not None:
+        parts.append(f"test {100 * record['test_accuracy']:.2f} %")
+    if record.get("client_accuracy_mean") is not None:
+        parts.append(
+            f"clients {100 * record['client_accuracy_mean']:.2f} ± {100 * record['client_accuracy_std']:.2f} %"
+        )
+    return "  ".join(parts)

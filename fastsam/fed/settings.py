@@ -1,0 +1,100 @@
+"""The keywords of a run, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from . import sampling
+from .checks import choice, integer, number
+from .evaluate import VALIDATION
+from .executors import LocalOptions, registry
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `fastsam.fed.run` was asked for, apart from model, data, algorithm and loss. Its docstring says what each keyword means."""
+
+    rounds: int
+    local_epochs: int
+    batch_size: int
+    lr: float
+    lr_decay: float
+    participation: float
+    sampler: str | Callable[..., Any]
+    weighting: str
+    shuffle: bool
+    momentum: float
+    weight_decay: float
+    clip_norm: float | None
+    clip_scope: str
+    server_lr: float
+    seed: int
+    validation: str
+    eval_every: int
+    target: float | None
+    buffers: str | None
+    executor: str
+    checkpoint_every: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a keyword outside its range."""
+        for name in ("rounds", "local_epochs", "batch_size", "eval_every", "checkpoint_every"):
+            integer(name, getattr(self, name), at_least=1)
+        integer("seed", self.seed)
+        number("lr", self.lr, above=0)
+        number("lr_decay", self.lr_decay, above=0)
+        number("momentum", self.momentum, at_least=0)
+        number("weight_decay", self.weight_decay, at_least=0)
+        number("server_lr", self.server_lr, at_least=0)
+        number("participation", self.participation, above=0, at_most=1)
+        if self.clip_norm is not None:
+            number("clip_norm (None for no clipping)", self.clip_norm, above=0)
+        if self.target is not None:
+            number("target (an accuracy in 0..1)", self.target, above=0, at_most=1)
+        choice("shuffle", self.shuffle, (True, False))
+        choice("weighting", self.weighting, ("uniform", "samples"))
+        choice("clip_scope", self.clip_scope, ("full", "linear"))
+        choice("validation", self.validation, VALIDATION)
+        choice("buffers", self.buffers, (None, "average", "keep"))
+        choice("executor", self.executor, tuple(registry))
+        sampling.make(self.sampler, 1, self.participation)
+
+    @property
+    def local(self) -> LocalOptions:
+        """What concerns every local step."""
+        return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope)
+
+    def lr_of(self, index: int) -> float:
+        """The local learning rate of round `index` (from 0)."""
+        return self.lr * self.lr_decay**index
+
+    # Keywords that may change when a run is resumed: the bits of the rounds do not depend on them.
+    FREE = ("rounds", "target", "checkpoint_every")
+
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one that it continues."""
+        return {f.name: describe(getattr(self, f.name)) for f in fields(self) if f.name not in self.FREE}
+
+
+def describe(value: Any) -> Any:
+    """`value` for a JSON file, the same in every process: callables by their name, other objects by their type and fields."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [describe(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): describe(v) for k, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **hyperparameters(value)}
+
+
+def hyperparameters(algorithm: Any) -> dict[str, Any]:
+    """The public attributes of an algorithm (or another object) for reports."""
+    return {name: describe(value) for name, value in sorted(getattr(algorithm, "__dict__", {}).items()) if not name.startswith("_")}

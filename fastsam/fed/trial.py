@@ -1,0 +1,80 @@
+"""One training step on a copy of the model before the first round: what would fail in round 1 fails here, with its reason."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .clients import Population, check_labels
+from .executors.base import Loss
+from .replica import trainable
+
+_CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the step showed: whether labels are class numbers of the model's outputs, and which buffers training changes."""
+
+    classifies: bool
+    changed_buffers: tuple[str, ...]
+
+
+def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
+    """Takes the step on the client with most samples. The model, and torch's random state, stay as they are.
+
+    Raises ValueError: the model or the loss does not work on the data, labels outside the model's outputs, a loss that is not a scalar,
+    a loss without a gradient, sparse gradients.
+    """
+    client = max(range(len(population.clients)), key=lambda i: len(population.clients[i][1]))
+    x, y = (t[:batch_size] for t in population.clients[client])
+    trial = copy.deepcopy(model).to(x.device)
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        try:
+            with torch.no_grad():
+                output = trial.eval()(x[:1])
+            labels = isinstance(output, Tensor) and output.dim() >= 2 and y.dtype == torch.int64 and y.dim() == output.dim() - 1
+            if labels and (loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))):
+                check_labels(population, output.shape[1])
+            before = {name: b.detach().clone() for name, b in trial.named_buffers()}
+            value = loss(trial.train()(x), y)
+            _check_loss(value)
+            value.backward()
+        except (ValueError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"a trial step on client {client} (x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}) failed: {type(error).__name__}: {error}"
+            ) from error
+    if any(p.grad is not None and p.grad.is_sparse for p in trainable(trial)):
+        raise ValueError("the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones")
+    changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
+    return Trial(labels and y.dim() == 1, changed)
+
+
+def _check_loss(value: object) -> None:
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"loss(model(x), y) must be a scalar tensor (the mean over the batch), got {got}")
+    if not value.requires_grad:
+        raise ValueError("the loss does not depend on the model's trainable parameters (it has no gradient)")
+
+
+def _same(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.shape == b.shape and torch.equal(a, b)
+
+
+def check_buffers(trial: Trial, buffers: str | None) -> None:
+    """Raises ValueError when training changes buffers and the run does not say what to do with them."""
+    if buffers is None and trial.changed_buffers:
+        names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
+        raise ValueError(
+            f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. Say buffers='average' "
+            "(mean over the clients) or buffers='keep' (those of the start), or use GroupNorm"
+        )

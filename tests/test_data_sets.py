@@ -1,0 +1,233 @@
+"""Data sets: the digits, FederatedData, a user's files and functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fastsam.fed.data import (
+    FederatedData,
+    as_tensors,
+    digits,
+    from_client_files,
+    from_function,
+    from_npz,
+    split_data,
+    stratified_test,
+)
+
+
+def pooled(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(n, 4, 4)), "y": np.arange(n) % classes}
+
+
+def test_digits_sizes_scale_and_classes() -> None:
+    data = digits()
+    assert (len(data), data.classes, data.name, data.in_shape) == (50, 10, "digits", (1, 8, 8))
+    assert [len(y) for _, y in data] == [65] + [28] * 49
+    x, y = data.test
+    assert x.shape == (360, 1, 8, 8) and x.dtype == torch.float32 and y.dtype == torch.int64
+    assert data.priors is not None and data.priors.shape == (50, 10)
+    train = torch.cat([x for x, _ in digits(split="iid")])  # iid holds every training image once
+    assert len(train) == 1437
+    assert train.double().mean().item() == pytest.approx(0, abs=1e-6)
+    assert train.double().std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_digits_are_the_real_images_with_their_labels() -> None:
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    data = digits(split="iid")
+    train_x = torch.cat([x for x, _ in data]).flatten(1).numpy()
+    seen = {row.tobytes() for row in np.rint(_undo(train_x, pixels)).astype(np.uint8)}
+    seen |= {row.tobytes() for row in np.rint(_undo(data.test[0].flatten(1).numpy(), pixels)).astype(np.uint8)}
+    assert seen == {row.tobytes() for row in pixels.astype(np.uint8)}
+    pairs = {row.tobytes(): label for row, label in zip(pixels.astype(np.uint8), labels, strict=True)}
+    for x, y in [*data, data.test]:
+        rows = np.rint(_undo(x.flatten(1).numpy(), pixels)).astype(np.uint8)
+        assert [pairs[row.tobytes()] for row in rows] == y.tolist()
+
+
+def _undo(scaled: np.ndarray, pixels: np.ndarray) -> np.ndarray:
+    """The pixels again; the scale is that of the training part, which is what this test takes from the data set itself."""
+    train, _ = stratified_test(np.asarray(_labels()), 0.2)
+    return scaled * pixels[train].std() + pixels[train].mean()
+
+
+def _labels() -> np.ndarray:
+    from sklearn.datasets import load_digits
+
+    return load_digits(return_X_y=True)[1]
+
+
+def test_digits_test_set_does_not_move_with_the_split() -> None:
+    a, b = digits(clients=10, seed=1), digits(clients=100, alpha=5.0, seed=2)
+    assert torch.equal(a.test[0], b.test[0]) and torch.equal(a.test[1], b.test[1])
+    assert not np.array_equal(a.class_counts().sum(axis=0), b.class_counts().sum(axis=0))
+
+
+def test_digits_refuses_more_clients_than_images() -> None:
+    with pytest.raises(ValueError, match="1438 clients cannot share 1437 training samples"):
+        digits(clients=1438)
+    assert len(digits(clients=1437)) == 1437
+
+
+def test_class_counts_add_up() -> None:
+    data = digits(clients=20)
+    counts = data.class_counts()
+    assert counts.shape == (20, 10)
+    assert counts.sum(axis=1).tolist() == [len(y) for _, y in data]
+    assert counts[3].tolist() == [(data[3][1] == c).sum().item() for c in range(10)]
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.9])
+def test_stratified_test_keeps_the_class_ratios(fraction: float) -> None:
+    labels = np.random.default_rng(3).choice(4, size=997, p=[0.1, 0.2, 0.3, 0.4])
+    train, test = stratified_test(labels, fraction)
+    assert sorted([*train, *test]) == list(range(997))
+    assert len(test) == int(np.ceil(fraction * 997))
+    share = np.bincount(labels) * len(test) / 997
+    assert (np.abs(np.bincount(labels[test], minlength=4) - share) < 1).all()
+    assert np.array_equal(stratified_test(labels, fraction)[1], test)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
+def test_stratified_test_refuses(fraction: float) -> None:
+    with pytest.raises(ValueError, match="test_fraction must lie between 0 and 1"):
+        stratified_test(np.arange(10) % 2, fraction)
+
+
+def pair(n: int, labels: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(n, 2), torch.tensor(labels if labels is not None else [0] * n, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("clients", "test", "message"),
+    [
+        ([], pair(2), "at least one client"),
+        ([pair(2), pair(0)], pair(2), "client 1 has no samples"),
+        ([pair(2, [0, 3])], pair(2), r"client 0: labels must lie in 0..2 \(3 classes\), got 3 at position 1"),
+        ([pair(2)], pair(2, [0, -1]), "the test set: labels must lie in 0..2"),
+        ([(torch.zeros(3, 2), pair(2)[1])], pair(2), "client 0: x has 3 samples and y 2 labels"),
+        ([(torch.zeros(2, 2), torch.zeros(2))], pair(2), "client 0: labels must be int64"),
+        ([pair(2), (torch.zeros(2, 5), pair(2)[1])], pair(2), r"one shape, got \(2,\) and \(5,\)"),
+        ([([0.0], [0])], pair(2), "client 0 must be a pair .* of tensors"),
+    ],
+)
+def test_federated_data_refuses(clients: list, test: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FederatedData(clients, test, classes=3)
+
+
+def test_as_tensors_reads_the_types_people_have() -> None:
+    x, y = as_tensors(np.full((2, 3), 255, dtype=np.uint8), np.array([[1], [0]], dtype=np.int32))
+    assert x.dtype == torch.float32 and x.eq(1).all() and y.tolist() == [1, 0] and y.dtype == torch.int64
+    assert as_tensors(np.zeros((2, 3)), [0, 1])[0].dtype == torch.float64
+    assert as_tensors(np.zeros((2, 3), dtype=np.int32), np.array([0.0, 1.0]))[0].dtype == torch.int64
+    assert as_tensors(torch.ones(2, 3), torch.tensor([0, 1]))[0].dtype == torch.float32
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        as_tensors(np.array([[np.nan]]), [0])
+
+
+def test_npz_with_a_test_set_of_its_own(tmp_path: Path) -> None:
+    arrays = pooled()
+    file = tmp_path / "mine.npz"
+    np.savez(file, x_train=arrays["x"], y_train=arrays["y"], x_test=arrays["x"][:7], y_test=arrays["y"][:7])
+    data = from_npz(file, clients=6, split="iid", seed=1)
+    assert (len(data), data.name, data.classes, len(data.test[1])) == (6, "mine", 3, 7)
+    assert torch.equal(data.test[0], torch.from_numpy(arrays["x"][:7]))
+    assert sum(len(y) for _, y in data) == 60
+
+
+def test_npz_without_a_test_set_gives_up_a_part(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    np.savez(file, **pooled())
+    data = from_npz(file, clients=6, split="dirichlet", seed=1, alpha=1.0, test_fraction=0.25)
+    assert len(data.test[1]) == 15 and torch.bincount(data.test[1]).tolist() == [5, 5, 5]
+    assert sum(len(y) for _, y in data) == 45
+
+
+def test_client_files_and_their_test_file(tmp_path: Path) -> None:
+    arrays = pooled()
+    for i, cut in enumerate((slice(0, 10), slice(10, 13), slice(13, 60))):
+        np.savez(tmp_path / f"c{i}.npz", x=arrays["x"][cut], y=arrays["y"][cut])
+    np.savez(tmp_path / "test.npz", x=arrays["x"][:5], y=arrays["y"][:5])
+    data = from_client_files(str(tmp_path / "*.npz"), tmp_path / "test.npz")
+    assert [len(y) for _, y in data] == [10, 3, 47]
+    assert len(data.test[1]) == 5 and data.priors is None
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        from_client_files(str(tmp_path / "none*.npz"), tmp_path / "test.npz")
+
+
+def test_bad_files_say_what_is_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    with pytest.raises(FileNotFoundError, match="no data file"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, images=np.zeros(3))
+    with pytest.raises(ValueError, match="has no array 'x_train' or 'x'; it has 'images'"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, **pooled())
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match="no complete .npz file of plain arrays"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, x=np.zeros((3, 2)), y=np.array([0, 1]))
+    with pytest.raises(ValueError, match="x has 3 samples and y 2 labels"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, x=np.zeros((3, 2)), y=np.array([0, 1, 9]))
+    with pytest.raises(ValueError, match="0..1"):
+        from_npz(file, clients=2, split="iid", classes=2)
+    np.save(tmp_path / "one.npz.npy", np.zeros(3))
+    (tmp_path / "one.npz.npy").rename(file)
+    with pytest.raises(ValueError, match="one array without a name"):
+        from_npz(file, clients=2, split="iid")
+
+
+def test_a_pickle_in_a_data_file_is_not_run(tmp_path: Path) -> None:
+    np.savez(tmp_path / "mine.npz", x=np.array([{}], dtype=object), y=np.array([0]))
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        from_npz(tmp_path / "mine.npz", clients=1, split="iid")
+
+
+FUNCTION = """
+import numpy as np
+def make(n=4, bad=False):
+    x, y = np.ones((n, 3)), np.arange(n) % 2
+    return ([(x, y), (x[:1], y[:1])], (x, y)) if not bad else 7
+"""
+
+
+def test_a_users_function_by_file_and_by_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_fed_data.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    for path in ("my_fed_data.py:make", "my_fed_data:make"):
+        data = from_function(path, {"n": 5})
+        assert ([len(y) for _, y in data], data.classes, data.name) == ([5, 1], 2, "make")
+    with pytest.raises(ValueError, match="must return a FederatedData or a pair"):
+        from_function("my_fed_data.py:make", {"bad": True})
+    with pytest.raises(ValueError, match=r"unexpected keyword argument 'm'; it takes \(n=4, bad=False\)"):
+        from_function("my_fed_data.py:make", {"m": 5})
+    with pytest.raises(ValueError, match="has no 'mak'; it defines make, np"):
+        from_function("my_fed_data.py:mak", {})
+    with pytest.raises(ValueError, match="no file other.py"):
+        from_function("other.py:make", {})
+    with pytest.raises(ValueError, match="no module 'no_such_module'"):
+        from_function("no_such_module:make", {})
+
+
+def test_a_users_module_that_fails_keeps_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_data.py").write_text("import surely_not_installed\n")
+    monkeypatch.chdir(tmp_path)
+    for path in ("broken_data.py:make", "broken_data:make"):
+        with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+            from_function(path, {})
+
+
+def test_split_data_counts_classes_of_the_test_set_too() -> None:
+    x, y = torch.zeros(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    data = split_data(x, y, (x[:1], torch.tensor([4])), clients=2, split="iid")
+    assert data.classes == 5
