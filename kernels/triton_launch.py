@@ -1,0 +1,37 @@
+"""The Triton backend: the functions of `reference`, on GPUs, and on the CPU in Triton's interpreter (for tests: it is slow).
+
+Imported only when somebody asks for the backend, since importing Triton takes a while.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    from .triton_adam import update_adam_
+    from .triton_common import INTERPRETED
+    from .triton_norm import norm_
+    from .triton_perturb import perturb_, restore_
+    from .triton_update import update_norm_, update_sgd_
+except ImportError as error:
+    _broken: str | None = f"Triton cannot be imported ({error}); `pip install triton` installs it"
+    INTERPRETED = False
+else:
+    _broken = None
+
+__all__ = ["norm_", "perturb_", "restore_", "update_adam_", "update_norm_", "update_sgd_", "why_not"]
+
+
+def why_not(device: str) -> str | None:
+    """Why Triton cannot serve on this device type; None when it can."""
+    if _broken is not None:
+        return _broken
+    if device == "cpu":
+        hint = "on the CPU Triton runs only in its interpreter; set TRITON_INTERPRET=1 before Python starts"
+        return None if INTERPRETED else hint
+    if device != "cuda":
+        return f"there are no Triton kernels for the device {device!r}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    # The interpreter reads addresses itself, and those of a GPU are not the process's.
+    return "TRITON_INTERPRET=1 is set, which serves the CPU only; unset it" if INTERPRETED else None

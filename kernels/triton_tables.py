@@ -1,0 +1,177 @@
+"""What the Triton kernels find on the device: which chunk lies where, and the addresses of scattered tensors.
+
+Both are small int64 tensors that never change once made. They are cached by what they say (the bytes of a table; a tuple of addresses), so
+they cannot go stale: other addresses are another entry, and no call needs to be told that something moved.
+
+A stream reads only what was uploaded on it, in order; so no call waits for the device. During the capture of a CUDA graph an entry that is
+already there is used and kept for good (nobody says when a graph dies); a missing one is uploaded by the graph itself at every replay,
+from pinned memory reserved before, because allocating that is not allowed in a capture.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import CHUNK
+
+ENTRIES = 256  # of each cache; a step of a model uses about five
+ALIGNMENT = 16  # bytes of a 128-bit access
+DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+RESERVE = 1 << 17  # int64 numbers of pinned memory for captures: 1 MB
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cut of a table into chunks, on the device."""
+
+    segments: int
+    n_chunks: int
+    chunks: Tensor  # int64 [n_chunks, 2]: segment, first element in it
+    table: Tensor  # int64 [segments, 4]
+    lengths: tuple[int, ...]
+    aligned: bool  # every segment starts at a multiple of 16 elements
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Where the tensors of a list operand are, on the device."""
+
+    table: Tensor  # int64 [2, segments]: address, row stride in elements
+    aligned: bool  # every row of every tensor starts at a multiple of 16 bytes
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A list operand in the form in which kernels take it."""
+
+    pointer: Tensor | None  # the field, or the table of addresses
+    stride: int  # between the rows of a field
+    flat: bool
+    aligned: bool
+    dtype: tl.dtype | None  # of its elements
+
+
+ABSENT = Operand(None, 0, True, True, None)
+
+
+class Reserve:
+    """Pinned host memory for uploads inside graph captures: handed out once, never reused, since every replay reads it again."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._used = 0
+        self._full: list[Tensor] = []
+
+    def prepare(self, numbers: int = RESERVE) -> None:
+        """Makes sure that some memory is there; called outside captures."""
+        if self._memory is None or self._used + numbers > self._memory.numel():
+            if self._memory is not None:
+                self._full.append(self._memory)
+            self._memory, self._used = torch.empty(max(numbers, RESERVE), dtype=torch.int64, pin_memory=True), 0
+
+    def take(self, values: Tensor) -> Tensor:
+        """A pinned copy of `values` that stays."""
+        self.prepare(values.numel())
+        assert self._memory is not None
+        taken = self._memory[self._used : self._used + values.numel()].view(values.shape)
+        self._used += values.numel()
+        return taken.copy_(values)
+
+
+_reserve = Reserve()
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """`values` (int64, on the CPU) on `device`, in the order of the current stream."""
+    if device.type == "cpu":
+        return values
+    if torch.cuda.is_current_stream_capturing():
+        return _reserve.take(values).to(device, non_blocking=True)
+    _reserve.prepare(0)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+Entry = TypeVar("Entry", Plan, Addresses)
+
+
+class Cache(Generic[Entry]):
+    """The most recently used entries, by content, device and stream."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple[Hashable, torch.device, int], Entry] = OrderedDict()
+        self._kept: dict[tuple[Hashable, torch.device], Entry] = {}
+
+    def get(self, content: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return self._captured(content, device) or make()
+        key = (content, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = make()
+            if len(self._entries) > ENTRIES:
+                self._entries.popitem(last=False)
+        else:
+            self._entries.move_to_end(key)
+        return entry
+
+    def _captured(self, content: Hashable, device: torch.device) -> Entry | None:
+        """An entry uploaded before the capture, on whatever stream: captures begin when those are idle."""
+        kept = self._kept.get((content, device))
+        if kept is None:
+            kept = next((e for (c, d, _), e in self._entries.items() if d == device and c == content), None)
+            if kept is not None:
+                self._kept[content, device] = kept
+        return kept
+
+
+_plans: Cache[Plan] = Cache()
+_addresses: Cache[Addresses] = Cache()
+
+
+def plan_of(table: Tensor, device: torch.device) -> Plan:
+    """The plan of a table (int64 `[segments, 4]`, on the CPU)."""
+    return _plans.get(table.numpy().tobytes(), device, lambda: _make_plan(table, device))
+
+
+def _make_plan(table: Tensor, device: torch.device) -> Plan:
+    chunk = CHUNK.value
+    counts = (table[:, 1] + (chunk - 1)) // chunk
+    segment = torch.repeat_interleave(torch.arange(table.shape[0]), counts)
+    first = torch.cumsum(counts, 0) - counts
+    begin = (torch.arange(segment.numel()) - first[segment]) * chunk
+    both = upload(torch.cat([torch.stack([segment, begin], 1).flatten(), table.flatten()]), device)
+    chunks, records = both.split([2 * segment.numel(), table.numel()])
+    lengths = tuple(table[:, 1].tolist())
+    return Plan(len(lengths), segment.numel(), chunks, records, lengths, not bool((table[:, 0] % 16).any()))
+
+
+def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> Operand:
+    """The form in which kernels take a list operand: one field, or one tensor per segment."""
+    first = tensors[0]
+    if len(tensors) == 1 and not (plan.segments == 1 and first.numel() == rows * plan.lengths[0]):
+        return field_of(first, rows)
+    strides = (0,) * len(tensors) if rows == 1 else tuple(t.stride(0) if t.numel() else 0 for t in tensors)
+    content = (tuple(t.data_ptr() for t in tensors), strides, first.element_size())
+    addresses = _addresses.get(content, first.device, lambda: _make_addresses(*content, first.device))
+    return Operand(addresses.table, 0, False, addresses.aligned, DTYPES[first.dtype])
+
+
+def _make_addresses(
+    pointers: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: torch.device
+) -> Addresses:
+    aligned = all(p % ALIGNMENT == 0 for p in pointers) and all(s * itemsize % ALIGNMENT == 0 for s in strides)
+    return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64), device), aligned)
+
+
+def field_of(field: Tensor, rows: int) -> Operand:
+    """A field, addressed at the segments' offsets."""
+    stride = field.stride(0) if rows > 1 else 0
+    aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
+    return Operand(field, stride, True, aligned, DTYPES[field.dtype])

@@ -1,0 +1,20 @@
+"""How far a backend may be from the reference in float64 on the same (upcast) inputs. One table for all tests.
+
+`TOLERANCE[dtype]` is `(rtol, atol)` of a tensor of that dtype, for operands of order 1. The arithmetic of an op is some 20 operations deep,
+each rounded to a unit roundoff u, and its intermediate values are at most some 50 in size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
+    # u = 1.1e-16; sums of squares add some 10,000 numbers in an order of the backend's own: sqrt(10,000)*u.
+    torch.float64: (1e-13, 1e-13),
+    # u = 6e-8, times 20 operations; the absolute part is for results that are small because operands cancelled.
+    torch.float32: (2e-6, 4e-6),
+    # Computed in float32, then rounded once: half a unit in the last of 11 bits.
+    torch.float16: (2.0**-11, 4e-6),
+    # Computed in float32, then rounded once: half a unit in the last of 8 bits.
+    torch.bfloat16: (2.0**-8, 4e-6),
+}
