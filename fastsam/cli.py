@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,12 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             return USAGE
         if flags and (arguments.command == "info" or not flags[0].startswith("--")):
             top.error(f"unrecognized arguments: {' '.join(flags)}")
-        return {"info": info, "run": run, "compare": compare}[arguments.command](arguments, flags)
+        with warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _show_warning
+            return {"info": info, "run": run, "compare": compare}[arguments.command](arguments, flags)
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         return _report_error(error, debug)
+
+
+def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    """A warning as a line for users: where in the code it was raised helps them little."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _report_error(error: Exception, debug: bool) -> int:
@@ -167,35 +176,24 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
     plan = comparison.plan(configs.read(arguments.config, flags), _split(arguments.algorithms), _split(arguments.seeds))
     directory = arguments.run_dir or numbered(f"{plan.name}-compare", arguments.resume)
-    if directory.exists() and not arguments.resume:
-        raise ValueError(f"the directory {directory} exists; continue it with --resume, or choose another --run-dir")
+    comparison.check_directory(plan, directory, arguments.resume)
     for config in plan.configs:
         experiment.keywords(config)
     data = experiment.load_data(plan.configs[0])
     comparison.write_record(plan, directory)
     again = f"fastsam compare {_quote(directory / 'config.json')}"
+    resume_command = f"{again} --run-dir {_quote(directory)} --resume"
     console = _console()
     runs: list[Finished] = []
     for config in plan.configs:
         name = plan.directory_of(config)
         built = experiment.build(config, data)
-        runs.append(
-            _train(
-                built,
-                directory / name,
-                arguments.resume,
-                console,
-                name,
-                f"{again} --run-dir {_quote(directory)} --resume",
-            )
-        )
+        runs.append(_train(built, directory / name, arguments.resume, console, name, resume_command))
     title = f"{', '.join(report.by_label(runs))} on {data.name}"
     report.write_comparison(runs, data.class_counts(), directory, title, comparison.facts(plan, data), again)
     console.print(report.rich_table(runs, f"{title}, {len(data)} clients"))
-    _say(
-        console,
-        {name: directory / file for name, file in report.COMPARISON_FILES.items()} | {"run directory": directory},
-    )
+    files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
+    _say(console, files | {"run directory": directory})
     return 0
 
 
@@ -211,7 +209,11 @@ def _train(
         with RunProgress(console, label, built.config.rounds) as progress:
             result = experiment.start(built, directory, resume, progress)
     except KeyboardInterrupt:
-        left = f"Continue with:\n  {resume_command}" if directory.exists() else "Nothing had been written yet."
+        left = (
+            f"Continue with:\n  {resume_command}"
+            if (directory / "config.json").exists()
+            else "Nothing had been written yet."
+        )
         raise KeyboardInterrupt(left) from None
     except Exception:
         if directory.exists():

@@ -13,7 +13,7 @@ from .. import backends
 from ..arena import Arena, Layout
 from . import executors, trial
 from .algorithms.base import Algorithm, check_algorithm, check_server
-from .checkpoint import RunDirectory, RunState, identity_of
+from .checkpoint import RunDirectory, RunState, identity_of, write_json
 from .clients import Population, prepare
 from .environment import environment
 from .evaluate import Evaluator
@@ -147,6 +147,7 @@ def _open(
         found.round, here(found.server), [b.to(place) for b in found.buffers], {i: here(s) for i, s in found.clients.items()}, found.history
     )
     directory.rewind()
+    write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others now
     return directory
 
 

@@ -98,16 +98,14 @@ class RunDirectory:
         tensors = {f"server.{name}": t for name, t in state.server.items()} | {f"buffer.{i}": b for i, b in enumerate(state.buffers)}
         server = self._write(f"server-{state.round:06d}.safetensors", tensors)
         self._save_clients(state)
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            with open(metrics, "rb") as file:
-                os.fsync(file.fileno())
+        metrics = self._synced_metrics()
         names = {server} | {name for _, name in self._clients.values()}
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "round": state.round,
-            "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0,
+            "metrics_bytes": len(metrics),
+            "metrics_hash": _hash(metrics),
             "server": server,
             "clients": {str(i): name for i, (_, name) in sorted(self._clients.items())},
             "files": {name: self._hashes[name] for name in sorted(names)},
@@ -119,6 +117,14 @@ class RunDirectory:
         for path in self._manifest.parent.glob("*.safetensors*"):
             if path.name not in names:
                 path.unlink()
+
+    def _synced_metrics(self) -> bytes:
+        """The contents of metrics.jsonl, safe on the disk."""
+        if not (self.path / "metrics.jsonl").exists():
+            return b""
+        with open(self.path / "metrics.jsonl", "rb") as file:
+            os.fsync(file.fileno())
+            return file.read()
 
     def _save_clients(self, state: RunState) -> None:
         """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in it once."""
@@ -140,7 +146,7 @@ class RunDirectory:
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
         data = safetensors.torch.save({k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata)
         write_bytes(self._manifest.parent / name, data)
-        self._hashes[name] = blake2b(data, digest_size=16).hexdigest()
+        self._hashes[name] = _hash(data)
         return name
 
     def _load(self) -> RunState:
@@ -173,7 +179,7 @@ class RunDirectory:
     def _read_manifest(self) -> dict[str, Any]:
         try:
             manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
-            missing = {"round", "metrics_bytes", "server", "clients", "files", "identity"} - set(manifest)
+            missing = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"} - set(manifest)
         except (OSError, ValueError, TypeError) as error:
             raise RunDirectoryError(f"{self._manifest} cannot be read ({error}); the directory was left as it is") from error
         if manifest.get("format") != FORMAT or missing:
@@ -188,7 +194,7 @@ class RunDirectory:
             data = path.read_bytes()
         except OSError as error:
             raise RunDirectoryError(f"the checkpoint file {path} cannot be read ({error}); the directory was left as it is") from error
-        if blake2b(data, digest_size=16).hexdigest() != digest:
+        if _hash(data) != digest:
             raise RunDirectoryError(f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is")
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return safetensors.torch.load(data), header.get("__metadata__", {})
@@ -196,12 +202,13 @@ class RunDirectory:
     def _read_history(self, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
         metrics = self.path / "metrics.jsonl"
         data = metrics.read_bytes()[: manifest["metrics_bytes"]] if metrics.exists() else b""
-        try:
-            history = [json.loads(line) for line in data.decode().splitlines()]
-        except ValueError as error:
-            raise RunDirectoryError(f"{metrics} is not ours ({error}); the directory was left as it is") from error
-        if len(data) != manifest["metrics_bytes"] or len(history) != manifest["round"]:
-            raise RunDirectoryError(f"{metrics} is cut: {len(history)} of the {manifest['round']} rounds of the checkpoint are in it; the directory was left as it is")
+        if _hash(data) != manifest["metrics_hash"]:
+            raise RunDirectoryError(
+                f"{metrics} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); the directory was left as it is"
+            )
+        history = [json.loads(line) for line in data.decode().splitlines()]
+        if len(history) != manifest["round"]:
+            raise ValueError(f"{len(history)} rounds are recorded, the manifest says {manifest['round']!r}")
         return history
 
     def rewind(self) -> None:
@@ -232,6 +239,10 @@ def _check_identity(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], 
                 f"the run in {path} cannot be resumed with another {prefix}{key}: it was started with {_short(before)}, now it is {_short(now)}. "
                 "Resume it as it was started, or choose another run_dir"
             )
+
+
+def _hash(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _short(value: Any) -> str:

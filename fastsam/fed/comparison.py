@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastsam.fed.checkpoint import write_json
+from fastsam.fed.checkpoint import RunDirectoryError, write_json
 from fastsam.fed.config import ConfigError, Source, resolve
 from fastsam.fed.data import FederatedData
 from fastsam.fed.experiment import DATA_KEYS
 from fastsam.fed.keys import RunConfig, short_name
+from fastsam.fed.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,37 @@ def _unique(names: Sequence[str], what: str) -> None:
     twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
     if twice is not None:
         raise ConfigError(f"the {what} {twice!r} is named twice; each {what} runs once")
+
+
+def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
+    """Raises RunDirectoryError unless the comparison can run in `directory`: it is new or empty, or, with `resume`, that of a
+    comparison whose runs had these configs (what `fastsam.fed.run` lets a resumed run change may differ). Writes nothing.
+    """
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not resume:
+        raise RunDirectoryError(
+            f"the directory {directory} exists; continue it with --resume, or choose another --run-dir"
+        )
+    if "compare" not in _stored(directory):
+        raise RunDirectoryError(f"{directory} is not the directory of a comparison; choose another --run-dir")
+    for config in plan.configs:
+        now, before = config.record(), _stored(directory / plan.directory_of(config))
+        for key in sorted(now.keys() | before.keys() if before else ()):
+            if key not in (*Settings.FREE, "name") and now.get(key) != before.get(key):
+                raise RunDirectoryError(
+                    f"{directory / plan.directory_of(config)} cannot be resumed with another {key}: "
+                    f"it was started with {before.get(key)!r}, now it is {now.get(key)!r}"
+                )
+
+
+def _stored(directory: Path) -> dict[str, Any]:
+    """The config.json of a directory; empty when there is none that can be read."""
+    try:
+        content = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def write_record(plan: Plan, directory: Path) -> None:

@@ -22,34 +22,51 @@ def series(history: History, key: str) -> dict[int, float]:
 def curves(
     histories: Mapping[str, Sequence[History]], path: str | Path, target: float | None = None, title: str = ""
 ) -> Path:
-    """Test accuracy and test loss by round: a line per label; with several seeds their mean, in a band of one standard deviation.
+    """Test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
+    Where no accuracy was measured: the training loss. A line per label; with several seeds their mean, in a band of one standard deviation.
     histories: label -> one history (list of metrics records) per seed. target: a dashed line at this accuracy.
     """
     figure = _figure(10.0, 4.2)
-    accuracy, loss = figure.subplots(1, 2)
-    for label, seeds in histories.items():
-        _line(accuracy, label, [series(history, "test_accuracy") for history in seeds], 100.0)
-        _line(loss, label, [series(history, "test_loss") for history in seeds], 1.0)
-    if target is not None:
-        accuracy.axhline(100 * target, color="0.4", linestyle="--", linewidth=1, label=f"target {100 * target:g} %")
-    accuracy.set(xlabel="round", ylabel="test accuracy (%)")
-    loss.set(xlabel="round", ylabel="test loss", yscale="log")
-    for axes in (accuracy, loss):
-        axes.grid(True, which="both", color="0.9", linewidth=0.6)
+    linear, log = figure.subplots(1, 2)
+    runs = {label: [series(history, "test_accuracy") for history in seeds] for label, seeds in histories.items()}
+    if any(values for seeds in runs.values() for values in seeds):
+        views = (lambda a: 100 * a, "test accuracy (%)"), (lambda a: 100 - 100 * a, "test error (%)")
+    else:
+        runs = {label: [series(history, "train_loss") for history in seeds] for label, seeds in histories.items()}
+        views, target = ((lambda loss: loss, "training loss of the active clients"),) * 2, None
+    for axes, (view, name) in zip((linear, log), views, strict=True):
+        for label, seeds in runs.items():
+            _line(axes, label, [{r: view(value) for r, value in one.items()} for one in seeds])
+        if target is not None:
+            axes.axhline(view(target), color="0.4", linestyle="--", linewidth=1, label=f"target {100 * target:g} %")
+        axes.set(xlabel="round", ylabel=name)
         axes.spines[["top", "right"]].set_visible(False)
-    accuracy.legend(frameon=False, loc="lower right")
+    _logarithmic(log)
+    for axes in (linear, log):
+        axes.grid(True, color="0.9", linewidth=0.6)
+    linear.legend(frameon=False)
     if title:
         figure.suptitle(title)
     return _save(figure, path)
 
 
-def _line(axes: Any, label: str, seeds: Sequence[Mapping[int, float]], scale: float) -> None:
+def _logarithmic(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers at 1, 2 and 5 of every decade."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _line(axes: Any, label: str, seeds: Sequence[Mapping[int, float]]) -> None:
     """The mean over seeds at the rounds that all of them have."""
     rounds = sorted(set.intersection(*(set(values) for values in seeds)))
     if not rounds:
         return
-    values = scale * np.array([[one[r] for r in rounds] for one in seeds])
+    values = np.array([[one[r] for r in rounds] for one in seeds])
     mean, spread = values.mean(axis=0), values.std(axis=0)
     (line,) = axes.plot(
         rounds,

@@ -40,7 +40,9 @@ def by_label(runs: Iterable[Finished]) -> dict[str, list[Finished]]:
 
 
 def table(runs: Sequence[Finished]) -> tuple[list[str], list[list[str]]]:
-    """Heads (of two lines, so that the table is narrow) and rows, one per algorithm; with several seeds mean ± population standard deviation over them.
+    """Heads (of two lines, so that the table is narrow) and rows, one per algorithm.
+
+    With several seeds a number is the mean ± population standard deviation over them.
 
     "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on what the validation
     mode of the header gives each client. "MB sent" counts both directions.
