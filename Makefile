@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || { curl -sfm 5 -o /dev
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt
 SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
-OUT ?= runs
+ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow check format bench clean
@@ -74,6 +74,9 @@ format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check`
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+bench: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
+	@$(BIN)/python -m bench.step $(ARGS)
 
 clean: ## remove what was built; environments and runs stay
 	rm -rf build dist *.egg-info kernels/*.so kernels/native.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -53,7 +53,7 @@ inline Call call_of(const Tensor& table, const Tensor& hyper) {
 
 inline Field field_of(const Tensor& tensor, const Call& call, Type type, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == 2 && tensor.size(0) == call.rows, name, " must be a field [", call.rows, ", stride]");
-  STD_TORCH_CHECK(type_of(tensor, name) == type, name, " has the wrong dtype");
+  STD_TORCH_CHECK(type_of(tensor, name) == type || call.segments == 0, name, " has the wrong dtype");
   return Field{tensor.data_ptr(), tensor.stride(0)};
 }
 
@@ -103,7 +103,8 @@ inline double* sums_of(const Tensor& tensor, const Call& call, const char* name)
 inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& origin) {
   if (!weights.empty()) call.weight = type_of(weights[0], "z");
   call.origin_type = origin.has_value() ? type_of(*origin, "origin") : call.weight;
-  STD_TORCH_CHECK(call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
+  // Without segments there may be no weights either, whose dtype would say what the others must be.
+  STD_TORCH_CHECK(call.segments == 0 || call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
                   "origin must have the dtype of the weights, or float32 for half-precision weights");
 }
 

@@ -1,4 +1,9 @@
-"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop (`fastsam.fed`) on the same kernels."""
+"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop on the same kernels.
+
+    opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+
+`fastsam.fed` is the federated loop; `from fastsam import fed` loads it.
+"""
 
 from __future__ import annotations
 

@@ -1,35 +1,51 @@
-"""Normalisation layers keep running statistics; SAM's perturbed pass must not enter them."""
+"""Keeps a forward pass out of BatchNorm's running statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @contextmanager
 def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes leave the running statistics of batch and instance normalisation alone.
+    """Inside, forward passes normalise as they would (with the statistics of the batch, in training mode), and the running statistics of every
+    BatchNorm and InstanceNorm layer of `model` stay as they are, the count of batches included.
 
-    A layer in training mode still normalises by the batch, so the gradient is the one of training; only the update of `running_mean`,
-    `running_var` and `num_batches_tracked` is held back. Wrap the second forward pass::
+    For SAM's second pass: the running statistics should be those of the weights that are kept, not of the perturbed ones.
 
-        loss_fn(model(x), y).backward()
+        loss_of(model, batch).backward()
         opt.first_step(zero_grad=True)
-        with frozen_batchnorm_stats(model):
-            loss_fn(model(x), y).backward()
+        with fastsam.frozen_batchnorm_stats(model):
+            loss_of(model, batch).backward()
         opt.second_step(zero_grad=True)
+
+    Layers in evaluation mode are not affected. Raises TypeError when `model` is not a module.
     """
-    layers = [m for m in model.modules() if isinstance(m, _NormBase) and m.track_running_stats]
-    kept = [(m, m.running_mean, m.running_var, m.num_batches_tracked) for m in layers]
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"frozen_batchnorm_stats expects a torch.nn.Module, got {type(model).__name__}")
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                stack.callback(setattr, module, "track_running_stats", module.track_running_stats)
+                # A BatchNorm in training mode that does not track uses the batch's statistics, and writes none.
+                module.track_running_stats = False
+            elif isinstance(module, _NormBase):
+                stack.enter_context(_copied_buffers(module))
+        yield
+
+
+@contextmanager
+def _copied_buffers(module: nn.Module) -> Iterator[None]:
+    """InstanceNorm writes its buffers whatever its flags say, so it is lent copies of them."""
+    originals: dict[str, Any] = {name: b for name in BUFFERS if (b := module._buffers.get(name)) is not None}
+    module._buffers.update({name: buffer.clone() for name, buffer in originals.items()})
     try:
-        for m, mean, var, count in kept:
-            m.running_mean = mean if mean is None else mean.clone()
-            m.running_var = var if var is None else var.clone()
-            m.num_batches_tracked = count if count is None else count.clone()
         yield
     finally:
-        for m, mean, var, count in kept:
-            m.running_mean, m.running_var, m.num_batches_tracked = mean, var, count
+        module._buffers.update(originals)

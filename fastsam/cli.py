@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """`fastsam compare`: all configs are checked before the first run starts."""
-    from fastsam.fed import comparison, experiment, report
+    from fastsam.fed import RunDirectoryError, comparison, experiment, report
     from fastsam.fed import config as configs
 
     plan = comparison.plan(configs.read(arguments.config, flags), _split(arguments.algorithms), _split(arguments.seeds))
@@ -185,16 +185,26 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     resume_command = f"{again} --run-dir {_quote(directory)} --resume"
     console = _console()
     runs: list[Finished] = []
+    failed: dict[str, str] = {}
     for config in plan.configs:
         name = plan.directory_of(config)
         built = experiment.build(config, data)
-        runs.append(_train(built, directory / name, arguments.resume, console, name, resume_command))
+        try:
+            runs.append(_train(built, directory / name, arguments.resume, console, name, resume_command))
+        except RuntimeError as error:  # it diverged, say: the other runs go on
+            if isinstance(error, RunDirectoryError):
+                raise
+            failed[name] = str(error)
+            print(f"error: {name}: {error}", file=sys.stderr)
+    if not runs:
+        raise RuntimeError(f"no run of the comparison in {directory} was finished")
     title = f"{', '.join(report.by_label(runs))} on {data.name}"
-    report.write_comparison(runs, data.class_counts(), directory, title, comparison.facts(plan, data), again)
+    facts = comparison.facts(plan, data) | {f"failed: {name}": text for name, text in failed.items()}
+    report.write_comparison(runs, data.class_counts(), directory, title, facts, again)
     console.print(report.rich_table(runs, f"{title}, {len(data)} clients"))
     files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
     _say(console, files | {"run directory": directory})
-    return 0
+    return 1 if failed else 0
 
 
 def _train(
@@ -209,16 +219,10 @@ def _train(
         with RunProgress(console, label, built.config.rounds) as progress:
             result = experiment.start(built, directory, resume, progress)
     except KeyboardInterrupt:
-        left = (
-            f"Continue with:\n  {resume_command}"
-            if (directory / "config.json").exists()
-            else "Nothing had been written yet."
-        )
-        raise KeyboardInterrupt(left) from None
-    except Exception:
-        if directory.exists():
-            print(f"{label} failed; {directory} holds what was done", file=sys.stderr)
-        raise
+        begun = (directory / "config.json").exists()
+        raise KeyboardInterrupt(
+            f"Continue with:\n  {resume_command}" if begun else "Nothing had been written yet."
+        ) from None
     return report.Finished(
         short_name(built.config.algorithm), built.config.seed, result.summary(), result.history, directory
     )

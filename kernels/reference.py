@@ -149,7 +149,7 @@ def update_norm_(
     accumulate: bool = False,
 ) -> None:
     """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks at."""
-    dtype = compute_dtype(z[0].dtype)
+    dtype = compute_dtype(z[0].dtype) if z else torch.float32
     total = torch.zeros_like(sumsq)
     for h, (w_, o, g, g1_, q_) in _each(table, hyper, dtype, z, _field(origin), grads, g1, _field(q)):
         v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
@@ -199,7 +199,7 @@ def update_sgd_(
         one-element float32 tensors of a GradScaler: `g2` is divided by the first; where the second is not 0 the weights are only
         restored and nothing else is written.
     """
-    dtype = compute_dtype(z[0].dtype)
+    dtype = compute_dtype(z[0].dtype) if z else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
     for h, (w_, o_, g, m_, g1_, q_) in _each(
         table, hyper, dtype, z, _field(origin), grads, _field(momentum), g1, _field(q)
@@ -261,7 +261,7 @@ def update_adam_(
         float32 `[rows, slots]`: t per row and slot of the table; counted up here for the segments of the table, in every row.
     `origin`, `grad_scale`, `found_inf` and `keep` as in `update_sgd_`; a step that `found_inf` stops is not counted.
     """
-    dtype = compute_dtype(z[0].dtype)
+    dtype = compute_dtype(z[0].dtype) if z else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
     slots = table[:, 3]
     operands = _each(table, hyper, dtype, z, _field(origin), grads, [exp_avg], [exp_avg_sq])

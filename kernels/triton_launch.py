@@ -5,6 +5,11 @@ Imported only when somebody asks for the backend, since importing Triton takes a
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
 import torch
 
 try:
@@ -34,4 +39,14 @@ def why_not(device: str) -> str | None:
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     # The interpreter reads addresses itself, and those of a GPU are not the process's.
-    return "TRITON_INTERPRET=1 is set, which serves the CPU only; unset it" if INTERPRETED else None
+    return "TRITON_INTERPRET=1 is set, which serves the CPU only; unset it" if INTERPRETED else _no_launcher()
+
+
+def _no_launcher() -> str | None:
+    """Why Triton could not compile the code with which it launches kernels: it does so at first use."""
+    if not any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))):
+        return "Triton needs a C compiler at first use and finds none; install gcc or clang, or set CC"
+    headers = Path(sysconfig.get_config_var("INCLUDEPY"))
+    if not (headers / "Python.h").exists():
+        return f"Triton needs Python's C headers at first use, and {headers} has no Python.h; install python3-dev"
+    return None

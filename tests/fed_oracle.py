@@ -23,7 +23,10 @@ def ragged_clients(dtype=torch.float64, sizes=(7, 16, 1, 23, 12), seed=1):
     """Clients of unequal sizes; one has a single sample."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        (torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype), torch.randint(0, 3, (n,), generator=generator))
+        (
+            torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, 3, (n,), generator=generator),
+        )
         for n in sizes
     ]
 
@@ -126,7 +129,7 @@ def run(model, clients, method, options, active, loss=F.cross_entropy):
     """All rounds; `active[t]` are the clients of round t. Returns the final model."""
     model = copy.deepcopy(model)
     zeros = [torch.zeros_like(p) for p in model.parameters()]
-    direction, c, c_i = zeros, zeros, {i: zeros for i in range(len(clients))}
+    direction, c, c_i = zeros, zeros, dict.fromkeys(range(len(clients)), zeros)
     for t in range(options.rounds):
         lr = options.lr * options.lr_decay**t
         weights = {i: len(clients[i][1]) if options.weighting == "samples" else 1 for i in active[t]}
@@ -153,9 +156,16 @@ def run(model, clients, method, options, active, loss=F.cross_entropy):
 def difference(a, b):
     """Relative difference of two models' weights, in the L2 norm."""
     pairs = list(zip(a.parameters(), b.parameters(), strict=True))
-    return flat_norm([p.detach().double() - q.detach().double() for p, q in pairs]) / flat_norm([q.detach() for _, q in pairs])
+    return flat_norm([p.detach().double() - q.detach().double() for p, q in pairs]) / flat_norm(
+        [q.detach() for _, q in pairs]
+    )
 
 
 def movement(a, b):
     """Largest absolute difference of two models' weights."""
-    return torch.cat([(p.detach() - q.detach()).flatten() for p, q in zip(a.parameters(), b.parameters(), strict=True)]).abs().max().item()
+    return (
+        torch.cat([(p.detach() - q.detach()).flatten() for p, q in zip(a.parameters(), b.parameters(), strict=True)])
+        .abs()
+        .max()
+        .item()
+    )

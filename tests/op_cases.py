@@ -7,7 +7,7 @@ places them where an op finds them (a field, or scattered tensors; aligned or no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -55,6 +55,18 @@ class Case:
     shift: int  # elements between an aligned address and every buffer
     gap: int  # elements between the rows of a field, and of a scattered tensor
     seed: int
+    alone: tuple[int, int] | None = None  # (r, n): the one row is row r of a case of n rows
+
+    def row(self, r: int) -> Case:
+        """Row `r` as a case of its own, with the same values."""
+        return replace(self, rows=1, alone=(r, self.rows))
+
+    def _rows(self, values: Tensor) -> Tensor:
+        return values if self.alone is None else values[self.alone[0] : self.alone[0] + 1]
+
+    @property
+    def _drawn(self) -> int:
+        return self.rows if self.alone is None else self.alone[1]
 
     @property
     def stride(self) -> int:
@@ -73,8 +85,12 @@ class Case:
 
     def values(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Random values of order 1, in canonical form, that `dtype` can hold."""
-        drawn = torch.randn(self.rows, self.stride, dtype=torch.float64, generator=self.generator(name))
-        return drawn.to(dtype or self.dtype)
+        drawn = torch.randn(self._drawn, self.stride, dtype=torch.float64, generator=self.generator(name))
+        return self._rows(drawn).to(dtype or self.dtype)
+
+    def sums(self) -> Tensor:
+        """A sum of squares per row."""
+        return self._rows(torch.rand(self._drawn, dtype=torch.float64, generator=self.generator("sums")) * 100 + 1)
 
     def mask(self) -> Tensor:
         """Which elements of the canonical form are in a segment."""
@@ -109,8 +125,8 @@ class Case:
         }
         low |= {"MOMENTUM": 0.5, "DAMPENING": 0.1}
         high |= {"MOMENTUM": 0.95, "DAMPENING": 0.6}
-        draw = torch.rand(self.rows, self.groups, WIDTH, dtype=torch.float64, generator=self.generator("hyper"))
-        hyper = torch.zeros(self.rows, self.groups, WIDTH, dtype=torch.float64)
+        draw = torch.rand(self._drawn, self.groups, WIDTH, dtype=torch.float64, generator=self.generator("hyper"))
+        hyper = torch.zeros(self._drawn, self.groups, WIDTH, dtype=torch.float64)
         for name in low:
             c = Column[name]
             hyper[..., c] = low[name] + (high[name] - low[name]) * draw[..., c]
@@ -118,7 +134,7 @@ class Case:
             hyper[..., Column[name]] = (draw[..., Column[name]] > 0.5).double()
         for name, value in columns.items():
             hyper[..., Column[name]] = value
-        return hyper
+        return self._rows(hyper)
 
     def adam_hyper(self, **columns: float) -> Tensor:
         return self.hyper(BETA1=0.9, BETA2=0.99, EPS=1e-8, **columns)
@@ -246,10 +262,6 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) ->
     """Compares with the tolerance of `dtype`, by default that of `actual`."""
     rtol, atol = TOLERANCE[dtype or actual.dtype]
     torch.testing.assert_close(actual.double().cpu(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
-
-
-def on(device: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(t.to(device) for t in tensors)
 
 
 def resynchronised(origin: Tensor, z: Tensor) -> Tensor:

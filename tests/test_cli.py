@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,40 @@ def test_compare_refuses_an_existing_directory_and_resumes_when_asked(
         "mofedsam", ""
     )
     assert len(metrics(here / "cmp" / "mofedsam-seed0")) == 3
+
+
+def test_compare_goes_on_when_a_run_diverges(here: Path, capsys: pytest.CaptureFixture) -> None:
+    names = ["compare", "small.toml", "--algorithms", "fedavg,fedsam,mofedsam", "--run-dir", "cmp"]
+    assert cli.main([*names, "--fedsam.lr", "1e30"]) == 1
+    captured = capsys.readouterr()
+    assert "error: fedsam-seed0: round 1: all" in captured.err and "diverged" in captured.err
+    assert re.search(r"^ *fedavg +\d", captured.out, re.M) and re.search(r"^ *mofedsam +\d", captured.out, re.M)
+    assert "- failed: fedsam-seed0: round 1: all" in (here / "cmp" / "report.md").read_text()
+    assert cli.main([*names[:3], "fedsam", "--lr", "1e30"]) == 1
+    assert "no run of the comparison in runs/small-compare-001 was finished" in capsys.readouterr().err
+
+
+def test_compare_leaves_foreign_directories_and_other_runs_alone(here: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["compare", "small.toml", "--algorithms", "fedavg", "--rounds", "1", "--run-dir"]
+    (here / "empty").mkdir()
+    assert cli.main([*command, "empty"]) == 0
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.txt").write_text("all of it")
+    assert cli.main([*command, "mine", "--resume"]) == 1
+    assert "mine is not the directory of a comparison" in capsys.readouterr().err
+    before = {path: path.read_bytes() for path in (here / "empty").rglob("*") if path.is_file()}
+    assert cli.main([*command, "empty", "--resume", "--lr", "0.05"]) == 1
+    assert "cannot be resumed with another lr: it was started with 0.1, now it is 0.05" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (here / "empty").rglob("*") if path.is_file()} == before
+    assert [path.name for path in (here / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_resume_extends_a_finished_run(here: Path) -> None:
+    assert cli.main(["run", "small.toml", "--run-dir", "longer"]) == 0
+    assert cli.main(["run", "longer/config.json", "--run-dir", "longer", "--resume", "--rounds", "5"]) == 0
+    assert cli.main(["run", "small.toml", "--run-dir", "whole", "--rounds", "5"]) == 0
+    assert metrics(here / "longer") == metrics(here / "whole")
+    assert (here / "longer" / "config.json").read_bytes() == (here / "whole" / "config.json").read_bytes()
 
 
 def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, capsys: pytest.CaptureFixture) -> None:
@@ -282,3 +317,21 @@ def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(here: Path) -
     assert (here / "cmp" / "fedavg-seed0" / "metrics.jsonl").read_bytes() == first
     assert [len(metrics(here / "cmp" / f"{name}-seed0")) for name in ("fedavg", "fedsam")] == [40, 40]
     assert (here / "cmp" / "report.md").exists()
+
+
+def test_a_warning_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(arguments: object, flags: object) -> int:
+        warnings.warn("the kernels are not built", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(cli, "info", warn)
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().err == "warning: the kernels are not built\n"
+
+
+def test_importing_the_federated_modules_imports_no_heavy_library() -> None:
+    modules = "fed, cli, fed.config, fed.experiment, fed.comparison, fed.report, fed.data, fed.models, fed.progress, fed.plots"
+    lines = [f"import fastsam.{name}" for name in modules.split(", ")]
+    lines.append("import sys; sys.exit(str({'matplotlib', 'sklearn', 'rich'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.stderr.strip() == "set()"

@@ -29,7 +29,10 @@ def total(vectors, terms=64):
 def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
     n, size = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
-    vectors = [torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype=torch.float64).to(dtype) for _ in range(n)]
+    vectors = [
+        torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)), dtype=torch.float64).to(dtype)
+        for _ in range(n)
+    ]
     one = total(vectors)
     assert torch.equal(one, total(data.draw(st.permutations(vectors))))
     for j in range(size):
@@ -43,7 +46,10 @@ def test_any_permutation_gives_the_same_bits_and_the_exact_sum(data):
 def test_any_grouping_gives_the_same_bits(seed, cut):
     """Partial sums of two machines, added limb by limb, are the sum of one."""
     generator = torch.Generator().manual_seed(seed)
-    vectors = [torch.randn(33, generator=generator) * 10.0 ** float(torch.randint(-9, 5, (), generator=generator)) for _ in range(21)]
+    vectors = [
+        torch.randn(33, generator=generator) * 10.0 ** float(torch.randint(-9, 5, (), generator=generator))
+        for _ in range(21)
+    ]
     whole, left, right = (FixedPointSum(torch.zeros(33), 21) for _ in range(3))
     for i, v in enumerate(vectors):
         whole.add_(v, 0.3)
@@ -101,7 +107,9 @@ def test_weights_are_exact():
     sums = RoundSums(terms=3, heaviest=1000)
     weights, values = [1, 1000, 37], [0.1, -3.7, 1e-5]
     for w, v in zip(weights, values):
-        assert sums.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v}) is None
+        assert (
+            sums.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v}) is None
+        )
     stored = [Fraction(torch.tensor(v).item()) for v in values]
     mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
     assert sums.mean("x").item() == pytest.approx(float(mean), rel=3e-16)

@@ -50,8 +50,14 @@ def test_prior_follows_each_clients_own_classes():
     slices = client_slices("prior", people, seed=0)
     assert [{labels[j] for j in s} for s in slices] == [{0}, {1}, {2}] and [len(s) for s in slices] == [10, 10, 10]
     got = Evaluator(F.cross_entropy, people, True, "prior", 0)(Oracle())
-    assert got["client_accuracy_mean"] == pytest.approx(2 / 3) and got["client_accuracy_std"] == pytest.approx(np.std([0, 1, 1]))
-    assert (got["client_accuracy_min"], got["client_accuracy_max"], got["test_accuracy"]) == (0, 1, pytest.approx(2 / 3))
+    assert got["client_accuracy_mean"] == pytest.approx(2 / 3) and got["client_accuracy_std"] == pytest.approx(
+        np.std([0, 1, 1])
+    )
+    assert (got["client_accuracy_min"], got["client_accuracy_max"], got["test_accuracy"]) == (
+        0,
+        1,
+        pytest.approx(2 / 3),
+    )
 
 
 def test_prior_uses_the_priors_of_the_split():
@@ -128,7 +134,13 @@ def test_regression_reports_the_loss_only():
     x = torch.randn(30, 6, dtype=torch.float64)
     y = x @ torch.randn(6, 3, dtype=torch.float64)
     result = fed.run(
-        oracle.smooth_model(), [(x[:9], y[:9]), (x[9:20], y[9:20])], fed.FedSAM(), rounds=30, participation=1.0, loss=F.mse_loss, test=(x[20:], y[20:])
+        oracle.smooth_model(),
+        [(x[:9], y[:9]), (x[9:20], y[9:20])],
+        fed.FedSAM(),
+        rounds=30,
+        participation=1.0,
+        loss=F.mse_loss,
+        test=(x[20:], y[20:]),
     )
     assert result.history[-1]["test_accuracy"] is None and result.summary()["validation"] is None
     assert result.history[-1]["test_loss"] < 0.8 * result.history[0]["test_loss"]

@@ -41,7 +41,10 @@ class Recorder(nn.Module):
 def batches_of(rounds=1, seed=0, sizes=(7, 12), **options):
     """The batches of each client and round, without the trial step's: lists of sample numbers."""
     seen = []
-    data = [(torch.arange(n, dtype=FLOAT)[:, None].repeat(1, 6) + 100 * i, torch.zeros(n, dtype=torch.long)) for i, n in enumerate(sizes)]
+    data = [
+        (torch.arange(n, dtype=FLOAT)[:, None].repeat(1, 6) + 100 * i, torch.zeros(n, dtype=torch.long))
+        for i, n in enumerate(sizes)
+    ]
     model = Recorder(oracle.smooth_model(FLOAT), seen)
     fed.run(model, data, fed.FedAvg(), rounds=rounds, participation=1.0, batch_size=5, seed=seed, **options)
     return [x[:, 0].int().tolist() for x in seen[1:]]
@@ -158,7 +161,9 @@ def test_the_model_that_was_handed_over_is_not_changed():
     assert not model.training and all(p.grad is None for p in model.parameters())
     assert not same_bits(result.model, model) and type(result.model) is type(model)
     own = [p.untyped_storage().nbytes() for p in result.model.parameters()]
-    assert own == [p.numel() * 4 for p in result.model.parameters()]  # no views of a big row: saving one tensor saves one tensor
+    assert own == [
+        p.numel() * 4 for p in result.model.parameters()
+    ]  # no views of a big row: saving one tensor saves one tensor
 
 
 class Sometimes(nn.Module):
@@ -176,7 +181,11 @@ class Sometimes(nn.Module):
         return sum(getattr(self, n)(x) for n in names)
 
 
-@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.5), fed.FedSAM(rho=0.5, adaptive=True), fed.MoFedSAM(rho=0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "algorithm",
+    [fed.FedAvg(), fed.FedSAM(rho=0.5), fed.FedSAM(rho=0.5, adaptive=True), fed.MoFedSAM(rho=0.5)],
+    ids=repr,
+)
 def test_a_parameter_without_a_gradient_is_left_alone(algorithm):
     """Also by weight decay and momentum; also when only one of the two passes used it: it must not stay perturbed."""
     model = Sometimes(["ab", "b"] if isinstance(algorithm, (fed.FedSAM, fed.MoFedSAM)) else ["b"])
@@ -230,7 +239,15 @@ def test_unusual_parameters(backend):
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(8, 1, 5, 5, generator=generator).double(), torch.randint(0, 3, (8,), generator=generator))]
     model = Unusual().double()
-    options = {"rounds": 3, "participation": 1.0, "batch_size": 4, "lr": 0.2, "momentum": 0.5, "shuffle": False, "backend": backend}
+    options = {
+        "rounds": 3,
+        "participation": 1.0,
+        "batch_size": 4,
+        "lr": 0.2,
+        "momentum": 0.5,
+        "shuffle": False,
+        "backend": backend,
+    }
     final = fed.run(model, data, fed.FedAvg(), **options).model
     plain = copy.deepcopy(model)
     for _ in range(3):
@@ -259,7 +276,9 @@ def test_batch_norm_is_refused_unless_the_run_says_what_to_do():
 def test_batch_norm_keep_leaves_the_buffers_of_the_start():
     model = normed()
     model[1].running_mean += 1
-    final = fed.run(model, clients(8, 8, dtype=torch.float64), fed.FedSAM(), rounds=3, buffers="keep", participation=1.0).model
+    final = fed.run(
+        model, clients(8, 8, dtype=torch.float64), fed.FedSAM(), rounds=3, buffers="keep", participation=1.0
+    ).model
     assert all(torch.equal(a, b) for a, b in zip(final.buffers(), model.buffers(), strict=True))
     assert not same_bits(final, model)
 
@@ -283,7 +302,10 @@ def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
 def test_statistics_come_from_the_unperturbed_weights():
     """One step: the running statistics of FedSAM are those of FedAvg, however far it looks."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}
-    sam, avg = (fed.run(normed(), clients(8, dtype=torch.float64), a, **options).model for a in (fed.FedSAM(rho=5.0), fed.FedAvg()))
+    sam, avg = (
+        fed.run(normed(), clients(8, dtype=torch.float64), a, **options).model
+        for a in (fed.FedSAM(rho=5.0), fed.FedAvg())
+    )
     assert all(torch.equal(a, b) for a, b in zip(sam.buffers(), avg.buffers(), strict=True))
     assert not same_bits(sam, avg)
 

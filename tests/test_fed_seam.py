@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import fed_oracle as oracle
@@ -90,7 +91,9 @@ def test_control_variates(options, rho):
     ours = replayed(model, clients, Scaffold(rho=rho), OPTIONS[options])
     theirs = oracle.run(model, clients, oracle.Method(rho=rho, scaffold=True), OPTIONS[options], ACTIVE)
     assert oracle.difference(ours.model, theirs) < 1e-12
-    assert ours.history[0]["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6)  # 2 clients, 2 vectors of 73 float64
+    assert ours.history[0]["megabytes_down"] == pytest.approx(
+        2 * 2 * 73 * 8 / 1e6
+    )  # 2 clients, 2 vectors of 73 float64
 
 
 def test_client_states_survive_a_resume(tmp_path):
@@ -159,8 +162,14 @@ def broken(**methods):
         (broken(step_server=lambda self, server, sums, round: {"c": server["w"]}), "step_server must return a dict"),
         (broken(step_server=lambda self, server, sums, round: {"w": server["w"].double()}), "float32.*float64"),
         (broken(close_client=lambda self, server, client, end, round: end), "cannot unpack|close_client must return"),
-        (broken(close_client=lambda self, server, client, end, round: ({}, {"delta": end.displacement})), "Upload.*dict"),
-        (broken(local_step=lambda self, server, client, round: fed.LocalStep(q=torch.zeros(3))), r"LocalStep.q must be.*\[3\]"),
+        (
+            broken(close_client=lambda self, server, client, end, round: ({}, {"delta": end.displacement})),
+            "Upload.*dict",
+        ),
+        (
+            broken(local_step=lambda self, server, client, round: fed.LocalStep(q=torch.zeros(3))),
+            r"LocalStep.q must be.*\[3\]",
+        ),
     ],
 )
 def test_algorithms_that_break_the_contract(algorithm, words):
@@ -173,3 +182,33 @@ def test_a_sum_that_nobody_sent_is_named():
     wrong = broken(step_server=lambda self, server, sums, round: {"w": server["w"] + sums.mean("velocity")})
     with pytest.raises(KeyError, match="'velocity'.*'delta'"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), wrong, rounds=1)
+
+
+def test_the_example_of_the_documentation():
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    names = {"model": model, "clients": clients}
+    exec(compile(example, "docs/algorithms.md", "exec", dont_inherit=True), names)
+    ours = replayed(model, clients, names["FedProx"](mu=0.5)).model
+    assert same_bits(ours, replayed(model, clients, FedProx(mu=0.5)).model)
+
+
+def test_the_table_of_the_documentation():
+    """What the table says of state and traffic is what the classes declare."""
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in text.splitlines()
+        if line.startswith("| `Fed") or line.startswith("| `Mo")
+    ]
+    assert [row[0].split("(")[0].strip("`") for row in rows] == [
+        made.__name__ for made in fed.algorithms.registry.values()
+    ]
+    for row, made in zip(rows, fed.algorithms.registry.values(), strict=True):
+        server, client, down, up, passes = row[4:9]
+        assert made.server_vectors == server.count("`") // 2 and made.client_vectors == (client != "–")
+        assert (down, up) == (f"{made.down} P", f"{made.up} P")
+        w = torch.zeros(4)
+        step = made().local_step(made().init_server(w), {}, fed.Round(0, 0.1, 1, 1, 1, 1.0))
+        assert step.perturbs + 1 == int(passes) and (step.q is not None) == (row[3] != "–")

@@ -18,10 +18,6 @@ OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("origin", "g1"
 SCALE = 8.0
 
 
-def sums(case: Case) -> Tensor:
-    return torch.rand(case.rows, dtype=torch.float64, generator=case.generator("sums")) * 100 + 1
-
-
 def nan(case: Case, dtype: torch.dtype) -> Tensor:
     return torch.full((case.rows, case.stride), torch.nan, dtype=dtype)
 
@@ -33,7 +29,7 @@ def test_norm(backend: Backend) -> None:
     def holds(case: Case, adaptive: bool, accumulate: bool) -> None:
         hyper = case.hyper() if adaptive else case.hyper(ADAPTIVE=0)
         grads, weights = case.values("grads"), case.values("weights")
-        start = sums(case) if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
+        start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected = start.clone()
         reference.norm_(
             expected, [grads.double()], [weights.double()] if adaptive else [], case.table, hyper, accumulate
@@ -55,7 +51,7 @@ def test_perturb(backend: Backend) -> None:
     @explore(backend, examples=60)
     @given(cases(), st.booleans())
     def holds(case: Case, save: bool) -> None:
-        hyper, sumsq, z, grads = case.hyper(), sums(case), case.values("z"), case.values("grads")
+        hyper, sumsq, z, grads = case.hyper(), case.sums(), case.values("z"), case.values("grads")
         origin = z.to(case.origin_dtype)
         if case.master:  # some weights were written since the master copy was made: z is no longer its rounding there
             origin = origin + 1e-6
@@ -97,7 +93,11 @@ def test_restore_is_bitwise(backend: Backend) -> None:
         backend.load().restore_(z, origin_, case.table)
         memory.check()
         mask = case.mask()
-        assert same_bits(memory.read(z)[mask], origin.to(case.dtype)[mask])
+        after, expected = memory.read(z)[mask], origin.to(case.dtype)[mask]
+        if case.master:  # rounding a NaN gives a NaN, of whatever payload
+            assert torch.equal(after.isnan(), expected.isnan())
+            after, expected = after.nan_to_num(0.0), expected.nan_to_num(0.0)
+        assert same_bits(after, expected)
 
     holds()
 
@@ -124,8 +124,8 @@ class Update:
         self.origin = self.memory.field("origin", self.w, written=True) if options["origin"] else None
         self.z = self.memory.operand("z", z, written=True)
         self.grads = self.memory.operand("grads", self.values["grads"])
-        self.z64 = self.w.double()
-        self.origin64 = self.w.double() if options["origin"] else None
+        self.z64 = self.w.to(torch.float64, copy=True)
+        self.origin64 = self.w.to(torch.float64, copy=True) if options["origin"] else None
 
     def _add(self, name: str, values: Tensor) -> None:
         self.options[name] = self.memory.field(name, values)
@@ -133,7 +133,7 @@ class Update:
 
     def state(self, name: str, values: Tensor) -> tuple[Tensor, Tensor]:
         """A field that the op updates, and its float64 twin."""
-        return self.memory.field(name, values, written=True), values.double()
+        return self.memory.field(name, values, written=True), values.to(torch.float64, copy=True)
 
     def args(self, hyper: Tensor) -> tuple:
         return self.z, self.origin, self.grads, self.case.table, hyper.to(self.device)
@@ -162,7 +162,7 @@ def test_update_norm(backend: Backend) -> None:
     def holds(case: Case, options: dict[str, bool]) -> None:
         hyper, accumulate = case.hyper(), options["flag"]
         update = Update(case, options, backend.device)
-        start = sums(case) if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
+        start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected, sumsq = start.clone(), start.to(backend.device)
         reference.update_norm_(expected, *update.args64(hyper), **update.options64, accumulate=accumulate)
         for buffer in update.memory.buffers:
@@ -181,7 +181,7 @@ def test_update_sgd(backend: Backend, found: bool | None) -> None:
     @explore(backend, examples=40)
     @given(cases(), OPTIONS, st.sampled_from(("none", "first", "later")), st.booleans())
     def holds(case: Case, options: dict[str, bool], momentum: str, clip: bool) -> None:
-        hyper, keep, sumsq, mask = case.hyper(), options["flag"], sums(case), case.mask()
+        hyper, keep, sumsq, mask = case.hyper(), options["flag"], case.sums(), case.mask()
         hyper[:, 0, Column.CLIP] = 0.0  # this group is not clipped
         update = Update(case, options, backend.device)
         options32, options64 = update.options | {"keep": keep}, update.options64 | {"keep": keep}

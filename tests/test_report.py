@@ -89,33 +89,55 @@ def test_comparison_files(tmp_path: Path) -> None:
     assert [run["run_dir"] for run in stored["runs"]] == ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]
 
 
-def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Where the next figure that is saved can be looked at, as "figure"."""
+    seen: dict = {}
     real = plots._save
     monkeypatch.setattr(plots, "_save", lambda figure, path: seen.setdefault("figure", figure) and real(figure, path))
-    a = [[{"round": 1, "test_accuracy": 0.1, "test_loss": 2.0}, {"round": 2, "test_accuracy": 0.3, "test_loss": 1.0}]]
-    b = [
-        a[0],
-        [{"round": 1, "test_accuracy": 0.3, "test_loss": 2.0}, {"round": 2, "test_accuracy": None, "test_loss": 3.0}],
-    ]
-    path = plots.curves({"one": a, "two": b}, tmp_path / "curves.png", target=0.25, title="t")
-    accuracy, loss = seen["figure"].axes
+    return seen
+
+
+def records(accuracies: list[float | None]) -> list[dict]:
+    return [{"round": i + 1, "test_accuracy": a, "train_loss": 2.0 + i} for i, a in enumerate(accuracies)]
+
+
+def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    # In "two" a seed has no evaluation in round 2.
+    histories = {"one": [records([0.125, 0.25])], "two": [records([0.125, 0.25]), records([0.375, None])]}
+    path = plots.curves(histories, tmp_path / "curves.png", target=0.75, title="t")
+    accuracy, error = seen["figure"].axes
     assert path.read_bytes().startswith(b"\x89PNG")
     one, two, target = accuracy.lines
-    assert one.get_xydata().tolist() == [[1, 10], [2, 30]]
-    assert two.get_xydata().tolist() == [[1, 20]]  # round 2 has no evaluation in one of the seeds
-    assert set(target.get_ydata()) == {25.0}
-    assert loss.lines[1].get_xydata().tolist() == [[1, 2], [2, 2]]
+    assert one.get_xydata().tolist() == [[1, 12.5], [2, 25]]
+    assert two.get_xydata().tolist() == [[1, 25]]
+    assert set(target.get_ydata()) == {75.0}
+    assert error.lines[0].get_xydata().tolist() == [[1, 87.5], [2, 75]]
+    assert set(error.lines[2].get_ydata()) == {25.0} and error.get_yscale() == "log"
     assert len(accuracy.collections) == 1  # the band of "two"
     labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
-    assert labels == ["one", "two (2 seeds)", "target 25 %"]
-    assert (accuracy.get_xlabel(), accuracy.get_ylabel()) == ("round", "test accuracy (%)")
+    assert labels == ["one", "two (2 seeds)", "target 75 %"]
+    assert (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel()) == (
+        "round",
+        "test accuracy (%)",
+        "test error (%)",
+    )
+
+
+def test_curves_of_a_run_without_accuracy_show_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    plots.curves({"one": [records([None, None])]}, tmp_path / "curves.png", target=0.5)
+    for axes in seen["figure"].axes:
+        assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 2], [2, 3]]]
+        assert axes.get_ylabel() == "training loss of the active clients"
+
+
+def test_a_perfect_run_can_be_drawn(tmp_path: Path) -> None:
+    assert plots.curves({"one": [records([1.0, 1.0]), records([0.5, 1.0])]}, tmp_path / "curves.png").exists()
 
 
 def test_classes_is_a_heat_map_of_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {}
-    real = plots._save
-    monkeypatch.setattr(plots, "_save", lambda figure, path: seen.setdefault("figure", figure) and real(figure, path))
+    seen = drawn(monkeypatch)
     counts = np.arange(12).reshape(4, 3)
     assert plots.classes(counts, tmp_path / "classes.png").stat().st_size > 1000
     axes = seen["figure"].axes[0]

@@ -1,10 +1,10 @@
 """Federated learning on the kernels of fastsam: one call, `run`, any model, any clients, algorithms of one file each.
 
-    from fastsam import fed
+from fastsam import fed
 
-    data = fed.digits(clients=50, alpha=0.3)
-    result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
-    result.model, result.history, result.summary()
+data = fed.digits(clients=50, alpha=0.3)
+result = fed.run(model, data, fed.FedSAM(rho=0.05), rounds=50)
+result.model, result.history, result.summary()
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .executors import ClientError
 from .result import Result
 
 if TYPE_CHECKING:
-    from .data import FederatedData, dirichlet, digits, iid
+    from .data import FederatedData, digits, dirichlet, iid
 
 _DATA = ("FederatedData", "digits", "dirichlet", "iid")
 

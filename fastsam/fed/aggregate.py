@@ -42,7 +42,11 @@ class FixedPointSum:
         largest = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.nan
         if math.isnan(largest):
             return "is not finite"
-        return None if largest * factor <= self.bound else f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
+        return (
+            None
+            if largest * factor <= self.bound
+            else f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
+        )
 
     def add_(self, x: Tensor, factor: float) -> None:
         """Adds `factor * x`; `problem(x, factor)` must be None. The product is rounded to float64."""
@@ -81,7 +85,9 @@ class RoundSums:
         self._vectors: dict[tuple[str, str], FixedPointSum] = {}
         self._numbers: dict[str, Fraction] = {}
 
-    def add_(self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]) -> str | None:
+    def add_(
+        self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]
+    ) -> str | None:
         """Adds one client, or nothing of it. Returns why it was left out (a vector or number is not finite, or out of range), else None.
 
         Raises ValueError for a vector of another shape than the other clients'.
@@ -108,7 +114,9 @@ class RoundSums:
         if found is None:
             found = self._vectors[kind, name] = FixedPointSum(x, self.terms)
         elif found.high.shape != x.shape:
-            raise ValueError(f"the upload {name!r} must have one shape for all clients, got {list(x.shape)} after {list(found.high.shape)}")
+            raise ValueError(
+                f"the upload {name!r} must have one shape for all clients, got {list(x.shape)} after {list(found.high.shape)}"
+            )
         return found
 
     def mean(self, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from .. import backends
 from ..arena import Arena, Layout
@@ -98,7 +98,12 @@ def run(
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
     population = prepare(clients, test, dtype, place)
-    facts = {"algorithm": type(algorithm).__name__, "hyperparameters": hyperparameters(algorithm), "executor": executor, "backend": backend}
+    facts: dict[str, Any] = {
+        "algorithm": type(algorithm).__name__,
+        "hyperparameters": hyperparameters(algorithm),
+        "executor": executor,
+        "backend": backend,
+    }
     with repeatable(place):
         tried = trial.attempt(model, population, loss, batch_size)
         trial.check_buffers(tried, buffers)
@@ -117,7 +122,13 @@ def run(
 
 
 def _loop(
-    model: nn.Module, population: Population, algorithm: Algorithm, settings: Settings, loss: Loss, tried: trial.Trial, backend: str
+    model: nn.Module,
+    population: Population,
+    algorithm: Algorithm,
+    settings: Settings,
+    loss: Loss,
+    tried: trial.Trial,
+    backend: str,
 ) -> Loop:
     """The parts of a run, and its state before the first round."""
     place, layout = population.clients[0][1].device, Layout.of(trainable(model))
@@ -130,22 +141,23 @@ def _loop(
 
 
 def _open(
-    run_dir: str | Path, resume: bool, loop: Loop, identity: dict[str, Any], config: dict[str, Any] | None, place: torch.device
+    run_dir: str | Path,
+    resume: bool,
+    loop: Loop,
+    identity: dict[str, Any],
+    config: dict[str, Any] | None,
+    place: torch.device,
 ) -> RunDirectory:
     """The run directory, new or continued; in the latter case the loop takes over its state."""
-    directory, found = RunDirectory.open(run_dir, resume, identity)
+    directory, found = RunDirectory.open(run_dir, resume, identity, place)
     if found is None:
         directory.start(loop.state, identity if config is None else config, environment(place))
         return directory
     if found.round > loop.settings.rounds:
-        raise ValueError(f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}")
-
-    def here(state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(place) for name, tensor in state.items()}
-
-    loop.state = RunState(
-        found.round, here(found.server), [b.to(place) for b in found.buffers], {i: here(s) for i, s in found.clients.items()}, found.history
-    )
+        raise ValueError(
+            f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
+        )
+    loop.state = found
     directory.rewind()
     write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others now
     return directory
@@ -156,5 +168,11 @@ def _identity(
 ) -> dict[str, Any]:
     """What must be the same when the run is resumed."""
     algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
-    own = {"loss": describe(loss), "model": identity_of(model), "data": population.fingerprint(), "backend": facts["backend"], "device": place.type}
+    own = {
+        "loss": describe(loss),
+        "model": identity_of(model),
+        "data": population.fingerprint(),
+        "backend": facts["backend"],
+        "device": place.type,
+    }
     return {**algorithm, **settings.identity(), **own}

@@ -48,32 +48,39 @@ class RunState:
 class RunDirectory:
     """Writes a run's files. Made by `open`."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        self.path, self.identity = path, dict(identity)
+    def __init__(self, path: Path, identity: Mapping[str, Any], device: torch.device) -> None:
+        self.path, self.identity, self.device = path, dict(identity), device
         self.saved_round = -1  # none yet
         self._metrics_bytes = 0
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
         self._hashes: dict[str, str] = {}
 
     @classmethod
-    def open(cls, path: str | Path, resume: bool, identity: Mapping[str, Any]) -> tuple[RunDirectory, RunState | None]:
-        """The directory, and the state to continue from (None: a new run). Writes nothing.
+    def open(
+        cls, path: str | Path, resume: bool, identity: Mapping[str, Any], device: torch.device
+    ) -> tuple[RunDirectory, RunState | None]:
+        """The directory, and the state to continue from, on `device` (None: a new run). Writes nothing.
 
         Raises RunDirectoryError: the directory is not empty and `resume` is False; it is no run directory; its run had another identity
         (the message names the key); a file of the checkpoint is missing, cut or not ours.
         """
-        directory = cls(Path(path), identity)
+        directory = cls(Path(path), identity, device)
         if directory.path.exists() and not directory.path.is_dir():
             raise RunDirectoryError(f"{path} is a file, not a run directory; choose another run_dir")
         found = sorted(os.listdir(directory.path)) if directory.path.exists() else []
         if not found:
             return directory, None
         if not resume:
-            raise RunDirectoryError(f"the run directory {path} exists and is not empty; continue its run with resume=True, or choose another run_dir")
+            raise RunDirectoryError(
+                f"the run directory {path} exists and is not empty; continue its run with resume=True, or choose another run_dir"
+            )
         if not directory._manifest.exists():
             foreign = [name for name in found if name.removesuffix(".tmp") not in _OURS]
             if foreign:
-                raise RunDirectoryError(f"{path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): it is not the directory of a run; choose another run_dir")
+                raise RunDirectoryError(
+                    f"{path} holds no checkpoint, but other files ({', '.join(foreign[:3])}): "
+                    "it is not the directory of a run; choose another run_dir"
+                )
             return directory, None
         return directory, directory._load()
 
@@ -95,7 +102,9 @@ class RunDirectory:
 
     def save(self, state: RunState) -> None:
         """Writes a checkpoint of `state`; the one before stays valid until the last instant."""
-        tensors = {f"server.{name}": t for name, t in state.server.items()} | {f"buffer.{i}": b for i, b in enumerate(state.buffers)}
+        tensors = {f"server.{name}": t for name, t in state.server.items()} | {
+            f"buffer.{i}": b for i, b in enumerate(state.buffers)
+        }
         server = self._write(f"server-{state.round:06d}.safetensors", tensors)
         self._save_clients(state)
         metrics = self._synced_metrics()
@@ -144,7 +153,9 @@ class RunDirectory:
         self._clients |= {i: (s, file) for i, s in changed.items()}
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
-        data = safetensors.torch.save({k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata)
+        data = safetensors.torch.save(
+            {k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata
+        )
         write_bytes(self._manifest.parent / name, data)
         self._hashes[name] = _hash(data)
         return name
@@ -156,8 +167,11 @@ class RunDirectory:
             stored = {name: self._read(name, digest) for name, digest in manifest["files"].items()}
             state = self._assemble(manifest, stored)
         except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
-            raise RunDirectoryError(f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is") from error
-        self.saved_round, self._hashes, self._metrics_bytes = state.round, dict(manifest["files"]), manifest["metrics_bytes"]
+            raise RunDirectoryError(
+                f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is"
+            ) from error
+        self.saved_round, self._metrics_bytes = state.round, manifest["metrics_bytes"]
+        self._hashes = dict(manifest["files"])
         return state
 
     def _assemble(self, manifest: Mapping[str, Any], stored: Mapping[str, tuple[State, dict[str, str]]]) -> RunState:
@@ -179,13 +193,21 @@ class RunDirectory:
     def _read_manifest(self) -> dict[str, Any]:
         try:
             manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
-            missing = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"} - set(manifest)
+            missing = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"} - set(
+                manifest
+            )
         except (OSError, ValueError, TypeError) as error:
-            raise RunDirectoryError(f"{self._manifest} cannot be read ({error}); the directory was left as it is") from error
+            raise RunDirectoryError(
+                f"{self._manifest} cannot be read ({error}); the directory was left as it is"
+            ) from error
         if manifest.get("format") != FORMAT or missing:
-            raise RunDirectoryError(f"{self._manifest} is not the manifest of a fastsam run; the directory was left as it is")
+            raise RunDirectoryError(
+                f"{self._manifest} is not the manifest of a fastsam run; the directory was left as it is"
+            )
         if manifest.get("version") != VERSION:
-            raise RunDirectoryError(f"{self._manifest} has version {manifest.get('version')}, this fastsam reads version {VERSION}")
+            raise RunDirectoryError(
+                f"{self._manifest} has version {manifest.get('version')}, this fastsam reads version {VERSION}"
+            )
         return manifest
 
     def _read(self, name: str, digest: str) -> tuple[State, dict[str, str]]:
@@ -193,18 +215,25 @@ class RunDirectory:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise RunDirectoryError(f"the checkpoint file {path} cannot be read ({error}); the directory was left as it is") from error
+            raise RunDirectoryError(
+                f"the checkpoint file {path} cannot be read ({error}); the directory was left as it is"
+            ) from error
         if _hash(data) != digest:
-            raise RunDirectoryError(f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is")
+            raise RunDirectoryError(
+                f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is"
+            )
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return safetensors.torch.load(data), header.get("__metadata__", {})
+        return {name: t.to(self.device) for name, t in safetensors.torch.load(data).items()}, header.get(
+            "__metadata__", {}
+        )
 
     def _read_history(self, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
         metrics = self.path / "metrics.jsonl"
         data = metrics.read_bytes()[: manifest["metrics_bytes"]] if metrics.exists() else b""
         if _hash(data) != manifest["metrics_hash"]:
             raise RunDirectoryError(
-                f"{metrics} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); the directory was left as it is"
+                f"{metrics} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); "
+                "the directory was left as it is"
             )
         history = [json.loads(line) for line in data.decode().splitlines()]
         if len(history) != manifest["round"]:
@@ -224,7 +253,10 @@ class RunDirectory:
 
     def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:
         """Writes the final model (its state_dict, tied tensors each on their own) and the summary."""
-        tensors = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in model.state_dict().items()}
+        tensors = {
+            name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, t in model.state_dict().items()
+        }
         write_bytes(self.path / "model.safetensors", safetensors.torch.save(tensors))
         write_json(self.path / "summary.json", summary)
 
@@ -236,7 +268,8 @@ def _check_identity(path: Path, old: Mapping[str, Any], new: Mapping[str, Any], 
             _check_identity(path, before, now, f"{prefix}{key}.")
         elif before != now:
             raise RunDirectoryError(
-                f"the run in {path} cannot be resumed with another {prefix}{key}: it was started with {_short(before)}, now it is {_short(now)}. "
+                f"the run in {path} cannot be resumed with another {prefix}{key}: "
+                f"it was started with {_short(before)}, now it is {_short(now)}. "
                 "Resume it as it was started, or choose another run_dir"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -25,7 +26,7 @@ class Population:
     classes: int | None
     priors: np.ndarray | None
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Samples of each client."""
         return [len(y) for _, y in self.clients]
@@ -36,7 +37,7 @@ class Population:
         for pair in [*self.clients, *([self.test] if self.test else [])]:
             for tensor in pair:
                 digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
-                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
 
@@ -46,8 +47,14 @@ def prepare(clients: Any, test: Any, dtype: torch.dtype, device: torch.device) -
     Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64.
     Raises ValueError: no clients, not pairs, x and y of different lengths, a client without samples, NaN or infinity in x.
     """
-    if isinstance(clients, (str, bytes, Tensor, dict)) or not hasattr(clients, "__len__") or not hasattr(clients, "__getitem__"):
-        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {type(clients).__name__}")
+    if (
+        isinstance(clients, (str, bytes, Tensor, dict))
+        or not hasattr(clients, "__len__")
+        or not hasattr(clients, "__getitem__")
+    ):
+        raise ValueError(
+            f"clients must be a sequence of (x, y) pairs or a federated data set, got {type(clients).__name__}"
+        )
     if len(clients) == 0:
         raise ValueError("clients is empty; a federated run needs one client at least")
     pairs = [_pair(clients[i], f"client {i}", dtype, device) for i in range(len(clients))]
@@ -70,7 +77,9 @@ def _pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair
         x = x.to(device, dtype)
         if not torch.isfinite(x).all():
             raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
-    return _placed(x, device), _placed(y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device)
+    return _placed(x, device), _placed(
+        y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
+    )
 
 
 def _tensor(part: Any, who: str) -> Tensor:
@@ -78,9 +87,13 @@ def _tensor(part: Any, who: str) -> Tensor:
         try:
             part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})") from error
+            raise ValueError(
+                f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
+            ) from error
     if part.dim() == 0 or part.is_complex() or part.is_sparse:
-        raise ValueError(f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}")
+        raise ValueError(
+            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}"
+        )
     return part.detach()
 
 
@@ -95,4 +108,6 @@ def check_labels(population: Population, classes: int) -> None:
     for who, y in [*named, *([("the test set", population.test[1])] if population.test else [])]:
         bad = y[((y < 0) & (y != -100)) | (y >= classes)]
         if bad.numel():
-            raise ValueError(f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}")
+            raise ValueError(
+                f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
+            )

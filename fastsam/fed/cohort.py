@@ -27,7 +27,13 @@ class Cohort:
     """
 
     def __init__(
-        self, algorithm: Algorithm, population: Population, settings: Settings, before: RunState, about: Round, active: Sequence[int]
+        self,
+        algorithm: Algorithm,
+        population: Population,
+        settings: Settings,
+        before: RunState,
+        about: Round,
+        active: Sequence[int],
     ) -> None:
         self.algorithm, self.population, self.settings = algorithm, population, settings
         self.before, self.about, self.active = before, about, active
@@ -66,9 +72,13 @@ class Cohort:
         self.steps += end.steps
         self.backprops += end.backprops
         # A copy of the dict: what comes back is then a new state, even if the algorithm wrote into what it was given.
-        state, upload = self.algorithm.close_client(self.before.server, dict(self._open.pop(end.client)), end, self.about)
+        state, upload = self.algorithm.close_client(
+            self.before.server, dict(self._open.pop(end.client)), end, self.about
+        )
         if not isinstance(state, dict) or not isinstance(upload, Upload):
-            raise ValueError(f"close_client must return (client state, Upload), got ({type(state).__name__}, {type(upload).__name__})")
+            raise ValueError(
+                f"close_client must return (client state, Upload), got ({type(state).__name__}, {type(upload).__name__})"
+            )
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and end.buffers is not None:
             mean[BUFFERS] = end.buffers
@@ -87,8 +97,8 @@ class Cohort:
         if self.sums.clients == 0:
             client, problem = min(self.excluded.items())
             raise RuntimeError(
-                f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded (client {client}: {problem}). The run has "
-                "diverged: a smaller lr or rho, or clip_norm, may help"
+                f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
+                f"(client {client}: {problem}). The run has diverged: a smaller lr or rho, or clip_norm, may help"
             )
 
     def record(self) -> dict[str, Any]:

@@ -89,5 +89,10 @@ class Evaluator:
         if not slices:
             return {"test_accuracy": accuracy}
         clients = np.array([correct[i].mean() for i in slices])
-        spread: dict[str, Any] = {"mean": clients.mean(), "std": clients.std(), "min": clients.min(), "max": clients.max()}
+        spread: dict[str, Any] = {
+            "mean": clients.mean(),
+            "std": clients.std(),
+            "min": clients.min(),
+            "max": clients.max(),
+        }
         return {"test_accuracy": accuracy, **{f"client_accuracy_{k}": float(v) for k, v in spread.items()}}

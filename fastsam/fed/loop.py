@@ -50,7 +50,10 @@ class Loop:
                 record = self.state.history[-1]
                 if directory is not None:
                     directory.log(record)
-                    if self.state.round % self.settings.checkpoint_every == 0 or self.state.round == self.settings.rounds:
+                    if (
+                        self.state.round % self.settings.checkpoint_every == 0
+                        or self.state.round == self.settings.rounds
+                    ):
                         directory.save(self.state)
                 if progress is not None:
                     progress(dict(record))
@@ -68,7 +71,9 @@ class Loop:
         for end in self.executor.train(state.server["w"], state.buffers, cohort.tasks()):
             cohort.close(end)
         cohort.check()
-        server = check_server(self.algorithm.step_server(state.server, cohort.sums, about), state.server["w"], "step_server")
+        server = check_server(
+            self.algorithm.step_server(state.server, cohort.sums, about), state.server["w"], "step_server"
+        )
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
             buffers = move_buffers(buffers, cohort.sums.mean(BUFFERS))

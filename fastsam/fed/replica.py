@@ -95,5 +95,9 @@ def move_buffers(starts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
             continue
         step = by[at : at + start.numel()].reshape(start.shape)
         at += start.numel()
-        moved.append((start.double() + step).to(start.dtype) if start.is_floating_point() else start + step.round().to(start.dtype))
+        moved.append(
+            (start.double() + step).to(start.dtype)
+            if start.is_floating_point()
+            else start + step.round().to(start.dtype)
+        )
     return moved

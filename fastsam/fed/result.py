@@ -17,7 +17,9 @@ class Result:
     run_dir: where it was written, or None.
     """
 
-    def __init__(self, model: nn.Module, history: list[dict[str, Any]], facts: Mapping[str, Any], run_dir: Path | None) -> None:
+    def __init__(
+        self, model: nn.Module, history: list[dict[str, Any]], facts: Mapping[str, Any], run_dir: Path | None
+    ) -> None:
         self.model, self.history, self.run_dir = model, history, run_dir
         self._facts = dict(facts)
 

@@ -30,7 +30,9 @@ def make(sampler: str | Sampler, clients: int, participation: float) -> Sampler:
     if callable(sampler):
         return sampler
     if sampler not in NAMES:
-        raise ValueError(f"sampler must be 'bernoulli', 'fixed' or a callable (round, generator) -> client ids, got {sampler!r}")
+        raise ValueError(
+            f"sampler must be 'bernoulli', 'fixed' or a callable (round, generator) -> client ids, got {sampler!r}"
+        )
     ratio = number("participation", participation, above=0, at_most=1)
 
     def bernoulli(round: int, generator: torch.Generator) -> list[int]:
@@ -53,9 +55,13 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
     try:
         chosen = [integer("a client id", i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round} it returned {ids!r}") from error
+        raise ValueError(
+            f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round} it returned {ids!r}"
+        ) from error
     wrong = [i for i in chosen if not 0 <= i < clients]
     if wrong or not chosen or len(set(chosen)) != len(chosen):
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
-        raise ValueError(f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round} it returned {what}")
+        raise ValueError(
+            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round} it returned {what}"
+        )
     return sorted(chosen)

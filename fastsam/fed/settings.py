@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -43,18 +45,17 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises ValueError for a keyword outside its range."""
         for name in ("rounds", "local_epochs", "batch_size", "eval_every", "checkpoint_every"):
-            integer(name, getattr(self, name), at_least=1)
-        integer("seed", self.seed)
-        number("lr", self.lr, above=0)
-        number("lr_decay", self.lr_decay, above=0)
-        number("momentum", self.momentum, at_least=0)
-        number("weight_decay", self.weight_decay, at_least=0)
-        number("server_lr", self.server_lr, at_least=0)
-        number("participation", self.participation, above=0, at_most=1)
+            self._set(name, integer(name, getattr(self, name), at_least=1))
+        self._set("seed", integer("seed", self.seed))
+        for name in ("lr", "lr_decay"):
+            self._set(name, number(name, getattr(self, name), above=0))
+        for name in ("momentum", "weight_decay", "server_lr"):
+            self._set(name, number(name, getattr(self, name), at_least=0))
+        self._set("participation", number("participation", self.participation, above=0, at_most=1))
         if self.clip_norm is not None:
-            number("clip_norm (None for no clipping)", self.clip_norm, above=0)
+            self._set("clip_norm", number("clip_norm (None for no clipping)", self.clip_norm, above=0))
         if self.target is not None:
-            number("target (an accuracy in 0..1)", self.target, above=0, at_most=1)
+            self._set("target", number("target (an accuracy in 0..1)", self.target, above=0, at_most=1))
         choice("shuffle", self.shuffle, (True, False))
         choice("weighting", self.weighting, ("uniform", "samples"))
         choice("clip_scope", self.clip_scope, ("full", "linear"))
@@ -62,6 +63,10 @@ class Settings:
         choice("buffers", self.buffers, (None, "average", "keep"))
         choice("executor", self.executor, tuple(registry))
         sampling.make(self.sampler, 1, self.participation)
+
+    def _set(self, name: str, value: float) -> None:
+        """Python's own number in place of numpy's or a tensor, which would give other random numbers and no JSON."""
+        object.__setattr__(self, name, value)
 
     @property
     def local(self) -> LocalOptions:
@@ -84,12 +89,16 @@ def describe(value: Any) -> Any:
     """`value` for a JSON file, the same in every process: callables by their name, other objects by their type and fields."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Real):  # numpy's numbers
+        return float(value)
     if isinstance(value, (list, tuple)):
         return [describe(v) for v in value]
     if isinstance(value, dict):
         return {str(k): describe(v) for k, v in value.items()}
     if isinstance(value, torch.Tensor):
         return value.tolist()
+    if isinstance(value, partial):
+        return {"partial": describe(value.func), "args": describe(value.args), "keywords": describe(value.keywords)}
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return {"type": f"{type(value).__module__}.{type(value).__qualname__}", **hyperparameters(value)}
@@ -97,4 +106,8 @@ def describe(value: Any) -> Any:
 
 def hyperparameters(algorithm: Any) -> dict[str, Any]:
     """The public attributes of an algorithm (or another object) for reports."""
-    return {name: describe(value) for name, value in sorted(getattr(algorithm, "__dict__", {}).items()) if not name.startswith("_")}
+    return {
+        name: describe(value)
+        for name, value in sorted(getattr(algorithm, "__dict__", {}).items())
+        if not name.startswith("_")
+    }

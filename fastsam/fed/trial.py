@@ -39,7 +39,12 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
         try:
             with torch.no_grad():
                 output = trial.eval()(x[:1])
-            labels = isinstance(output, Tensor) and output.dim() >= 2 and y.dtype == torch.int64 and y.dim() == output.dim() - 1
+            labels = (
+                isinstance(output, Tensor)
+                and output.dim() >= 2
+                and y.dtype == torch.int64
+                and y.dim() == output.dim() - 1
+            )
             if labels and (loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))):
                 check_labels(population, output.shape[1])
             before = {name: b.detach().clone() for name, b in trial.named_buffers()}
@@ -50,10 +55,13 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             raise
         except Exception as error:
             raise ValueError(
-                f"a trial step on client {client} (x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}) failed: {type(error).__name__}: {error}"
+                f"a trial step on client {client} (x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}) failed: "
+                f"{type(error).__name__}: {error}"
             ) from error
     if any(p.grad is not None and p.grad.is_sparse for p in trainable(trial)):
-        raise ValueError("the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones")
+        raise ValueError(
+            "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
+        )
     changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
     return Trial(labels and y.dim() == 1, changed)
 

@@ -102,14 +102,17 @@ def check_algorithm(algorithm: object) -> None:
     missing += [a for a in ("down", "up") if not isinstance(getattr(algorithm, a, None), (int, float))]
     if missing:
         raise ValueError(
-            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; derive its class from fastsam.fed.Algorithm"
+            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
+            "derive its class from fastsam.fed.Algorithm"
         )
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
     """The server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like the one before."""
     if not isinstance(server, dict) or not all(isinstance(t, Tensor) for t in server.values()) or "w" not in server:
-        raise ValueError(f"{who} must return a dict of tensors with the global model as 'w', got {type(server).__name__}")
+        raise ValueError(
+            f"{who} must return a dict of tensors with the global model as 'w', got {type(server).__name__}"
+        )
     w = server["w"]
     if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
         raise ValueError(

@@ -53,10 +53,10 @@ class Task:
     shuffle: bool
     seed: int
 
-    @property
-    def steps(self) -> int:
-        """Local steps: `epochs * ceil(samples / batch_size)`."""
-        return self.epochs * -(-len(self.y) // self.batch_size)
+    def batch_sizes(self) -> list[int]:
+        """Samples of each of the `epochs * ceil(samples / batch_size)` batches."""
+        whole, rest = divmod(len(self.y), self.batch_size)
+        return ([self.batch_size] * whole + [rest] * (rest > 0)) * self.epochs
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All batches of all epochs, in order."""

@@ -27,7 +27,9 @@ class Sequential:
     gradient in a pass is left out of the calls that use it. Nothing in a step waits for the device.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, loss: Loss, options: LocalOptions, device: torch.device, backend: str) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, loss: Loss, options: LocalOptions, device: torch.device, backend: str
+    ) -> None:
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         self.layout, self.loss, self.options = layout, loss, options
         self.kernels = ops.bind(backend, device, dtype)
@@ -58,7 +60,8 @@ class Sequential:
         q = task.step.q
         if q is not None and (q.shape != (self.layout.stride,) or q.dtype != self.dtype or q.device != self.z.device):
             raise ValueError(
-                f"LocalStep.q must be {self.dtype} [{self.layout.stride}] on {self.z.device} (like the server's w), got {q.dtype} {list(q.shape)} on {q.device}"
+                f"LocalStep.q must be {self.dtype} [{self.layout.stride}] on {self.z.device} (like the server's w), "
+                f"got {q.dtype} {list(q.shape)} on {q.device}"
             )
 
     def _fill_hyper(self, task: Task) -> None:
@@ -97,51 +100,50 @@ class Sequential:
             try:
                 losses.append(take(task, k, x, y))
             except Exception as error:
-                raise ClientError(f"client {task.client} failed in round {task.round}, local step {k}: {type(error).__name__}: {error}") from error
+                raise ClientError(
+                    f"client {task.client} failed in round {task.round}, local step {k}: {type(error).__name__}: {error}"
+                ) from error
         return losses
 
     def _plain_step(self, task: Task, k: int, x: Tensor, y: Tensor) -> Tensor:
-        loss, grads = self._gradients(task, k, x, y)
-        self._update(task.step, None, *self._present(grads))
+        loss, table, grads = self._gradients(task, k, x, y)
+        self._update(task.step, None, table, grads)
         return loss
 
     def _sharp_step(self, task: Task, k: int, x: Tensor, y: Tensor) -> Tensor:
         w = self.arena.field("w", self.dtype)
-        loss, grads = self._gradients(task, k, x, y)
-        first, grads = self._present(grads)
+        loss, first, grads = self._gradients(task, k, x, y)
         weights = [w] if task.step.direction is Direction.ADAPTIVE_GRADIENT else []
         self.kernels.norm_(self.sumsq, grads, weights, first, self.hyper)
         self.kernels.perturb_([self.z], w, grads, first, self.hyper, self.sumsq, False)
         # The statistics that a model keeps (BatchNorm) are those of its weights, not those of the perturbed ones.
         kept = self.replica.copy_of_buffers()
-        _, grads = self._gradients(task, k, x, y)
+        _, second, grads = self._gradients(task, k, x, y)
         for buffer, value in zip(self.replica.buffers, kept, strict=True):
             buffer.copy_(value)
-        second, grads = self._present(grads)
         if second is not first:
             self.kernels.restore_([self.z], w, first)
         self._update(task.step, w, second, grads)
         return loss
 
-    def _gradients(self, task: Task, k: int, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+    def _gradients(self, task: Task, k: int, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """One forward and backward pass: its loss, the gradients that there are, and the table of their parameters."""
         if self.random.draws:
             self.random.seed(task.pass_seed(k))
         loss = self.loss(self.replica.module(x), y)
         loss.backward()
-        grads = [p.grad for p in self.replica.parameters]
-        for p in self.replica.parameters:
+        parameters = self.replica.parameters
+        present = [p.grad for p in parameters if p.grad is not None]
+        table = self.layout.table if len(present) == len(parameters) else self._subtable()
+        for p in parameters:
             p.grad = None
-        return loss.detach(), grads
+        return loss.detach(), table, present
 
-    def _present(self, grads: list[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """The table of the parameters that have a gradient, and these gradients."""
-        present = [g for g in grads if g is not None]
-        if len(present) == len(grads):
-            return self.layout.table, present
-        slots = tuple(i for i, g in enumerate(grads) if g is not None)
+    def _subtable(self) -> Tensor:
+        slots = tuple(i for i, p in enumerate(self.replica.parameters) if p.grad is not None)
         if slots not in self._subtables:
             self._subtables[slots] = self.layout.subtable(slots)
-        return self._subtables[slots], present
+        return self._subtables[slots]
 
     def _update(self, step: LocalStep, w: Tensor | None, table: Tensor, grads: list[Tensor]) -> None:
         q = None if step.q is None else step.q[None]
@@ -152,15 +154,13 @@ class Sequential:
         )
 
     def _end(self, task: Task, losses: list[Tensor], start: Tensor, buffers: Sequence[Tensor]) -> RowEnd:
-        samples = len(task.y)
-        sizes = torch.full((len(losses),), float(task.batch_size), dtype=torch.float64, device=self.z.device)
-        sizes[-(-samples // task.batch_size) - 1 :: -(-samples // task.batch_size)] = (samples - 1) % task.batch_size + 1
+        sizes = torch.tensor(task.batch_sizes(), dtype=torch.float64).to(self.z.device)
         return RowEnd(
             client=task.client,
             displacement=self.z[0] - start,
             steps=len(losses),
             backprops=len(losses) * (2 if task.step.perturbs else 1),
             loss=(torch.stack(losses).double() * sizes).sum(),
-            seen=samples * task.epochs,
+            seen=len(task.y) * task.epochs,
             buffers=buffer_displacement(self.replica.buffers, buffers) if self.replica.buffers else None,
         )

@@ -1,0 +1,229 @@
+"""From a results file to the README's table and plots: `python -m bench.report bench/results/step.json`.
+
+Prints Markdown; `--plot FILE` draws the plot again. Nothing here measures: every number comes from the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+KIND = "fastsam.bench.step/1"
+JSON, PNG = "step.json", "step.png"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record of a results file. Raises ValueError when it is not one of `bench.step`."""
+    try:
+        record = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); expected a file that `python -m bench.step` wrote") from error
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind != KIND:
+        raise ValueError(f"{path} holds {kind!r}, expected {KIND!r}: measure again with `python -m bench.step`")
+    return record
+
+
+def write(record: dict[str, Any], directory: Path) -> None:
+    """`step.json` and `step.png` into `directory`; files that are there are replaced only by complete ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    parts = {name: directory / f"part-{name}" for name in (JSON, PNG)}
+    try:
+        parts[JSON].write_text(json.dumps(record, indent=1) + "\n")
+        plot(record, parts[PNG])
+        for name, part in parts.items():
+            os.replace(part, directory / name)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def rich_table(result: dict[str, Any]) -> Table:
+    """One size with one number of threads, for the terminal."""
+    table = Table(title=heading(result), title_justify="left")
+    for name in ("", "per step", "quartiles", "to copied", "to flat", "of the floor", "extra B/param"):
+        table.add_column(name, justify="left" if name in ("", "quartiles") else "right")
+    for row in result["contenders"]:
+        style = "bold" if row["ours"] else None
+        if "seconds" not in row:
+            table.add_row(
+                row["title"],
+                f"[red]{row['gate']}[/red]" if row["gate"] == "red" else row["gate"],
+                row["reason"],
+                style=style,
+            )
+            continue
+        low, high = row["seconds"]["q1"], row["seconds"]["q3"]
+        cells = [duration(row["seconds"]["median"]), f"{duration(low)} … {duration(high)}"]
+        cells += [figure(row, "to_copied"), figure(row, "to_flat"), figure(row, "floor_fraction")]
+        table.add_row(row["title"], *cells, f"{row['extra_bytes_per_parameter']:.1f}", style=style)
+    return table
+
+
+def threads_of(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
+
+
+def heading(result: dict[str, Any]) -> str:
+    bandwidth = result["copy_bytes_per_second"]["median"] / 1e9
+    return (
+        f"{result['title']}: {result['tensors']} tensors, {result['parameters']:,} parameters, {threads_of(result['threads'])}; "
+        f"{result['rounds']} rounds; a copy moves {bandwidth:.1f} GB/s"
+    )
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
+
+
+def figure(row: dict[str, Any], key: str) -> str:
+    return f"{row[key]['median']:.2f}" if key in row else "-"
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The tables (relative time, then time, fraction of the floor, memory), and how they were made."""
+    parts = [
+        "Time of a SAM step's optimizer part relative to the copied per-tensor SAM (lower is faster):",
+        _matrix(record, lambda row: figure(row, "to_copied")),
+        "Relative to one flat tensor with flat gradients and torch's fused SGD:",
+        _matrix(record, lambda row: figure(row, "to_flat")),
+        "Time per step, median:",
+        _matrix(record, lambda row: duration(row["seconds"]["median"])),
+        f"Fraction of the floor: {record['floor_bytes_per_parameter']} bytes per parameter at the bandwidth of a large copy, over the time "
+        "(above 1 where everything fits the caches):",
+        _matrix(record, lambda row: figure(row, "floor_fraction")),
+        "Peak memory beyond weights and gradients, bytes per parameter:",
+        _matrix(record, lambda row: f"{row['extra_bytes_per_parameter']:.1f}"),
+        provenance(record),
+    ]
+    return "\n\n".join(parts)
+
+
+def _matrix(record: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> str:
+    """Contenders down, sizes and threads across. A contender without a figure has its state in the cell, and the reason below."""
+    results = record["results"]
+    heads = [f"{r['title']}, {threads_of(r['threads'])}" for r in results]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+    titles = {row["name"]: (row["title"], row["ours"]) for r in results for row in r["contenders"]}
+    for name, (title, ours) in titles.items():
+        cells = []
+        for r in results:
+            row = next((row for row in r["contenders"] if row["name"] == name), None)
+            cells.append("-" if row is None else cell(row) if "seconds" in row else row["gate"])
+        shown = [f"**{text}**" if ours else text for text in (title, *cells)]
+        if any("seconds" in row for r in results for row in r["contenders"] if row["name"] == name):
+            lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def provenance(record: dict[str, Any]) -> str:
+    """Who measured what on which machine; and what was not measured, with the reason."""
+    e = record["environment"]
+    m, v = e["machine"], e["versions"]
+    caches = ", ".join(f"{level} {size}" for level, size in m["caches"].items())
+    others = ", ".join(f"{r['busy_others']:.2f}" for r in record["results"])
+    changes = "+changes" if e["commit"].endswith("+changes") else ""
+    lines = [
+        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{changes}`; {m['cpu']}, {m['cores']} cores ({caches}), "
+        f"{m['memory_gib']} GiB; Python {v['python']}, torch {v['torch']}, pytorch-optimizer {v['pytorch-optimizer']}. "
+        f"Processors used by other processes meanwhile, per column: {others}."
+    ]
+    reasons = {
+        f"{row['title']}: {row['reason']}" for r in record["results"] for row in r["contenders"] if "reason" in row
+    }
+    lines += [f"Not measured: {reason}." for reason in sorted(reasons)]
+    return "\n".join(lines)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Two panels, a group of bars per size and number of threads: time relative to the copied SAM, and the fraction of the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    results = record["results"]
+    names = list(dict.fromkeys(row["name"] for r in results for row in r["contenders"] if "seconds" in row))
+    titles = {row["name"]: row["title"] for r in results for row in r["contenders"]}
+    colours = _colours(names, {row["name"] for r in results for row in r["contenders"] if row["ours"]})
+    panels = (
+        ("to_copied", "time, relative to the copied per-tensor SAM"),
+        ("floor_fraction", "fraction of the memory floor"),
+    )
+    figure_, axes = plt.subplots(len(panels), 1, figsize=(max(7.0, 1.9 * len(results)), 8.0), constrained_layout=True)
+    for ax, (key, label) in zip(axes, panels, strict=True):
+        _bars(ax, results, names, titles, colours, key)
+        ax.set_ylabel(label)
+        ax.axhline(1.0, color="0.4", linewidth=0.8, linestyle="--")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure_.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=3, frameon=False)
+    e = record["environment"]
+    figure_.suptitle(
+        f"Optimizer part of a SAM step\n{e['machine']['cpu']}, torch {e['versions']['torch']}, {e['date'][:10]}",
+        fontsize=10,
+    )
+    figure_.savefig(path, dpi=130, format="png")
+    plt.close(figure_)
+
+
+def _colours(names: Sequence[str], ours: set[str]) -> dict[str, Any]:
+    """Ours in blues, the peers in warm colours and greys, the same in both panels."""
+    blues = iter(("#0b5fa5", "#7fb2dd", "#b9d6ee"))
+    others = iter(("#e8890c", "#8c6bb1", "#5aa469", "#c9a227", "#d9694f", "#9a9a9a", "#6d6d6d"))
+    return {name: next(blues) if name in ours else next(others, "#444444") for name in names}
+
+
+def _bars(
+    ax: Any,
+    results: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    titles: dict[str, str],
+    colours: dict[str, Any],
+    key: str,
+) -> None:
+    """Bars with their quartiles. The axis is logarithmic: the sizes differ by more than a factor of ten."""
+    width = 0.84 / max(len(names), 1)
+    for i, name in enumerate(names):
+        for j, r in enumerate(results):
+            found = next((row[key] for row in r["contenders"] if row["name"] == name and key in row), None)
+            if found is None or not math.isfinite(found["median"]):
+                continue
+            spread = [[max(found["median"] - found["q1"], 0.0)], [max(found["q3"] - found["median"], 0.0)]]
+            x = j - 0.42 + (i + 0.5) * width
+            ax.bar(x, found["median"], width, color=colours[name], label=titles[name] if j == 0 else None)
+            ax.errorbar(x, found["median"], spread, color="0.25", linewidth=0.8)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.set_xticks(range(len(results)), [f"{r['title']}\n{threads_of(r['threads'])}" for r in results])
+    ax.grid(axis="y", which="both", linewidth=0.3)
+    ax.set_axisbelow(True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("results", type=Path, help="a step.json")
+    parser.add_argument("--plot", type=Path, help="draw the plot into this PNG as well")
+    arguments = parser.parse_args(argv)
+    try:
+        record = read(arguments.results)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(markdown(record))
+    if arguments.plot is not None:
+        plot(record, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,12 @@
+"""`FusedSAM` and what it stands on.
+
+`fused_sam` is the class; `parameters` says which tensors can be optimized, `rules` what the base optimizer's update is, `scalars` keeps
+the numbers of a step on the device, `bucket` gathers tensors into calls of the kernels, `memory` notices what happened to the parameters
+between steps, `checkpoint` is state dicts and pickling.
+"""
+
+from __future__ import annotations
+
+from .fused_sam import FusedSAM
+
+__all__ = ["FusedSAM"]

@@ -1,0 +1,173 @@
+"""The parameters of one dtype: where they lie in the flat index space, what is saved of them, and the kernels' calls on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arena import Arena, Layout, is_dense
+from ..ops import Kernels, compute_dtype
+from .gradients import present
+
+_is_contiguous = torch.Tensor.is_contiguous
+
+
+@dataclass(eq=False)  # one object per set of slots, compared by identity
+class Selection:
+    """Some of a bucket's parameters, as a call takes them."""
+
+    slots: tuple[int, ...]
+    table: Tensor
+    z: list[Tensor]
+    indirect: list[tuple[Tensor, Tensor]]  # parameters with gaps in memory, and the dense tensors that stand for them in `z`
+
+    def load(self) -> None:
+        for parameter, stand_in in self.indirect:
+            stand_in.copy_(parameter)
+
+    def store(self) -> None:
+        for parameter, stand_in in self.indirect:
+            parameter.copy_(stand_in)
+
+
+class Bucket:
+    """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for messages.
+
+    `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused update) it is their
+    float32 master copy, in every phase.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        numbers: Sequence[int],
+        groups: Sequence[int],
+        kernels: Kernels,
+        hyper: Tensor,
+        fused: bool,
+    ) -> None:
+        self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
+        self.kernels, self.hyper = kernels, hyper
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.compute = compute_dtype(self.dtype)
+        self.masters = fused and self.dtype != self.compute
+        self._attach()
+        self.layout = Layout.of(self._z, groups)
+        self.arena = Arena(self.layout, device=self.device)
+        self.origin = self.arena.field("origin", self.compute if self.masters else self.dtype)
+        if self.masters:
+            self.layout.gather(self._aliases, self.origin[0])
+        self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
+        self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
+        self.held: Selection = self.select(())
+
+    # --- where the parameters are ---
+
+    def _attach(self) -> None:
+        """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's dispatch."""
+        self._aliases = [p.detach() for p in self.params]
+        self._z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._aliases]
+        self._strides = [z.stride() for z in self._z]
+        self._contiguous = all(z.is_contiguous() for z in self._z)
+        self._all = tuple(range(len(self._z)))
+        self._selections: dict[tuple[int, ...], Selection] = {}
+
+    def moved(self) -> None:
+        """Follows parameters that have other memory of the same kind (`fits`)."""
+        held = self.held.slots
+        self._attach()
+        self.held = self.select(held)
+
+    def fits(self) -> bool:
+        """True when the parameters are of the kind that the layout was made for."""
+        kinds = zip(self.params, self.layout.segments, self._z, strict=True)
+        return all(
+            p.dtype == self.dtype
+            and p.device == self.device
+            and p.shape == s.shape
+            and (p.stride() == s.stride if is_dense(p) else z.is_contiguous())
+            for p, s, z in kinds
+        )
+
+    def select(self, slots: tuple[int, ...]) -> Selection:
+        """The parameters in `slots`; the same object as long as they stay where they are."""
+        found = self._selections.get(slots)
+        if found is None:
+            z = [self._z[i] for i in slots]
+            indirect = [(self._aliases[i], self._z[i]) for i in slots if self._z[i] is not self._aliases[i]]
+            table = self.layout.table if slots == self._all else self.layout.subtable(slots)
+            found = self._selections[slots] = Selection(slots, table, z, indirect)
+        return found
+
+    def gather(self) -> tuple[Selection, list[Tensor]]:
+        """The parameters that have a gradient, and these gradients, each in its parameter's order of elements.
+
+        Raises RuntimeError for a gradient that the kernels cannot read.
+        """
+        grads: list[Any] = [p.grad for p in self.params]
+        try:
+            # One pass that finds absent and sparse gradients too: they have no such property.
+            if self._contiguous:
+                plain = all(map(_is_contiguous, grads))
+            else:
+                plain = [g.stride() for g in grads] == self._strides
+        except (AttributeError, RuntimeError, TypeError):
+            plain = False
+        if plain:
+            return self.select(self._all), grads
+        slots, grads = present(grads, self._z, self.numbers)
+        return self.select(slots), grads
+
+    def field(self, name: str) -> Tensor:
+        """A field of the update's state, `[1, stride]` in the dtype of the arithmetic; zeros at first."""
+        return self.arena.field(name, self.compute)
+
+    # --- the calls ---
+
+    def norm_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, accumulate: bool) -> None:
+        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
+        selection.load()
+        self.kernels.norm_(sumsq, grads, selection.z if adaptive else [], selection.table, self.hyper, accumulate)
+
+    def perturb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor) -> None:
+        """Moves the weights to the perturbed point, and saves where they were."""
+        selection.load()
+        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, True)
+        selection.store()
+        self.held = selection
+
+    def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """Saves the weights and leaves them: a perturbation whose norm is zero."""
+        selection.load()
+        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, self._no_norm, True)
+
+    def restore_(self, selection: Selection) -> None:
+        """Puts saved weights back, bit for bit."""
+        if selection.slots:
+            self.kernels.restore_(selection.z, self.origin, selection.table)
+            selection.store()
+
+    def unperturb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor) -> None:
+        """Takes back a perturbation that was interrupted: it may have happened to all, some or none of the parameters.
+
+        Where it has not, `origin` holds older weights. The perturbed point is a function of `origin`, so it is computed again: weights
+        that are there bit for bit have been perturbed, all others are untouched.
+        """
+        again = [torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) for z in selection.z]
+        self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False)
+        done = tuple(i for i, z in zip(selection.slots, again, strict=True) if _same_bits(self._aliases[i], z))
+        self.restore_(self.select(done))
+        self.held = self.select(())
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether a and b are equal, NaN and the signs of zeros included."""
+    integers = _INTEGERS[a.element_size()]
+    return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))

@@ -1,0 +1,155 @@
+"""State dicts in torch's own format, plus what SAM adds to them.
+
+    {"state": {0: {"momentum_buffer": ..., "master": ..., "unperturbed": ...}, ...},
+     "param_groups": [...],
+     "fastsam": {"format": 1, "perturbed": False}}
+
+`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes. torch's own optimizers
+ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+
+from ..ops import compute_dtype
+from .bucket import Bucket
+from .rules import Group, Rule
+from .scalars import OWN_OPTIONS, check_group
+
+FORMAT = 1
+MASTER, UNPERTURBED = "master", "unperturbed"
+Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, its unperturbed weights
+
+
+def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
+    """Copies of what the buckets keep of the weights themselves."""
+    saved: Weights = {}
+    for bucket in buckets:
+        views = bucket.arena.views("origin")
+        for slot, parameter in enumerate(bucket.params):
+            if bucket.masters:
+                saved.setdefault(parameter, {})[MASTER] = views[slot].clone()
+            if perturbed and slot in bucket.held.slots:
+                saved.setdefault(parameter, {})[UNPERTURBED] = views[slot].to(bucket.dtype, copy=True)
+    return saved
+
+
+def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
+    """The inverse of `saved_weights` for a new bucket, whose dtype and device may be others."""
+    held = []
+    views = bucket.arena.views("origin")
+    for slot, parameter in enumerate(bucket.params):
+        found = saved.get(parameter, {})
+        weights = found.get(MASTER) if bucket.masters else None
+        if perturbed and UNPERTURBED in found:
+            held.append(slot)
+            weights = found[UNPERTURBED] if weights is None else weights
+        if weights is not None:
+            views[slot].copy_(weights)
+    bucket.held = bucket.select(tuple(held))
+
+
+def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, perturbed: bool) -> dict[str, Any]:
+    """Completes a state dict of the base optimizer. Its tensors become copies, so that later steps do not change it."""
+    state = {key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry for key, entry in packed["state"].items()}
+    for i, parameter in enumerate(params):
+        if parameter in saved:
+            state[i] = {**state.get(i, {}), **{name: tensor.clone() for name, tensor in saved[parameter].items()}}
+    groups = [{name: _copied(value) for name, value in group.items()} for group in packed["param_groups"]]
+    return {**packed, "state": state, "param_groups": groups, "fastsam": {"format": FORMAT, "perturbed": perturbed}}
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+class Loaded:
+    """A state dict that was checked against the optimizer's parameters; nothing of the optimizer has changed yet.
+
+    Raises ValueError when it is the state of another model or of another optimizer, or no state dict at all.
+    """
+
+    def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None) -> None:
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"not a state dict of an optimizer: it has the keys {sorted(map(str, state_dict))}, and no {key!r}")
+        ours = state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})
+        if ours.get("format") != FORMAT:
+            raise ValueError(f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; update fastsam")
+        self.perturbed = bool(ours["perturbed"])
+        self.groups = _merged(state_dict["param_groups"], groups, rule)
+        self._saved_groups = state_dict["param_groups"]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        self._params = dict(zip(keys, (p for group in groups for p in group["params"]), strict=True))
+        self.weights: Weights = {}
+        self._state: dict[Any, Any] = {}
+        for key, entry in state_dict["state"].items():
+            self._split(key, entry, rule)
+
+    def _split(self, key: Any, entry: Any, rule: Rule | None) -> None:
+        """Parts what is SAM's from what is the base optimizer's."""
+        parameter = self._params.get(key)
+        if parameter is None or not isinstance(entry, dict):
+            self._state[key] = entry
+            return
+        for name in (MASTER, UNPERTURBED, *(rule.fields if rule else ())):
+            value = entry.get(name)
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                raise ValueError(
+                    f"this is the state of another model: {name} of parameter {key} has shape {tuple(value.shape)}, "
+                    f"the parameter {tuple(parameter.shape)}"
+                )
+        self._state[key] = {name: value for name, value in entry.items() if name not in (MASTER, UNPERTURBED)}
+        found = {name: entry[name].detach().clone() for name in (MASTER, UNPERTURBED) if name in entry}
+        if found:
+            self.weights[parameter] = found
+
+    def for_base(self) -> dict[str, Any]:
+        """What the base optimizer's own `load_state_dict` takes."""
+        groups = [{**merged, "params": saved["params"]} for merged, saved in zip(self.groups, self._saved_groups, strict=True)]
+        return {"state": self._state, "param_groups": groups}
+
+    def for_fused(self, rule: Rule) -> dict[Any, Any]:
+        """The state per parameter, copied to its device; momenta keep the dtype of the arithmetic (torch would round them to the parameter's)."""
+        state = {}
+        for key, entry in self._state.items():
+            p = self._params.get(key)
+            if p is None or not isinstance(entry, dict):
+                state[key] = deepcopy(entry)
+                continue
+            mine = {
+                n: v.detach().to(p.device, compute_dtype(p.dtype), copy=True)
+                for n, v in entry.items()
+                if n in rule.fields and isinstance(v, Tensor)
+            }
+            state[p] = {**{n: _copied(v) for n, v in entry.items() if v is not None}, **mine}
+        return state
+
+
+def _merged(saved: list[Group], groups: list[Group], rule: Rule | None) -> list[Group]:
+    """The saved options on top of the present ones, each group checked."""
+    sizes = [len(g["params"]) for g in groups]
+    found = [len(g["params"]) for g in saved]
+    if sizes != found:
+        raise ValueError(
+            f"this is the state of another model: its parameter groups have {found} parameters, those of this optimizer {sizes}"
+        )
+    missing = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
+    if missing:
+        raise ValueError(
+            f"this is the state of another base optimizer: its parameter groups have no {', '.join(missing)}; build FusedSAM with the base "
+            "optimizer that was saved"
+        )
+    merged = []
+    for number, (new, old) in enumerate(zip(saved, groups, strict=True)):
+        group = {**{n: v for n, v in old.items() if n in OWN_OPTIONS}, **deepcopy({n: v for n, v in new.items() if n != "params"})}
+        for name, value in old.items():
+            group.setdefault(name, value)
+        check_group(group, number)
+        merged.append({name: value for name, value in group.items() if name != "params"})
+    return merged

@@ -1,0 +1,245 @@
+"""The two passes of a step over all parameters: what is perturbed, saved, restored and updated, and in which order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import ops
+from . import parameters
+from .bucket import Bucket, Selection
+from .checkpoint import Weights, restore_weights, saved_weights
+from .memory import Watch, parameters_of
+from .rules import Rule, rule_of
+from .scalars import Scalars
+from .update import FusedUpdate
+
+
+class Phase(Enum):
+    """What the weights are."""
+
+    IDLE = "the user's own"
+    PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
+    PERTURBED = "at the perturbed point; the originals are saved"
+    UPDATING = "on their way from the perturbed point; the originals are saved"
+
+
+class Engine:
+    """Works on the parameter groups and the state of `base`, which the optimizer shares with it.
+
+    Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights back.
+    """
+
+    def __init__(self, base: Optimizer, backend: str) -> None:
+        self.base, self.backend = base, backend
+        self.rule: Rule | None = rule_of(base)
+        self.phase = Phase.IDLE
+        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of the last first gradient
+        self.buckets: list[Bucket] = []
+        self._updates: list[FusedUpdate] = []
+        self._calls: list[tuple[Bucket, Selection, list[Tensor]]] = []  # of a perturbation under way
+        self._watch: Watch | None = None
+        self._carried: Weights = {}
+
+    # --- the passes ---
+
+    def perturb_(self) -> None:
+        """First pass: from the gradients to the perturbed point. Raises RuntimeError, before anything is written, for unusable gradients."""
+        self._refresh()
+        calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
+        self._norm_(calls)
+        self._calls = calls
+        self.phase = Phase.PERTURBING
+        for bucket, selection, grads in calls:
+            bucket.perturb_(selection, grads, self._sum)
+        self.phase = Phase.PERTURBED
+        self._calls = []
+
+    def update_(self, grad_scale: Tensor | None, found_inf: Tensor | None, check_finite: bool) -> None:
+        """Second pass, fused: the original weights back, and the step from them."""
+        self._refresh()
+        calls = [(update, *update.bucket.gather()) for update in self._updates]
+        if check_finite:
+            found_inf = self.nonfinite([(u.bucket, selection, grads) for u, selection, grads in calls], found_inf)
+        kinds, state = self._scalars.kinds, self.base.state
+        ready = [
+            call
+            for update, selection, grads in calls
+            for call in update.prepare(selection, grads, kinds, state, grad_scale, found_inf)
+        ]
+        self.phase = Phase.UPDATING
+        # One line: an exception of ours cannot fall between the last call and the phase that says it was made.
+        self.phase = _run(ready)
+
+    def recover_(self) -> None:
+        """The original weights back, bit for bit, from whatever phase; nothing when they are there."""
+        if self.phase is Phase.PERTURBING:
+            for bucket, selection, grads in self._calls:
+                bucket.unperturb_(selection, grads, self._sum)
+        elif self.phase is not Phase.IDLE:
+            self._follow()
+            for bucket in self.buckets:
+                bucket.restore_(bucket.held)
+        self.phase = Phase.IDLE
+        self._calls = []
+
+    def nonfinite(self, calls: Sequence[tuple[Bucket, Selection, list[Tensor]]], found_inf: Tensor | None) -> Tensor:
+        """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the device."""
+        total = torch.zeros_like(self._sum)
+        for bucket, selection, grads in calls:
+            if selection.slots:
+                bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
+        found = (~total.isfinite()).to(torch.float32)
+        return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
+
+    def gathered(self) -> list[tuple[Bucket, Selection, list[Tensor]]]:
+        """The gradients as they are, checked."""
+        return [(bucket, *bucket.gather()) for bucket in self.buckets]
+
+    @property
+    def _sum(self) -> Tensor:
+        assert self.sumsq is not None
+        return self.sumsq
+
+    def _norm_(self, calls: Sequence[tuple[Bucket, Selection, list[Tensor]]]) -> None:
+        """One norm over the whole model, whatever its dtypes."""
+        accumulate = False
+        for bucket, selection, grads in calls:
+            if selection.slots:
+                bucket.norm_(selection, grads, self._sum, self._scalars.adaptive, accumulate)
+                accumulate = True
+        if not accumulate:
+            self._sum.zero_()
+
+    # --- what happened since the last step ---
+
+    def _refresh(self) -> None:
+        """Brings the buffers in line with the parameters, their options and their state."""
+        self._follow()
+        if torch.compiler.is_compiling():
+            return
+        assert self._watch is not None
+        abandoned = self._watch.abandoned()
+        if abandoned:
+            raise RuntimeError(
+                f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other ones, as "
+                "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
+                "load this one's state_dict() into it"
+            )
+        groups = self.base.param_groups
+        if self._scalars.changed(groups):
+            if rule_of(self.base) is not self.rule:
+                self.rebuild()
+            else:
+                self._scalars.read(groups)
+        self._scalars.copy_live()
+        if not self._watch.same_state(self.base.state):
+            self._watch.note(groups, self.base.state)
+            for update in self._updates:
+                update.forget()
+
+    def _follow(self) -> None:
+        """Notices parameters that moved, were converted or replaced."""
+        if self._watch is None:
+            self.rebuild()
+        elif torch.compiler.is_compiling():
+            return
+        elif not self._watch.same_parameters(self.base.param_groups):
+            self.rebuild()
+        elif not self._watch.same_memory():
+            self._check_shapes()
+            if not all(bucket.fits() for bucket in self.buckets):
+                self.rebuild()
+            else:
+                parameters.check(self._watch.params)
+                for bucket in self.buckets:
+                    bucket.moved()
+                for update in self._updates:
+                    update.forget()
+                self._watch = self._look(self._watch.params)
+
+    def rebuild(self) -> None:
+        """New buffers for the parameters as they are now. All state that still fits moves along, converted where the parameters were."""
+        groups = self.base.param_groups
+        params = parameters_of(groups)
+        parameters.check(params)
+        self._check_shapes()
+        self._release(params)
+        device = params[0].device if params else torch.device("cpu")
+        rule = rule_of(self.base)
+        scalars = Scalars(rule, groups, device)
+        scalars.read(groups)
+        weights = {**self._carried, **self.saved()}
+        buckets = _buckets(groups, self.backend, device, scalars, rule)
+        for bucket in buckets:
+            restore_weights(bucket, weights, self.phase is not Phase.IDLE)
+        updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
+        for update in updates:
+            update.adopt(scalars.kinds, self.base.state)
+        sumsq = torch.zeros(1, dtype=torch.float64, device=device)
+        self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
+        watch = self._look(params)
+        # From here on nothing can fail.
+        self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
+        self._watch, self._carried = watch, {}
+
+    def _look(self, params: list[Tensor]) -> Watch:
+        watch = Watch(params, holders=2, before=self._watch)  # the groups and the buckets
+        watch.note(self.base.param_groups, self.base.state)
+        return watch
+
+    def _check_shapes(self) -> None:
+        for bucket in self.buckets:
+            for number, p, segment in zip(bucket.numbers, bucket.params, bucket.layout.segments, strict=True):
+                if p.shape != segment.shape:
+                    raise RuntimeError(
+                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has {tuple(p.shape)} now; its state "
+                        "does not fit. Build a new FusedSAM"
+                    )
+
+    def _release(self, params: Sequence[Tensor]) -> None:
+        """Parameters that left the groups while they were perturbed get their weights back."""
+        if self.phase is Phase.IDLE:
+            return
+        staying = set(map(id, params))
+        for bucket in self.buckets:
+            bucket.restore_(bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying)))
+
+    def saved(self) -> Weights:
+        """Copies of master weights and, while perturbed, of the unperturbed weights."""
+        if self._watch is None:
+            return self._carried
+        return saved_weights(self.buckets, self.phase is not Phase.IDLE)
+
+    def load(self, weights: Weights, perturbed: bool) -> None:
+        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next step."""
+        self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
+        self._carried, self._watch = weights, None
+        self.buckets, self._updates = [], []
+
+
+def _buckets(groups: list[dict], backend: str, device: torch.device, scalars: Scalars, rule: Rule | None) -> list[Bucket]:
+    """The parameters by dtype, in order."""
+    members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
+    number = 0
+    for group_number, group in enumerate(groups):
+        for p in group["params"]:
+            members.setdefault(p.dtype, []).append((p, number, group_number))
+            number += 1
+    buckets = []
+    for dtype, found in members.items():
+        params, numbers, group_numbers = zip(*found, strict=True)
+        kernels = ops.bind(backend, device, dtype)
+        buckets.append(Bucket(params, numbers, group_numbers, kernels, scalars.tensor, fused=rule is not None))
+    return buckets
+
+
+def _run(calls: Sequence[partial[object]]) -> Phase:
+    """Makes the calls, one after the other, without a line of Python between them."""
+    return (deque(map(partial.__call__, calls), maxlen=0), Phase.IDLE)[1]

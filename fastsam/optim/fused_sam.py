@@ -1,0 +1,343 @@
+"""`FusedSAM`: Sharpness-Aware Minimization around any base optimizer, with fused kernels.
+
+The class has phases and buffers and no arithmetic: the equations stand in `fastsam_kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import ops
+from . import parameters
+from .checkpoint import Loaded, pack
+from .engine import Engine, Phase
+from .memory import parameters_of
+from .scalars import OWN_OPTIONS, check_group
+
+
+class FusedSAM(Optimizer):
+    """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base optimizer.
+
+        w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
+        w <- base optimizer's update of w with the gradient g(w~)
+
+    ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad) going back to `w` and the update are
+    one fused pass; any other optimizer makes its own `step` from the restored weights.
+
+    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second.
+
+    params
+        parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
+        Half-precision parameters have a float32 master copy when the update is fused.
+    base_optimizer
+        class of the base optimizer, or a function that makes one from parameter groups and `base_options`.
+    rho
+        radius of the perturbation, 0 or more; a number, or a one-element tensor, which is read on the device in every step.
+    adaptive, eta
+        ASAM, and its eta. Like rho they are options of each parameter group, and may change between steps.
+    backend
+        "auto", or one of `fastsam.backends`: "native", "triton", "reference".
+    check_finite
+        a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a first gradient with
+        inf or NaN never perturbs.)
+    base_options
+        go to the base optimizer: lr, momentum, ...
+
+    Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot serve.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to `step`, which restores the weights
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        base_optimizer: Callable[..., Optimizer] = torch.optim.SGD,
+        rho: float | Tensor = 0.05,
+        adaptive: bool = False,
+        *,
+        eta: float | Tensor = 0.0,
+        backend: str = "auto",
+        check_finite: bool = False,
+        **base_options: Any,
+    ) -> None:
+        if not callable(base_optimizer):
+            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}")
+        self.check_finite = check_finite
+        super().__init__(params, {"rho": rho, "adaptive": adaptive, "eta": eta, **base_options})
+        self.base_optimizer = _make_base(base_optimizer, self.param_groups, base_options)
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
+        self.defaults.update(self.base_optimizer.defaults)
+        self._engine = Engine(self.base_optimizer, backend)
+        self._share()
+        self._check_parameters()
+
+    # --- a step ---
+
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient stay.
+
+        `zero_grad=True` then clears the gradients, as `zero_grad()` does. Raises RuntimeError when the weights are perturbed already, and for
+        sparse or complex gradients; the weights are then as they were.
+        """
+        self._require(Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()")
+        self._share()
+        try:
+            self._engine.perturb_()
+            if zero_grad:
+                self.zero_grad()
+        except BaseException:
+            self._engine.recover_()
+            raise
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Restores the weights and updates them with the gradients of the perturbed point.
+
+        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before.
+        """
+        self._require(Phase.PERTURBED, "second_step() without first_step()", "call first_step() after the first backward pass")
+        self.step()  # which fires the hooks, and is what learning-rate schedulers watch
+        if zero_grad:
+            self.zero_grad()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is called twice, at the weights
+        and at the perturbed point, each time with gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
+
+        Without: the second half of a step, after `first_step()`.
+
+        Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises RuntimeError when there is
+        nothing to do (no closure, and nothing perturbed).
+        """
+        if closure is None:
+            self._require(
+                Phase.PERTURBED,
+                "step() has nothing to do: no closure, and the weights are not perturbed",
+                "call step(closure), or first_step() after the first and step() after the second backward pass",
+            )
+        else:
+            self._require(Phase.IDLE, "step(closure) between first_step() and second_step()", "call second_step(), or restore() first")
+            self._refuse_scaled_closure()
+        self._share()
+        try:
+            return self._second_pass() if closure is None else self._both_passes(closure)
+        except BaseException:
+            self._engine.recover_()
+            self._forget_scaler()
+            raise
+
+    def restore(self) -> None:
+        """Ends a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
+
+        Raises RuntimeError when the weights are not perturbed.
+        """
+        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        self._share()
+        self._engine.recover_()
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit, also after an exception.
+        Calling `step()` inside, after a backward pass, makes the update.
+        """
+        self._require(Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first")
+        try:
+            try:
+                self.first_step()
+                yield
+            finally:
+                self._engine.recover_()
+        finally:
+            self._engine.recover_()  # when an interrupt fell into the line above; nothing otherwise
+
+    def _both_passes(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            self._clear_gradients()
+            loss = closure()
+            self._engine.perturb_()
+            self._clear_gradients()
+            closure()
+        self._second_pass()
+        return loss
+
+    def _second_pass(self) -> None:
+        self.base_optimizer._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the base optimizer
+        grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
+        found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
+        if self._engine.rule is not None:
+            self._engine.update_(grad_scale, found_inf, self.check_finite)
+        else:
+            self._step_base(grad_scale, found_inf)
+
+    def _step_base(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """The update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused optimizers do."""
+        calls = self._engine.gathered()
+        if self.check_finite:
+            found_inf = self._engine.nonfinite(calls, found_inf)
+        self._engine.recover_()
+        if found_inf is not None and found_inf.item() != 0:
+            return
+        if grad_scale is not None:
+            with torch.no_grad():
+                for p in (p for p in parameters_of(self.param_groups) if p.grad is not None):
+                    p.grad.div_(grad_scale)
+        _unhooked_step(self.base_optimizer)(self.base_optimizer)
+
+    def _clear_gradients(self) -> None:
+        for p in parameters_of(self.param_groups):
+            p.grad = None
+
+    # --- what surrounds a step ---
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first step."""
+        return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As for any torch optimizer; the state of the other parameters stays. Raises as the constructor does, and then adds nothing."""
+        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
+            param_group["params"] = list(param_group["params"])
+            _refuse_duplicates(param_group["params"])
+        if "_engine" not in self.__dict__:
+            super().add_param_group(param_group)
+            return
+        for name in OWN_OPTIONS:
+            param_group.setdefault(name, self.defaults[name])
+        check_group(param_group, len(self.param_groups))
+        self._share()
+        self.base_optimizer.add_param_group(param_group)
+        try:
+            self._check_parameters()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format, loadable into the base optimizer's class too; copies, which later steps do not change. Possible at any time: between
+        the two passes it holds the unperturbed weights, so that training can go on from there.
+        """
+        self._share()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        params = parameters_of(self.param_groups)
+        perturbed = self._engine.phase is not Phase.IDLE
+        state_dict = pack(self.base_optimizer.state_dict(), params, self._engine.saved(), perturbed)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict of `FusedSAM` or of the base optimizer's class. One that was saved between the two passes leaves the optimizer
+        there: load the model's weights of the same moment too, and go on with the second pass, or `restore()`.
+
+        Raises ValueError for the state of another model or optimizer, RuntimeError while the weights are perturbed; nothing is changed then.
+        """
+        self._require(Phase.IDLE, "load_state_dict() while the weights are perturbed", "call restore() first, then load model and optimizer")
+        self._share()
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        rule = self._engine.rule
+        loaded = Loaded(state_dict, self.param_groups, rule)
+        if rule is None:
+            self.base_optimizer.load_state_dict(loaded.for_base())
+            self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+        else:
+            state = loaded.for_fused(rule)
+            self.state.clear()
+            self.state.update(state)
+            for group, new in zip(self.param_groups, loaded.groups, strict=True):
+                group.update(new)
+        self._engine.load(loaded.weights, loaded.perturbed)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._share()
+        saved = self._engine.saved()
+        return {
+            **super().__getstate__(),
+            "base_optimizer": self.base_optimizer,
+            "check_finite": self.check_finite,
+            "backend": self._engine.backend,
+            "perturbed": self._engine.phase is not Phase.IDLE,
+            "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
+        super().__setstate__(state)
+        self._engine = Engine(self.base_optimizer, backend)
+        params = parameters_of(self.param_groups)
+        self._engine.load({p: weights for p, weights in zip(params, saved, strict=True) if weights}, perturbed)
+        self._share()
+
+    # --- small things ---
+
+    def _require(self, phase: Phase, problem: str, remedy: str) -> None:
+        if self._engine.phase is not phase:
+            raise RuntimeError(f"{problem}; {remedy}")
+
+    def _share(self) -> None:
+        """The base optimizer works on the very groups and state of this one, also after somebody replaced them."""
+        base = self.base_optimizer
+        base.param_groups, base.state = self.param_groups, self.state
+        # A hook on either optimizer fires once per step.
+        base._optimizer_step_pre_hooks = self._optimizer_step_pre_hooks
+        base._optimizer_step_post_hooks = self._optimizer_step_post_hooks
+
+    def _check_parameters(self) -> None:
+        params = parameters_of(self.param_groups)
+        parameters.check(params)
+        for dtype in {p.dtype for p in params}:
+            ops.bind(self._engine.backend, params[0].device, dtype)
+
+    def _refuse_scaled_closure(self) -> None:
+        if hasattr(self, "grad_scale"):
+            self._forget_scaler()
+            raise RuntimeError(
+                "a GradScaler cannot step with a closure: it unscales and checks gradients before the closure makes them. Call "
+                "scaler.scale(loss).backward(), first_step(zero_grad=True), scaler.scale(loss).backward() again, scaler.step(optimizer), "
+                "scaler.update()"
+            )
+
+    def _forget_scaler(self) -> None:
+        """A GradScaler takes its attributes away only after a step that succeeded, and would multiply with them in the next."""
+        for name in ("grad_scale", "found_inf"):
+            self.__dict__.pop(name, None)
+
+
+def _make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
+    before = set(groups[0])
+    base = factory(groups, **options)
+    if not isinstance(base, Optimizer):
+        raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
+    taken = sorted(set(OWN_OPTIONS) & set(base.defaults) & before)
+    if taken:
+        raise ValueError(f"{type(base).__name__} has options of its own called {', '.join(taken)}, which are SAM's here; it cannot be the base")
+    closure = inspect.signature(_unhooked_step(base)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with two passes")
+    return base
+
+
+def _unhooked_step(base: Optimizer) -> Callable[..., Any]:
+    """The base optimizer's step without the hooks that torch puts around it: ours fire already."""
+    step = type(base).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def _refuse_duplicates(params: list[Any]) -> None:
+    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    if len(set(map(id, tensors))) != len(tensors):
+        raise ValueError("a parameter group with duplicate parameters: pass every parameter once")

@@ -1,0 +1,39 @@
+"""Gradients that are not simply there: absent, in another order of elements, or impossible. The ordinary case never comes here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def present(grads: Sequence[Tensor | None], like: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+    """The positions of those that are not None, and these, each dense in the order of elements of its tensor in `like`.
+
+    `numbers` are the parameters' numbers, for messages. Raises RuntimeError for a gradient that cannot be used.
+    """
+    slots, usable = [], []
+    for i, (grad, z) in enumerate(zip(grads, like, strict=True)):
+        if grad is not None:
+            slots.append(i)
+            usable.append(_in_order(grad.detach(), z, numbers[i]))
+    return tuple(slots), usable
+
+
+def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an embedding use sparse=False, "
+            "or give its parameters an optimizer of their own"
+        )
+    if grad.is_complex():
+        raise RuntimeError(f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients")
+    if grad.shape != z.shape or grad.device != z.device:
+        raise RuntimeError(
+            f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter {tuple(z.shape)} on {z.device}: "
+            "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
+        )
+    if grad.dtype == z.dtype and grad.stride() == z.stride():
+        return grad
+    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(grad)

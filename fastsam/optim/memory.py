@@ -1,0 +1,78 @@
+"""Notices, cheaply and in every step, what happened to the parameters and to the state since the last one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import is_not, le
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_data_ptr = torch.Tensor.data_ptr
+Groups = Sequence[dict[str, Any]]
+State = dict[Tensor, dict[str, Any]]
+
+
+def parameters_of(groups: Groups) -> list[Tensor]:
+    """All parameters of all groups, in order."""
+    return [p for group in groups for p in group["params"]]
+
+
+def _count_of_one_holder() -> int:
+    """What `sys.getrefcount` says, called as below, of an object that one list holds."""
+    holder = [object()]
+    return next(map(sys.getrefcount, holder))
+
+
+class Watch:
+    """What the parameters and the state were when last looked at."""
+
+    def __init__(self, params: list[Tensor], holders: int, before: Watch | None = None) -> None:
+        """`holders`: how many references to each parameter the optimizer itself holds, this list aside and the state aside.
+        `before`: the watch that this one follows."""
+        self.params = params
+        self._holders = holders + 1
+        self._sizes: list[int] = []
+        self._pointers = list(map(_data_ptr, params))
+        self._dicts: list[dict[str, Any]] = []
+        self._alone: list[int] = []  # per parameter: the count of references when only the optimizer has it
+        self._orphans: set[int] | None = before._orphans if before else None  # ids of those that it had alone from the first
+
+    def note(self, groups: Groups, state: State) -> None:
+        """Takes the groups and the state as they are."""
+        self._sizes = [len(g["params"]) for g in groups]
+        alone = _count_of_one_holder() - 1 + self._holders
+        self._alone = [alone + (p in state) for p in self.params]
+        self._dicts = list(state.values())
+
+    def same_parameters(self, groups: Groups) -> bool:
+        """False when the groups hold other parameters than before."""
+        if [len(g["params"]) for g in groups] != self._sizes:
+            return False
+        now: Iterable[Tensor] = groups[0]["params"] if len(groups) == 1 else chain.from_iterable(g["params"] for g in groups)
+        return not any(map(is_not, now, self.params))
+
+    def same_memory(self) -> bool:
+        """False when a parameter lies elsewhere: moved, converted, assigned."""
+        return list(map(_data_ptr, self.params)) == self._pointers
+
+    def same_state(self, state: State) -> bool:
+        """False when the state has other entries than before."""
+        return len(state) == len(self._dicts) and not any(map(is_not, state.values(), self._dicts))
+
+    def abandoned(self) -> list[int]:
+        """The numbers of parameters that nobody but the optimizer refers to any more: whoever trains them has been given others.
+
+        What is in a live autograd graph or in a TorchScript module counts as referred to. A parameter that had a gradient and no other
+        holder when it was first looked at is the optimizer's alone, and not abandoned.
+        """
+        if self._orphans is not None and not any(map(le, map(sys.getrefcount, self.params), self._alone)):
+            return []
+        counts = list(map(sys.getrefcount, self.params))
+        alone = [i for i, count in enumerate(counts) if count <= self._alone[i]]
+        if self._orphans is None:
+            self._orphans = {id(self.params[i]) for i in alone if self.params[i].grad is not None}
+        return [i for i in alone if id(self.params[i]) not in self._orphans]

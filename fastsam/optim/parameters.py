@@ -1,0 +1,107 @@
+"""Which tensors `FusedSAM` can optimize: checked at construction, and again when they changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..arena import is_dense
+
+
+def check(params: Sequence[Tensor]) -> None:
+    """Refuses what cannot be optimized. `params` are all parameters of all groups in order; messages count them from 0.
+
+    Raises TypeError for sharded parameters and other wrappers, ValueError for a dtype that is not floating point, a sparse layout, a parameter
+    given twice, parameters on several devices, and parameters whose memory overlaps.
+    """
+    seen: dict[int, int] = {}
+    for i, p in enumerate(params):
+        _check_one(i, p)
+        if id(p) in seen:
+            raise ValueError(f"duplicate parameters: parameter {i} is parameter {seen[id(p)]} again; pass every parameter once")
+        seen[id(p)] = i
+    devices = sorted({str(p.device) for p in params})
+    if len(devices) > 1:
+        raise ValueError(
+            f"the parameters are on several devices ({', '.join(devices)}), but the norm of SAM is one number over all of them; move the model "
+            "to one device, or use one FusedSAM per device (each then has its own norm)"
+        )
+    _check_overlap(params)
+
+
+def _check_one(i: int, p: Tensor) -> None:
+    sharded = _sharding(p)
+    if sharded:
+        raise TypeError(
+            f"parameter {i} is {sharded}: FusedSAM does not support sharded parameters yet. Build it over unsharded parameters "
+            "(a plain module, or one wrapped in DistributedDataParallel)"
+        )
+    if is_traceable_wrapper_subclass(p):
+        raise TypeError(f"parameter {i} is a {type(p).__name__}, which wraps other tensors; FusedSAM needs plain tensors")
+    if not p.is_floating_point():
+        raise ValueError(
+            f"parameter {i} has dtype {p.dtype}; FusedSAM optimizes float32, float64, float16 and bfloat16. Leave it out"
+            + (", or optimize torch.view_as_real of it" if p.is_complex() else "")
+        )
+    if p.layout != torch.strided:
+        raise ValueError(f"parameter {i} has layout {p.layout}; FusedSAM needs dense (torch.strided) parameters")
+
+
+def _sharding(p: Tensor) -> str | None:
+    """How a parameter is sharded, None when it is not."""
+    # Looked up among the loaded modules: importing DTensor takes a second, and a parameter that is one has imported it.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is not None and isinstance(p, tensors.DTensor):
+        return "a DTensor (FSDP2, tensor parallelism)"
+    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+        return "sharded by FullyShardedDataParallel"
+    return None
+
+
+def _check_overlap(params: Sequence[Tensor]) -> None:
+    if any(p.device.type == "meta" for p in params):
+        return  # no memory, so nothing to share
+    spans = sorted((p.data_ptr(), p.data_ptr() + _extent(p), i) for i, p in enumerate(params) if p.numel())
+    cluster: list[tuple[int, int, int]] = []  # spans that run into each other
+    end = 0
+    for span in spans:
+        if cluster and span[0] >= end:
+            _check_cluster(params, cluster)
+            cluster = []
+        cluster.append(span)
+        end = max(end, span[1])
+    _check_cluster(params, cluster)
+
+
+def _extent(p: Tensor) -> int:
+    """Bytes from the first to behind the last element."""
+    return (sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True)) + 1) * p.element_size()
+
+
+def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, int]]) -> None:
+    """Marks byte by byte what each parameter covers: slices of one matrix run into each other and still share no element."""
+    if not cluster or (len(cluster) == 1 and is_dense(params[cluster[0][2]])):
+        return
+    start, end = cluster[0][0], max(span[1] for span in cluster)
+    covered = torch.zeros(end - start, dtype=torch.uint8)
+    total = 0
+    for begin, _, i in cluster:
+        p, size = params[i], params[i].element_size()
+        mine = covered.as_strided((*p.shape, size), (*(s * size for s in p.stride()), 1), begin - start)
+        if mine.any():
+            others = [j for _, _, j in cluster if j != i]
+            raise ValueError(
+                f"parameter {i} shares memory with another parameter (one of {others}), so one update would undo the other; tie weights by "
+                "using one Parameter in both places, and pass it once"
+            )
+        mine.fill_(1)
+        total += p.numel() * size
+        if int(covered.sum()) != total:
+            raise ValueError(
+                f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements are one place in memory "
+                "(an expanded tensor); pass p.clone()"
+            )

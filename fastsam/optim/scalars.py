@@ -1,0 +1,127 @@
+"""The numbers of a step (rho, learning rate, momentum, ...) on the device, refreshed when the parameter groups change.
+
+Python numbers are written once and then only when a group holds another object (a scheduler assigned a new one). Tensors are copied on the
+device in every step, without waiting for it, so a captured CUDA graph follows a schedule that writes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsam_kernels.columns import WIDTH, Column
+
+from .rules import Group, Rule
+
+NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
+OWN_OPTIONS = ("rho", "adaptive", "eta")
+
+
+def check_group(group: Group, number: int) -> None:
+    """Raises ValueError for options of a group that no step can use. Looks at the values of tensors, so not for every step."""
+    _check_radius(group, number)
+    lr = group.get("lr")
+    if lr is not None and not _number(lr) >= 0:
+        raise ValueError(f"lr must be 0 or more, got {_number(lr)} in parameter group {number}")
+    if not _number(group["rho"]) >= 0:
+        raise ValueError(f"rho must be 0 or more, got {_number(group['rho'])} in parameter group {number}")
+    for name, value in group.items():
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, (float, Tensor)) and name not in ("params", "initial_lr") and math.isnan(_number(part)):
+                raise ValueError(f"{name} is NaN in parameter group {number}")
+    if group.get("differentiable"):
+        raise ValueError("FusedSAM writes weights in place and cannot be differentiated through; leave out differentiable=True")
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"an option given as a tensor must have one element, got shape {tuple(value.shape)}")
+        return float(value.item())
+    return float(value)
+
+
+def _check_radius(group: Group, number: int) -> None:
+    """The part of the check that no base optimizer does; Python numbers only."""
+    for name in ("rho", "eta"):
+        value = group[name]
+        if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}")
+        if not isinstance(value, Tensor) and not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
+
+
+class Scalars:
+    """`tensor` is what the kernels read: float64 `[1, groups, WIDTH]` on the device."""
+
+    def __init__(self, rule: Rule | None, groups: Sequence[Group], device: torch.device) -> None:
+        self.rule = rule
+        self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64)
+        self.tensor = self._host if device.type == "cpu" else self._host.to(device)
+        options = OWN_OPTIONS + (rule.options if rule else ())
+        if rule is None and all("maximize" in group for group in groups):
+            options += ("maximize",)
+        self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
+        self._seen: list[tuple[Any, ...]] = []
+        self._live: list[tuple[Tensor, Tensor, bool]] = []  # place in `tensor`, the user's tensor, negated
+        self.kinds: tuple[Hashable, ...] = ()  # per group; another object when one of them changed
+        self.adaptive = False
+
+    def changed(self, groups: Sequence[Group]) -> bool:
+        """True when a group holds another object than at the last `read`."""
+        if len(groups) != len(self._seen):
+            return True
+        for group, seen in zip(groups, self._seen):  # noqa: B905  (lengths just compared; `strict` costs time here)
+            if any(map(is_not, self._read(group), seen)):
+                return True
+        return False
+
+    def read(self, groups: Sequence[Group]) -> None:
+        """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device; then nothing changed."""
+        rows, live = [], []
+        for number, group in enumerate(groups):
+            _check_radius(group, number)
+            row = [0.0] * WIDTH
+            for column, value in self._columns(group):
+                if isinstance(value, Tensor):
+                    negated = column is Column.RHO and bool(group.get("maximize"))
+                    live.append((self.tensor[0, number, column], value.detach(), negated))
+                elif math.isnan(value):
+                    raise ValueError(f"an option of parameter group {number} is NaN ({column.name})")
+                else:
+                    row[column] = float(value)
+            rows.append(row)
+        kinds = tuple(map(self.rule.kind, groups)) if self.rule else ()
+        self._host.numpy()[0, : len(rows)] = rows or 0.0
+        if self.tensor is not self._host:
+            self.tensor.copy_(self._host, non_blocking=True)
+        self._live = live
+        if kinds != self.kinds:
+            self.kinds = kinds
+        self.adaptive = any(bool(group["adaptive"]) for group in groups)
+        # A list can be changed in place, so a group that holds one is read again in every step.
+        self._seen = [tuple(object() if isinstance(v, list) else v for v in self._read(g)) for g in groups]
+
+    def _columns(self, group: Group) -> Iterator[tuple[Column, Any]]:
+        rho = group["rho"]
+        maximize = bool(group.get("maximize"))  # the worst point nearby is then the lowest
+        yield Column.RHO, -rho if maximize and not isinstance(rho, Tensor) else rho
+        yield Column.NU, NU
+        yield Column.ADAPTIVE, float(bool(group["adaptive"]))
+        yield Column.ETA, group["eta"]
+        if self.rule:
+            yield from self.rule.columns(group).items()
+        else:
+            yield Column.A, 1.0  # the check for finite gradients reads it
+
+    def copy_live(self) -> None:
+        """Copies the options that are tensors; waits for nothing when they are on the device."""
+        for place, value, negated in self._live:
+            place.copy_(value.reshape(()), non_blocking=True)
+            if negated:
+                place.neg_()

@@ -1,0 +1,159 @@
+"""The fused update of one bucket: its state, and the calls of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket, Selection
+from .rules import Rule
+
+State = dict[Tensor, dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Part:
+    """Parameters of an update that one call serves."""
+
+    selection: Selection
+    index: tuple[int, ...] | None  # which of the update's gradients are theirs; None: all
+    kind: Hashable
+    first: bool
+
+
+@dataclass(eq=False)
+class Plan:
+    """The calls of an update. It holds as long as the state is the one it was made for."""
+
+    parts: list[Part]
+    kinds: tuple[Hashable, ...]
+    missing: State  # what the state gets once the update ran
+    dicts: list[dict[str, Any]]
+    tensors: dict[str, list[Tensor]]
+
+    def holds(self, kinds: tuple[Hashable, ...]) -> bool:
+        """False when a group changed its kind of update, or somebody replaced a tensor of the state."""
+        if self.kinds is not kinds or self.missing:
+            return False
+        try:
+            return not any(any(map(is_not, map(itemgetter(name), self.dicts), mine)) for name, mine in self.tensors.items())
+        except KeyError:
+            return False
+
+
+class FusedUpdate:
+    """The optimizer's `state` of each parameter, under torch's own names, is a view of this bucket's fields."""
+
+    def __init__(self, bucket: Bucket, rule: Rule) -> None:
+        self.bucket, self.rule = bucket, rule
+        self._plans: dict[Selection, Plan] = {}
+        self._views: dict[str, list[Tensor]] = {}
+
+    def forget(self) -> None:
+        """The state may have changed: it is looked at again."""
+        self._plans.clear()
+
+    def adopt(self, kinds: tuple[Hashable, ...], state: State) -> None:
+        """Takes over the state that the parameters have: it is moved into the fields."""
+        self._plan(self.bucket.select(tuple(range(len(self.bucket.params)))), kinds, state)
+
+    def prepare(
+        self,
+        selection: Selection,
+        grads: Sequence[Tensor],
+        kinds: tuple[Hashable, ...],
+        state: State,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> list[partial[Any]]:
+        """The calls that restore and update. Until they run, weights and state are as they were (saved, where they had not been)."""
+        bucket = self.bucket
+        if selection is not bucket.held:
+            self._reconcile(selection, grads)
+        plan = self._plans.get(selection)
+        if plan is None or not plan.holds(kinds):
+            plan = self._plans[selection] = self._plan(selection, kinds, state)
+        first = any(part.first for part in plan.parts)
+        # Whether a first update is skipped decides what the next one is, so here the host has to know.
+        if first and found_inf is not None and found_inf.item() != 0:
+            return [partial(bucket.restore_, selection)]
+        calls: list[partial[Any]] = []
+        for part in plan.parts:
+            mine = grads if part.index is None else [grads[i] for i in part.index]
+            calls.append(self.rule.call(bucket, part.selection, mine, part.kind, part.first, grad_scale, found_inf))
+        if selection.indirect:
+            calls.append(partial(selection.store))
+        if plan.missing:
+            calls.append(partial(state.update, plan.missing))
+        return calls
+
+    def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """A parameter without a second gradient is restored; one without a first gradient is updated from where it is."""
+        bucket, held = self.bucket, set(self.bucket.held.slots)
+        bucket.restore_(bucket.select(tuple(sorted(held.difference(selection.slots)))))
+        late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
+        if late:
+            saved = bucket.select(tuple(i for i, _ in late))
+            bucket.save_(saved, [g for _, g in late])
+        bucket.held = selection
+
+    # --- plans ---
+
+    def _plan(self, selection: Selection, kinds: tuple[Hashable, ...], state: State) -> Plan:
+        """Sorts the parameters of an update into calls; moves state that is elsewhere into the fields."""
+        bucket, parts, missing = self.bucket, {}, {}
+        plan = Plan([], kinds, missing, [], {})
+        for position, slot in enumerate(selection.slots):
+            kind = kinds[bucket.groups[slot]]
+            fresh = kind is not None and not self._adopt(slot, state)
+            if fresh:
+                parameter = bucket.params[slot]
+                missing[parameter] = {**state.get(parameter, {}), **self._state_of(slot)}
+            elif kind is not None:
+                entry = state[bucket.params[slot]]
+                plan.dicts.append(entry)
+                for name in self._names():
+                    plan.tensors.setdefault(name, []).append(entry[name])
+            first = fresh and self.rule.starts_alone(kind)
+            parts.setdefault((kind, first), []).append(position)
+        for (kind, first), index in parts.items():
+            if len(parts) == 1:
+                plan.parts.append(Part(selection, None, kind, first))
+            else:
+                part = bucket.select(tuple(selection.slots[i] for i in index))
+                plan.parts.append(Part(part, tuple(index), kind, first))
+        return plan
+
+    def _names(self) -> tuple[str, ...]:
+        return self.rule.fields + ((self.rule.counter,) if self.rule.counter else ())
+
+    def _state_of(self, slot: int) -> dict[str, Tensor]:
+        """The state of a parameter: views of the fields, shaped as the parameter is."""
+        if not self._views:
+            for name in self.rule.fields:
+                self.bucket.field(name)
+                self._views[name] = self.bucket.arena.views(name)
+            if self.rule.counter:
+                self._views[self.rule.counter] = [self.bucket.steps[0, slot] for slot in range(len(self.bucket.params))]
+        return {name: views[slot] for name, views in self._views.items()}
+
+    def _adopt(self, slot: int, state: State) -> bool:
+        """Makes the state of a parameter the views of the fields, with the values it has. False (and zeros) when it has none."""
+        entry = state.get(self.bucket.params[slot])
+        views = self._state_of(slot)
+        found = entry is not None and any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
+        for name, view in views.items():
+            value = entry.get(name) if entry is not None else None
+            if value is None:
+                view.zero_()
+            elif value is not view:
+                view.copy_(torch.as_tensor(value).detach())
+        if found and entry is not None:
+            entry.update(views)
+        return found

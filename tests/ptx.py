@@ -1,0 +1,142 @@
+"""Compiles the Triton kernels for a GPU that need not be there, and prints what is in their PTX as JSON.
+
+Run in a process of its own, since one process either compiles Triton's kernels or interprets them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastsam_kernels import triton_adam, triton_norm, triton_perturb, triton_update
+from fastsam_kernels.triton_call import compute_type
+from fastsam_kernels.triton_common import WARPS
+from fastsam_kernels.triton_tables import DTYPES
+
+FIELDS = ("origin", "momentum", "q", "exp_avg", "exp_avg_sq")
+OPERANDS = ("z", "grads", "weights", "g1")
+DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "corrections")
+SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+WIDE = r"global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with the operands that one call gives it."""
+
+    kernel: Any
+    dtype: torch.dtype
+    aligned: bool = True
+    flat: bool = False  # list operands are fields
+    master: bool = False
+    absent: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        parts = [self.kernel.__name__.strip("_"), SHORT[self.dtype], "flat" if self.flat else "scattered"]
+        parts += ["master"] * self.master + ["unaligned"] * (not self.aligned) + [f"no-{name}" for name in self.absent]
+        return " ".join(parts)
+
+    def type_of(self, name: str) -> str:
+        if name in ("n_chunks", "segments", "programs_per_row") or name.endswith(
+            ("_stride", "_row", "_group", "_slot")
+        ):
+            return "i32"
+        if name in OPERANDS:
+            return f"*{SHORT[self.dtype]}" if self.flat else "*i64"
+        if name in FIELDS:
+            state = torch.float64 if self.dtype == torch.float64 else torch.float32
+            return f"*{SHORT[self.dtype if name == 'origin' and not self.master else state]}"
+        if name in DOUBLES:
+            return "*fp64"
+        return "*i64" if name in ("chunks", "table") else "*fp32"  # else a scaler's numbers, or step counters
+
+    def source(self) -> ASTSource:
+        """What Triton makes of a call with such operands."""
+        constants = {"COMPUTE": compute_type(self.dtype), "ALIGNED": self.aligned} | dict(self.options)
+        constants |= dict.fromkeys(self.absent)
+        for operand in OPERANDS:
+            constants[f"{operand.upper()}_FLAT"] = self.flat
+            constants[f"{operand.upper()}_DTYPE"] = DTYPES[self.dtype]
+        signature, constexprs, attrs = {}, {}, {}
+        for i, name in enumerate(self.kernel.arg_names):
+            if name in constants:
+                signature[name], constexprs[(i,)] = "constexpr", constants[name]
+                continue
+            signature[name] = self.type_of(name)
+            if self.aligned and name not in ("n_chunks", "segments", "programs_per_row"):
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        return ASTSource(self.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+
+
+def variants() -> list[Variant]:
+    """What the tests look at: every kernel, and the storage types of those that move the weights."""
+    found = []
+    save, sgd, adam = (("SAVE", True),), (("FIRST", False), ("KEEP", False)), (("DECOUPLED", True), ("KEEP", False))
+    plain = ("g1", "q", "sumsq_v", "grad_scale", "found_inf")
+    f32 = torch.float32
+    for aligned in (True, False):
+        found += [
+            Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",)),
+            Variant(triton_norm._norm_kernel, f32, aligned),
+            Variant(triton_perturb._perturb_kernel, f32, aligned, options=save),
+            Variant(triton_perturb._restore_kernel, f32, aligned),
+            Variant(triton_update._update_norm_kernel, f32, aligned),
+            Variant(triton_update._sgd_kernel, f32, aligned, absent=plain, options=sgd),
+            Variant(triton_adam._adam_kernel, f32, aligned, absent=("grad_scale",), options=adam),
+        ]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        master = dtype in (torch.float16, torch.bfloat16)
+        found += [
+            Variant(triton_perturb._perturb_kernel, dtype, flat=True, master=master, options=save),
+            Variant(triton_update._sgd_kernel, dtype, flat=True, master=master, absent=plain, options=sgd),
+        ]
+    found += [
+        Variant(triton_update._sgd_kernel, f32, options=sgd),
+        Variant(triton_norm._finish_kernel, f32, options=(("ACCUMULATE", False),)),
+        Variant(triton_adam._count_kernel, f32, options=(("BLOCK", triton_adam.COUNT_BLOCK),)),
+    ]
+    return found
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack and local memory per thread, from the assembled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def look(variant: Variant, arch: int) -> dict[str, Any]:
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(variant.source(), target=target, options={"num_warps": WARPS, "enable_fp_fusion": False})
+    text = compiled.asm["ptx"]
+    counts = {
+        "wide_loads": len(re.findall(rf"\bld\.{WIDE}", text)),
+        "wide_stores": len(re.findall(rf"\bst\.{WIDE}", text)),
+        "atomics": len(re.findall(r"\b(?:atom|red)\.", text)),
+        "fused": len(re.findall(r"\bfma\.", text)),
+        "inexact": len(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:full|approx)", text)),
+        "local": len(re.findall(r"\b(?:ld|st)\.local", text)),
+        "bf16_by_hardware": len(re.findall(r"\bcvt\.rn\.bf16", text)),
+    }
+    return counts | resources(compiled.asm["cubin"])
+
+
+if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    json.dump({variant.name: look(variant, arch) for variant in variants()}, sys.stdout)

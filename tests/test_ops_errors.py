@@ -1,0 +1,192 @@
+"""The op surface says what it expected, what it got, and writes nothing when it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastsam import backends, ops
+from fastsam.arena import Layout
+from fastsam_kernels.columns import WIDTH, Column
+
+F32, F64 = torch.float32, torch.float64
+SHAPES = ((4, 3), (5,), (2, 3, 4, 4))
+Change = Callable[[dict[str, Any]], None]
+
+
+def arguments(rows: int = 1) -> dict[str, Any]:
+    """Arguments that fit, by the names of the ops' parameters."""
+    lead = () if rows == 1 else (rows,)
+    z, grads, g1 = ([torch.randn(*lead, *shape) for shape in SHAPES] for _ in range(3))
+    layout = Layout.of([torch.zeros(shape) for shape in SHAPES], groups=[0, 1, 0])
+    hyper = torch.zeros(rows, 2, WIDTH, dtype=F64)
+    hyper[..., Column.A], hyper[..., Column.LR], hyper[..., Column.RHO] = 1.0, 0.1, 1.0
+    return {
+        "z": z,
+        "grads": grads,
+        "g1": g1,
+        "table": layout.table,
+        "hyper": hyper,
+        "sumsq": torch.ones(rows, dtype=F64),
+        "sumsq_v": torch.ones(rows, dtype=F64),
+        "steps": torch.zeros(rows, 3),
+        "grad_scale": torch.ones(1),
+        "found_inf": torch.zeros(1),
+    } | {name: torch.zeros(rows, layout.stride) for name in ("origin", "momentum", "q", "exp_avg", "exp_avg_sq")}
+
+
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "norm_": ("sumsq", "grads", "z", "table", "hyper"),
+    "perturb_": ("z", "origin", "grads", "table", "hyper", "sumsq"),
+    "restore_": ("z", "origin", "table"),
+    "update_norm_": ("sumsq", "z", "origin", "grads", "table", "hyper"),
+    "update_sgd_": ("z", "origin", "grads", "table", "hyper"),
+    "update_adam_": ("z", "origin", "grads", "table", "hyper", "exp_avg", "exp_avg_sq", "steps"),
+}
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "update_norm_": ("g1", "q", "grad_scale"),
+    "update_sgd_": ("g1", "q", "momentum", "sumsq_v", "grad_scale", "found_inf"),
+    "update_adam_": ("grad_scale", "found_inf"),
+}
+
+
+def call(op: str, args: dict[str, Any], **more: Any) -> None:
+    positional = [args[name] for name in PARAMETERS[op]] + ([True] if op == "perturb_" else [])
+    options = {name: args[name] for name in OPTIONS.get(op, ())}
+    getattr(ops, op)(*positional, **options, **more)
+
+
+def everything(args: dict[str, Any]) -> list[Tensor]:
+    return [t for value in args.values() for t in (value if isinstance(value, list) else [value])]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("op", PARAMETERS)
+def test_arguments_that_fit_are_taken(op: str, rows: int) -> None:
+    args = arguments(rows)
+    before = [z.clone() for z in args["z"]]
+    call(op, args, backend="reference")
+    if "norm" not in op:
+        assert not all(torch.equal(a, b) for a, b in zip(before, args["z"], strict=True))
+
+
+def put(name: str, value: Any) -> Change:
+    return lambda args: args.__setitem__(name, value(args[name]) if callable(value) else value)
+
+
+def put_one(name: str, index: int, value: Callable[[Tensor], Tensor]) -> Change:
+    return lambda args: args[name].__setitem__(index, value(args[name][index]))
+
+
+def enter(row: int, column: int, value: int) -> Change:
+    return lambda args: args["table"].__setitem__((row, column), value)
+
+
+ALL = tuple(PARAMETERS)
+WITH_Z = ("perturb_", "restore_", "update_norm_", "update_sgd_", "update_adam_")
+WITH_HYPER = ("norm_", "perturb_", "update_norm_", "update_sgd_", "update_adam_")
+WITH_SUMS = ("norm_", "perturb_", "update_norm_")
+ADAM, SGD = ("update_adam_",), ("update_sgd_",)
+CHANGES: list[tuple[tuple[str, ...], Change, str]] = [
+    (ALL, put("table", lambda t: t.int()), r"table must be contiguous int64 \[segments, 4\] on the CPU.* got torch.int32 \[3, 4\]"),
+    (ALL, put("table", lambda t: t[:, :3].contiguous()), r"got torch.int64 \[3, 3\]"),
+    (ALL, put("table", lambda t: t.t().contiguous().t()), r"table must be contiguous"),
+    (ALL, enter(1, 0, -16), "negative entry"),
+    (ALL, enter(1, 0, 8), "overlap: one begins at 8, another ends at 12"),
+    (WITH_HYPER, enter(1, 2, 2), r"names parameter group 2 \(counted from 0\), but hyper has 2 groups"),
+    (WITH_HYPER, put("hyper", lambda h: h.float()), rf"hyper must be .* float64 \[rows, groups, {WIDTH}\] on cpu, got torch.float32"),
+    (WITH_HYPER, put("hyper", lambda h: h[0]), r"got torch.float64 \[2, 16\]"),
+    (WITH_HYPER, put("hyper", lambda h: h.to("meta")), "on meta"),
+    (WITH_HYPER, put("hyper", lambda h: h[:, :, :1].expand(-1, -1, WIDTH)), "hyper must be contiguous"),
+    (WITH_SUMS, put("sumsq", torch.ones(1)), r"sumsq must be contiguous float64 \[1\] on cpu, got torch.float32 \[1\]"),
+    (WITH_SUMS, put("sumsq", torch.ones(2, dtype=F64)), r"sumsq must be .*\[1\].* got torch.float64 \[2\]"),
+    (SGD, put("sumsq_v", torch.ones((), dtype=F64)), "sumsq_v must be contiguous float64"),
+    (WITH_Z, put("z", lambda z: z[:2]), r"z must be one tensor per segment \(3\) or one field, got 2 tensors"),
+    (WITH_Z, put_one("z", 1, lambda t: t.double()), r"z\[1\] must be torch.float32 with 1 x 5 elements on cpu, got torch.float64"),
+    (WITH_Z, put_one("z", 1, lambda t: t[:4]), r"z\[1\] must be .* 1 x 5 elements .* got torch.float32 \[4\]"),
+    (WITH_Z, put_one("z", 0, lambda t: torch.zeros(4, 6)[:, ::2]), r"z\[0\] must be dense \(pass tensor.contiguous\(\)\)"),
+    (WITH_Z, put_one("z", 1, lambda t: t.to("meta")), r"z\[1\] must be .* on cpu, got .* on meta"),
+    (WITH_Z, put("z", [torch.zeros(1, 20)]), r"z must be torch.float32 \[1, at least 1\d\d\] on cpu with unit stride"),
+    (WITH_HYPER, put_one("grads", 1, lambda t: t.half()), r"grads\[1\] must be torch.float32"),
+    (WITH_HYPER, put("grads", []), r"grads must be one tensor per segment \(3\) or one field, got 0 tensors"),
+    (WITH_HYPER, put_one("grads", 2, lambda t: t.contiguous(memory_format=torch.channels_last)), r"different orders, strides"),
+    (SGD, put_one("g1", 2, lambda t: t.contiguous(memory_format=torch.channels_last)), r"z\[2\] and g1\[2\] have .* in different orders"),
+    (SGD, put("g1", lambda g: g[1:]), r"g1 must be one tensor per segment"),
+    (WITH_Z, put("origin", lambda o: o.double()), r"origin must be torch.float32 \[1, at least 1\d\d\] .* got torch.float64"),
+    (WITH_Z, put("origin", lambda o: o[:, :50]), r"origin must be .* got torch.float32 \[1, 50\]"),
+    (WITH_Z, put("origin", lambda o: o[0]), r"origin must be"),
+    (WITH_Z, put("origin", lambda o: torch.zeros(1, 2 * o.shape[1])[:, ::2]), "with unit stride"),
+    (("update_norm_", "update_sgd_"), put("q", lambda q: q.half()), r"q must be torch.float32"),
+    (SGD, put("momentum", lambda m: m.repeat(2, 1)), r"momentum must be torch.float32 \[1, at least"),
+    (ADAM, put("exp_avg", lambda m: m.bfloat16()), "exp_avg must be torch.float32"),
+    (ADAM, put("exp_avg_sq", lambda m: m[:, :3]), "exp_avg_sq must be torch.float32"),
+    (ADAM, put("steps", torch.zeros(1, 2)), r"steps must be contiguous float32 \[1, at least 3 slots\] on cpu, got torch.float32 \[1, 2\]"),
+    (ADAM, put("steps", torch.zeros(3)), "steps must be"),
+    (ADAM, put("steps", torch.zeros(1, 3, dtype=torch.int64)), "steps must be .* got torch.int64"),
+    (("update_norm_", *SGD, *ADAM), put("grad_scale", torch.ones(1, dtype=F64)), "grad_scale must be one float32 number on cpu"),
+    ((*SGD, *ADAM), put("found_inf", torch.zeros(2)), r"found_inf must be one float32 number on cpu, got torch.float32 \[2\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "message"), [(op, change, message) for many, change, message in CHANGES for op in many]
+)
+def test_arguments_that_do_not_fit_are_refused(op: str, change: Change, message: str) -> None:
+    args = arguments()
+    change(args)
+    before = [t.clone() for t in everything(args)]
+    with pytest.raises(ValueError, match=f"{op}: .*{message}"):
+        call(op, args)
+    for a, b in zip(before, everything(args), strict=True):
+        assert a.is_meta or torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put_one("z", 0, lambda t: t[:1].expand(2, 4, 3)), r"z\[0\] must be of rows that do not overlap"),
+        (put_one("z", 0, lambda t: t.reshape(4, 6)), r"z\[0\] must be 2 dense rows in its first dimension"),
+        (put_one("z", 0, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)), r"z\[0\] must be 2 dense rows"),
+        (put("origin", lambda o: o[:1].expand(2, -1)), "origin must be of rows that do not overlap"),
+    ],
+)
+def test_rows_must_be_rows(change: Change, message: str) -> None:
+    args = arguments(rows=2)
+    change(args)
+    with pytest.raises(ValueError, match=message):
+        call("perturb_", args)
+
+
+def test_adaptive_groups_need_the_weights() -> None:
+    args = arguments()
+    args["hyper"][:, 1, Column.ADAPTIVE] = 1.0
+    with pytest.raises(ValueError, match=r"weights must be one tensor per segment \(3\) or one field, got 0 tensors"):
+        ops.norm_(args["sumsq"], args["grads"], [], args["table"], args["hyper"])
+
+
+def test_a_field_without_padding_is_a_field() -> None:
+    """Two segments that fill a row: one tensor with as many elements as both is the field, not a list that is too short."""
+    table, hyper = torch.tensor([[0, 16, 0, 0], [16, 16, 0, 1]]), torch.zeros(1, 1, WIDTH, dtype=F64)
+    sumsq, grads = torch.zeros(1, dtype=F64), torch.full((1, 32), 2.0)
+    ops.norm_(sumsq, [grads], [], table, hyper, backend="reference")
+    assert sumsq.item() == 128.0
+
+
+def test_what_was_asked_for_by_name_serves_or_says_why() -> None:
+    args = arguments()
+    with pytest.raises(
+        ValueError, match=r"backend must be one of 'auto', 'native', 'triton', 'reference', got 'cudnn'"
+    ):
+        call("restore_", args, backend="cudnn")
+    args["z"], args["origin"] = [z.to(torch.int32) for z in args["z"]], args["origin"].to(torch.int32)
+    with pytest.raises(ValueError, match="float32, float64, float16 or bfloat16, got torch.int32|origin must be"):
+        call("restore_", args)
+    with pytest.raises(
+        RuntimeError,
+        match=r"backend 'native' cannot serve torch.float32 on meta: native does not serve the device 'meta'",
+    ):
+        backends.select("native", torch.device("meta"), F32)

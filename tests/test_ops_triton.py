@@ -1,0 +1,204 @@
+"""What is particular to the Triton backend: its tables on the device, torch.compile, where it can run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastsam import backends
+from fastsam.arena import Arena, Layout
+from fastsam_kernels import reference
+from fastsam_kernels.columns import WIDTH, Column
+
+tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
+triton_launch = pytest.importorskip("fastsam_kernels.triton_launch")
+
+CPU = triton_launch.why_not("cpu")
+interpreted = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
+CUDA = triton_launch.why_not("cuda")
+on_gpu = pytest.mark.skipif(CUDA is not None, reason=f"Triton on CUDA: {CUDA}")
+
+
+class Step:
+    """The operands of a SAM step with momentum over a few shapes."""
+
+    def __init__(self, device: str = "cpu", seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(6, 4), (6,), (5000,)]
+        self.z, self.g1, self.g2 = ([torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3))
+        self.table = Layout.of(self.z).table
+        self.arena = Arena(Layout.of(self.z), device=device)
+        self.origin, self.momentum = self.arena.field("origin"), self.arena.field("momentum")
+        self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)
+        self.hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
+        for column, value in ((Column.RHO, 0.05), (Column.LR, 0.1), (Column.A, 1.0), (Column.MOMENTUM, 0.9)):
+            self.hyper[..., column] = value
+        self.hyper = self.hyper.to(device)
+
+    def run(self, kernels, z: list[Tensor], g1: list[Tensor], g2: list[Tensor]) -> None:
+        kernels.norm_(self.sumsq, g1, [], self.table, self.hyper)
+        kernels.perturb_(z, self.origin, g1, self.table, self.hyper, self.sumsq, True)
+        kernels.update_sgd_(z, self.origin, g2, self.table, self.hyper, momentum=self.momentum)
+
+
+@interpreted
+def test_tensors_that_moved_are_found() -> None:
+    """Gradients at other addresses in every step, some of them where others were: no stale table is ever used."""
+    ours, expected = Step(), Step()
+    for seed in range(4):
+        fresh = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
+        ours.run(triton_launch, ours.z, fresh.g1, fresh.g2)
+        expected.run(reference, expected.z, fresh.g1, fresh.g2)
+        ours.z = [z.clone() for z in ours.z]
+    for a, b in zip(ours.z, expected.z, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@interpreted
+def test_tables_are_made_once_per_content() -> None:
+    step, device = Step(), torch.device("cpu")
+    plan = tables.plan_of(step.table, device)
+    assert tables.plan_of(step.table.clone(), device) is plan
+    operand = tables.operand_of(step.z, plan, 1)
+    assert tables.operand_of(list(step.z), plan, 1).pointer is operand.pointer
+    assert tables.operand_of(step.g1, plan, 1).pointer is not operand.pointer
+    other = step.table.clone()
+    other[0, 1] = 5
+    assert tables.plan_of(other, device).n_chunks == plan.n_chunks
+    assert tables.plan_of(other, device).lengths[0] == 5
+    for i in range(2 * tables.ENTRIES):
+        tables.plan_of(torch.tensor([[16 * i, 1, 0, 0]]), device)
+    assert len(tables._plans._entries) == tables.ENTRIES
+
+
+def test_chunks_cover_every_element_once() -> None:
+    table = torch.tensor([[0, 0, 0, 0], [16, 4096, 0, 1], [4112, 4097, 1, 2], [9000, 0, 0, 3], [9008, 1, 0, 4]])
+    plan = tables._make_plan(table, torch.device("cpu"))
+    chunks = plan.chunks.reshape(-1, 2).tolist()
+    assert chunks == [[1, 0], [2, 0], [2, 4096], [4, 0]]
+    assert plan.table.reshape(-1, 4).tolist() == table.tolist()
+    assert not plan.aligned or not (table[:, 0] % 16).any()
+
+
+@pytest.mark.parametrize(
+    ("shift", "dtype", "aligned"),
+    [(0, torch.float32, True), (1, torch.float32, False), (4, torch.float32, True), (4, torch.bfloat16, False)],
+)
+def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, aligned: bool) -> None:
+    memory = torch.zeros(200, dtype=dtype)
+    plan = tables.plan_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
+    assert plan.aligned
+    views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
+    assert tables.operand_of(views, plan, 1).aligned is aligned
+    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1).aligned is aligned
+    rows = memory.as_strided((2, 30), (33, 1))
+    assert not tables.field_of(rows, 2).aligned
+    assert tables.field_of(rows, 2).stride == 33
+
+
+@interpreted
+def test_compiled_without_graph_breaks() -> None:
+    expected, compiled = Step(seed=7), Step(seed=7)
+
+    def step(s: Step, z: list[Tensor]) -> None:
+        s.run(triton_launch, z, s.g1, s.g2)
+
+    step(expected, expected.z)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.z)
+    for a, b in zip(expected.z, compiled.z, strict=True):
+        assert torch.equal(a, b)
+
+
+@interpreted
+@pytest.mark.parametrize("op", ["norm_", "perturb_", "restore_", "update_sgd_"])
+def test_opcheck(op: str) -> None:
+    step = Step()
+    args = {
+        "norm_": (step.sumsq, step.g1, step.z, step.table, step.hyper),
+        "perturb_": (step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq, True),
+        "restore_": (step.z, step.origin, step.table),
+        "update_sgd_": (step.z, step.origin, step.g1, step.table, step.hyper, step.momentum, step.g2),
+    }[op]
+    torch.library.opcheck(getattr(torch.ops.fastsam_triton, op).default, args)
+
+
+def test_the_cpu_is_served_in_the_interpreter_only() -> None:
+    code = "from fastsam_kernels import triton_launch as t; print(t.why_not('cpu')); print(t.why_not('cuda'))"
+    for value, cpu in (("0", "set TRITON_INTERPRET=1 before Python starts"), ("1", "None")):
+        env = os.environ | {"TRITON_INTERPRET": value}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        reasons = done.stdout.splitlines()
+        assert cpu in reasons[0]
+        if not torch.cuda.is_available():
+            assert reasons[1] == "torch sees no CUDA device"
+        elif value == "1":
+            assert "unset it" in reasons[1]
+    assert "no Triton kernels for the device 'mps'" in triton_launch.why_not("mps")
+
+
+def test_without_triton_the_backend_says_so() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch\n"
+        "from fastsam import backends\n"
+        "print(*[b.reason for b in backends.table() if b.name == 'triton'], sep='\\n')\n"
+        "print(backends.select('auto', torch.device('cpu'), torch.float32).name)\n"
+        "backends.select('triton', torch.device('cpu'), torch.float32)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    *reasons, auto = done.stdout.splitlines()
+    assert len(reasons) == 2 and all("pip install triton" in reason for reason in reasons)
+    assert auto in ("native", "reference")
+    assert "backend 'triton' cannot serve torch.float32 on cpu: triton: Triton cannot be imported" in done.stderr
+
+
+def test_without_a_c_compiler_gpus_are_not_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Triton compiles its launcher at first use: better to say so before `auto` takes it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    assert "has no Python.h; install python3-dev" in triton_launch.why_not("cuda")
+    (tmp_path / "Python.h").touch()
+    assert triton_launch.why_not("cuda") is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert "install gcc or clang, or set CC" in triton_launch.why_not("cuda")
+
+
+def test_auto_never_takes_the_interpreter() -> None:
+    assert backends.select("auto", torch.device("cpu"), torch.float32).name != "triton"
+
+
+@on_gpu
+def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
+    """Replays of a captured step read the learning rate of the moment, and gradients where the graph has them."""
+    ours, expected = Step("cuda"), Step("cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    start = [z.clone() for z in ours.z]
+    with torch.cuda.stream(stream):
+        ours.run(triton_launch, ours.z, [g.clone() for g in ours.g1], ours.g2)
+    torch.cuda.current_stream().wait_stream(stream)
+    for z, value in zip(ours.z, start, strict=True):
+        z.copy_(value)
+    ours.momentum.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ours.run(triton_launch, ours.z, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
+    for i in range(3):
+        for step in (ours, expected):
+            step.hyper[..., Column.LR] = 0.1 / (i + 1)
+            for g in step.g1:
+                g.mul_(1.5)
+        graph.replay()
+        expected.run(reference, expected.z, expected.g1, expected.g2)
+    for a, b in zip(ours.z, expected.z, strict=True):
+        torch.testing.assert_close(a, b)
