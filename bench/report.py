@@ -1,6 +1,7 @@
 """From a results file to the README's table and plots: `python -m bench.report bench/results/step.json`.
 
-Prints Markdown; `--plot FILE` draws the plot again. Nothing here measures: every number comes from the file.
+Prints Markdown; `--into FILE` puts the tables into the marked places of a page, `--plot FILE` draws the plot again. Nothing here
+measures: every number comes from the results file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,18 +56,19 @@ def rich_table(result: dict[str, Any]) -> Table:
     for row in result["contenders"]:
         style = "bold" if row["ours"] else None
         if "seconds" not in row:
-            table.add_row(
-                row["title"],
-                f"[red]{row['gate']}[/red]" if row["gate"] == "red" else row["gate"],
-                row["reason"],
-                style=style,
-            )
+            table.add_row(row["title"], row["gate"], style="red" if row["gate"] == "red" else style)
             continue
         low, high = row["seconds"]["q1"], row["seconds"]["q3"]
         cells = [duration(row["seconds"]["median"]), f"{duration(low)} … {duration(high)}"]
         cells += [figure(row, "to_copied"), figure(row, "to_flat"), figure(row, "floor_fraction")]
         table.add_row(row["title"], *cells, f"{row['extra_bytes_per_parameter']:.1f}", style=style)
     return table
+
+
+def reasons(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Why contenders were not measured, a line each."""
+    found = (f"{row['title']}: {row['reason']}" for r in results for row in r["contenders"] if "reason" in row)
+    return list(dict.fromkeys(found))
 
 
 def threads_of(number: int) -> str:
@@ -88,23 +91,58 @@ def figure(row: dict[str, Any], key: str) -> str:
     return f"{row[key]['median']:.2f}" if key in row else "-"
 
 
+def sections(record: dict[str, Any]) -> dict[str, str]:
+    """Pieces of Markdown: a heading line and a table each, and `made`: how, on what, and what was not measured."""
+    floor = record["floor_bytes_per_parameter"]
+
+    def section(title: str, cell: Callable[[dict[str, Any]], str]) -> str:
+        return f"{title}\n\n{_matrix(record, cell)}"
+
+    return {
+        "copied": section(
+            "Time of the optimizer part of a SAM step, relative to the copied per-tensor SAM (less is faster):",
+            lambda row: figure(row, "to_copied"),
+        ),
+        "flat": section(
+            "Relative to one flat tensor with flat gradients and torch's fused SGD:", lambda row: figure(row, "to_flat")
+        ),
+        "time": section("Time per step, median:", lambda row: duration(row["seconds"]["median"])),
+        "floor": section(
+            f"Fraction of the floor, {floor} bytes per parameter at the bandwidth of a large copy (more than 1: in the caches):",
+            lambda row: figure(row, "floor_fraction"),
+        ),
+        "memory": section(
+            "Peak memory beyond weights and gradients, bytes per parameter:",
+            lambda row: f"{row['extra_bytes_per_parameter']:.1f}",
+        ),
+        "made": provenance(record),
+    }
+
+
 def markdown(record: dict[str, Any]) -> str:
-    """The tables (relative time, then time, fraction of the floor, memory), and how they were made."""
-    parts = [
-        "Time of a SAM step's optimizer part relative to the copied per-tensor SAM (lower is faster):",
-        _matrix(record, lambda row: figure(row, "to_copied")),
-        "Relative to one flat tensor with flat gradients and torch's fused SGD:",
-        _matrix(record, lambda row: figure(row, "to_flat")),
-        "Time per step, median:",
-        _matrix(record, lambda row: duration(row["seconds"]["median"])),
-        f"Fraction of the floor: {record['floor_bytes_per_parameter']} bytes per parameter at the bandwidth of a large copy, over the time "
-        "(above 1 where everything fits the caches):",
-        _matrix(record, lambda row: figure(row, "floor_fraction")),
-        "Peak memory beyond weights and gradients, bytes per parameter:",
-        _matrix(record, lambda row: f"{row['extra_bytes_per_parameter']:.1f}"),
-        provenance(record),
-    ]
-    return "\n\n".join(parts)
+    """All sections."""
+    return "\n\n".join(sections(record).values())
+
+
+_MARKED = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+
+
+def fill(text: str, record: dict[str, Any]) -> str:
+    """`text` with what stands between `<!-- bench:SECTION -->` and `<!-- /bench -->` replaced by that section; `all` means every one.
+
+    Raises ValueError when there is no such place, or it names no section.
+    """
+    pieces = sections(record) | {"all": markdown(record)}
+    names = [name for _, name, _ in _MARKED.findall(text)]
+    unknown = [name for name in names if name not in pieces]
+    if not names or unknown:
+        wrong = (
+            f"there is no section {unknown[0]!r}"
+            if unknown
+            else "there is no place marked `<!-- bench:SECTION -->` ... `<!-- /bench -->`"
+        )
+        raise ValueError(f"{wrong}; sections are {', '.join(pieces)}")
+    return _MARKED.sub(lambda found: f"{found[1]}{pieces[found[2]]}\n{found[3]}", text)
 
 
 def _matrix(record: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> str:
@@ -136,10 +174,7 @@ def provenance(record: dict[str, Any]) -> str:
         f"{m['memory_gib']} GiB; Python {v['python']}, torch {v['torch']}, pytorch-optimizer {v['pytorch-optimizer']}. "
         f"Processors used by other processes meanwhile, per column: {others}."
     ]
-    reasons = {
-        f"{row['title']}: {row['reason']}" for r in record["results"] for row in r["contenders"] if "reason" in row
-    }
-    lines += [f"Not measured: {reason}." for reason in sorted(reasons)]
+    lines += [f"Not measured: {reason}." for reason in reasons(record["results"])]
     return "\n".join(lines)
 
 
@@ -213,15 +248,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path, help="a step.json")
     parser.add_argument("--plot", type=Path, help="draw the plot into this PNG as well")
+    parser.add_argument(
+        "--into", type=Path, action="append", default=[], help="replace the marked tables in this Markdown file"
+    )
     arguments = parser.parse_args(argv)
     try:
         record = read(arguments.results)
+        filled = {path: fill(path.read_text(), record) for path in arguments.into}
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(markdown(record))
+    for path, text in filled.items():
+        path.write_text(text)
     if arguments.plot is not None:
         plot(record, arguments.plot)
+    print(markdown(record))
     return 0
 
 

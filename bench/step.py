@@ -86,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 result = bench.run(threads, progress)
             record["results"].append(result)
             console.print(report.rich_table(result))
+            for reason in report.reasons([result]):
+                console.print(f"not measured: {reason}", soft_wrap=True, highlight=False, markup=False)
             _warn_of_noise(result, console)
     out = arguments.out or _new_directory()
     report.write(record, out)

@@ -15,6 +15,7 @@ import torch
 from bench import gate
 from bench.cases import Case, cases
 from bench.problem import Gradients, initial_weights
+from bench.report import threads_of
 from bench.timing import Clock, Drive
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed: pip install 'fastsam[bench]'")
@@ -23,7 +24,7 @@ CLOCK = Clock()
 THREADS = (1, 2)
 
 
-@pytest.fixture(params=THREADS, ids=lambda n: f"{n}-threads")
+@pytest.fixture(params=THREADS, ids=lambda n: f"threads{n}")
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -40,7 +41,7 @@ def test_step(case: Case, threads: int, benchmark: Any) -> None:
     weights, gradients = initial_weights(case.size.shapes), Gradients(case.size.shapes)
     green, red = gate.check([case.contender], weights, gradients)
     assert not red, f"wrong, so not measured: {red[case.contender.name]}"
-    benchmark.group = f"{case.size.name}, {threads} threads"
+    benchmark.group = f"{case.size.name}, {threads_of(threads)}"
     benchmark.extra_info |= {"tensors": len(case.size.shapes), "parameters": case.size.parameters, "threads": threads}
     drive = Drive(green[case.contender.name], gradients, CLOCK)
     benchmark.pedantic(drive.step, rounds=case.size.rounds, iterations=case.size.steps, warmup_rounds=1)

@@ -1,4 +1,5 @@
-// From the tensors of an op call to the plain structs of launch.h, checked. Shared by the CPU and the CUDA registration; stable ABI only.
+// From the tensors of an op call to the plain structs of launch.h, checked. Shared by the CPU and the CUDA
+// registration; stable ABI only.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,11 +22,16 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline Type type_of(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Float: return Type::f32;
-    case ScalarType::Double: return Type::f64;
-    case ScalarType::Half: return Type::f16;
-    case ScalarType::BFloat16: return Type::bf16;
-    default: STD_TORCH_CHECK(false, name, " must be float32, float64, float16 or bfloat16");
+    case ScalarType::Float:
+      return Type::f32;
+    case ScalarType::Double:
+      return Type::f64;
+    case ScalarType::Half:
+      return Type::f16;
+    case ScalarType::BFloat16:
+      return Type::bf16;
+    default:
+      STD_TORCH_CHECK(false, name, " must be float32, float64, float16 or bfloat16");
   }
 }
 
@@ -34,11 +40,13 @@ inline size_t size_of(Type type) { return type == Type::f64 ? 8 : type == Type::
 inline Type compute_type(Type type) { return type == Type::f64 ? Type::f64 : Type::f32; }
 
 inline Call call_of(const Tensor& table, const Tensor& hyper) {
-  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 && table.is_contiguous(),
-                  "table must be int64 [segments, 4]");
+  STD_TORCH_CHECK(
+      table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 && table.is_contiguous(),
+      "table must be int64 [segments, 4]");
   STD_TORCH_CHECK(table.is_cpu(), "table must be on the CPU");
-  STD_TORCH_CHECK(hyper.scalar_type() == ScalarType::Double && hyper.dim() == 3 && hyper.size(2) == kWidth && hyper.is_contiguous(),
-                  "hyper must be float64 [rows, groups, ", kWidth, "]");
+  STD_TORCH_CHECK(
+      hyper.scalar_type() == ScalarType::Double && hyper.dim() == 3 && hyper.size(2) == kWidth && hyper.is_contiguous(),
+      "hyper must be float64 [rows, groups, ", kWidth, "]");
   Call call;
   call.rows = hyper.size(0);
   call.groups = hyper.size(1);
@@ -78,11 +86,13 @@ inline List list_of(const Tensors& tensors, const Call& call, const char* name) 
     }
     return list;
   }
-  STD_TORCH_CHECK(tensors.size() == n, name, " must have one tensor per segment (", n, "), or be one field; got ", tensors.size());
+  STD_TORCH_CHECK(tensors.size() == n, name, " must have one tensor per segment (", n, "), or be one field; got ",
+                  tensors.size());
   for (size_t i = 0; i < n; ++i) {
     const Tensor& tensor = tensors[i];
-    STD_TORCH_CHECK(tensor.numel() == call.rows * call.table[i].length && type_of(tensor, name) == call.weight, name, "[", i,
-                    "] must have ", call.rows * call.table[i].length, " elements in the dtype of the weights; got ", tensor.numel());
+    STD_TORCH_CHECK(tensor.numel() == call.rows * call.table[i].length && type_of(tensor, name) == call.weight, name,
+                    "[", i, "] must have ", call.rows * call.table[i].length,
+                    " elements in the dtype of the weights; got ", tensor.numel());
     list.start[i] = tensor.data_ptr();
     list.row_stride[i] = call.rows > 1 ? tensor.stride(0) : 0;
   }
@@ -96,7 +106,8 @@ inline const float* scalar_of(const OptionalTensor& tensor, const char* name) {
 }
 
 inline double* sums_of(const Tensor& tensor, const Call& call, const char* name) {
-  STD_TORCH_CHECK(tensor.numel() == call.rows && tensor.scalar_type() == ScalarType::Double, name, " must be float64 [", call.rows, "]");
+  STD_TORCH_CHECK(tensor.numel() == call.rows && tensor.scalar_type() == ScalarType::Double && tensor.is_contiguous(),
+                  name, " must be contiguous float64 [", call.rows, "]");
   return static_cast<double*>(tensor.data_ptr());
 }
 
@@ -104,12 +115,13 @@ inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& 
   if (!weights.empty()) call.weight = type_of(weights[0], "z");
   call.origin_type = origin.has_value() ? type_of(*origin, "origin") : call.weight;
   // Without segments there may be no weights either, whose dtype would say what the others must be.
-  STD_TORCH_CHECK(call.segments == 0 || call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
-                  "origin must have the dtype of the weights, or float32 for half-precision weights");
+  STD_TORCH_CHECK(
+      call.segments == 0 || call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
+      "origin must have the dtype of the weights, or float32 for half-precision weights");
 }
 
-inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tensors& weights, const Tensor& table, const Tensor& hyper,
-                          bool accumulate) {
+inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tensors& weights, const Tensor& table,
+                          const Tensor& hyper, bool accumulate) {
   NormArgs args{call_of(table, hyper)};
   set_types(args.call, grads, std::nullopt);
   args.grads = list_of(grads, args.call, "grads");
@@ -119,8 +131,8 @@ inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tenso
   return args;
 }
 
-inline PerturbArgs perturb_args(const Tensors& z, const Tensor& origin, const Tensors& grads, const Tensor& table, const Tensor& hyper,
-                                const Tensor& sumsq, bool save) {
+inline PerturbArgs perturb_args(const Tensors& z, const Tensor& origin, const Tensors& grads, const Tensor& table,
+                                const Tensor& hyper, const Tensor& sumsq, bool save) {
   PerturbArgs args{call_of(table, hyper)};
   set_types(args.call, z, origin);
   args.z = list_of(z, args.call, "z");
@@ -146,7 +158,8 @@ inline RestoreArgs restore_args(const Tensors& z, const Tensor& origin, const Te
 }
 
 inline UpdateArgs update_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads, const Tensor& table,
-                              const Tensor& hyper, const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool keep) {
+                              const Tensor& hyper, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                              bool keep) {
   UpdateArgs args{call_of(table, hyper)};
   set_types(args.call, z, origin);
   args.z = list_of(z, args.call, "z");
@@ -155,6 +168,51 @@ inline UpdateArgs update_args(const Tensors& z, const OptionalTensor& origin, co
   args.grad_scale = scalar_of(grad_scale, "grad_scale");
   args.found_inf = scalar_of(found_inf, "found_inf");
   args.keep = keep;
+  return args;
+}
+
+// update_norm_ and update_sgd_: form U.
+inline void set_linear(UpdateArgs& args, const Tensors& g1, const OptionalTensor& q) {
+  args.g1 = list_of(g1, args.call, "g1");
+  args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
+}
+
+inline UpdateArgs update_norm_args(const Tensor& sumsq, const Tensors& z, const OptionalTensor& origin,
+                                   const Tensors& grads, const Tensor& table, const Tensor& hyper, const Tensors& g1,
+                                   const OptionalTensor& q, const OptionalTensor& grad_scale, bool accumulate) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, std::nullopt, false);
+  set_linear(args, g1, q);
+  args.sumsq = sums_of(sumsq, args.call, "sumsq");
+  args.accumulate = accumulate;
+  return args;
+}
+
+inline UpdateArgs update_sgd_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads,
+                                  const Tensor& table, const Tensor& hyper, const OptionalTensor& momentum,
+                                  const Tensors& g1, const OptionalTensor& q, const OptionalTensor& sumsq_v,
+                                  const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool first,
+                                  bool keep) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
+  set_linear(args, g1, q);
+  args.momentum = field_of(momentum, args.call, compute_type(args.call.weight), "momentum");
+  if (sumsq_v.has_value()) args.sumsq = sums_of(*sumsq_v, args.call, "sumsq_v");
+  args.first = first;
+  return args;
+}
+
+inline UpdateArgs update_adam_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads,
+                                   const Tensor& table, const Tensor& hyper, const Tensor& exp_avg,
+                                   const Tensor& exp_avg_sq, const Tensor& steps, const OptionalTensor& grad_scale,
+                                   const OptionalTensor& found_inf, bool decoupled, bool keep) {
+  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
+  args.momentum = field_of(exp_avg, args.call, compute_type(args.call.weight), "exp_avg");
+  args.exp_avg_sq = field_of(exp_avg_sq, args.call, compute_type(args.call.weight), "exp_avg_sq");
+  STD_TORCH_CHECK(steps.scalar_type() == ScalarType::Float && steps.dim() == 2 && steps.size(0) == args.call.rows &&
+                      steps.is_contiguous(),
+                  "steps must be float32 [", args.call.rows, ", slots]");
+  args.steps = static_cast<float*>(steps.data_ptr());
+  args.slots = steps.size(1);
+  args.decoupled = decoupled;
   return args;
 }
 

@@ -1,4 +1,5 @@
-// Which element a unit of work touches. The CPU and the CUDA kernels use the same functions, and the host can enumerate them.
+// Which element a unit of work touches. The CPU and the CUDA kernels use the same functions, and the host can enumerate
+// them.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +13,14 @@ struct Segment {
   int64_t offset, length, group, slot;
 };
 
-// Work is cut into chunks of at most kChunk elements that never cross a segment. The cut depends on the layout alone, not on the
-// number of rows, threads or blocks: so sums over chunks have the same bits however the work is spread.
+// Work is cut into chunks of at most kChunk elements that never cross a segment. The cut depends on the layout alone,
+// not on the number of rows, threads or blocks: so sums over chunks have the same bits however the work is spread.
 constexpr int64_t kChunk = 8192;
 
-FASTSAM_HD int64_t chunks_of(int64_t length) { return (length + kChunk - 1) / kChunk; }
+FASTSAM_HD int64_t chunks_of(int64_t length, int64_t chunk = kChunk) { return (length + chunk - 1) / chunk; }
 
-// The last i in [0, n) with prefix[i] <= chunk, where prefix[i] is the number of chunks before segment i. Empty segments (equal
-// prefixes) are never found.
+// The last i in [0, n) with prefix[i] <= chunk, where prefix[i] is the number of chunks before segment i. Empty
+// segments (equal prefixes) are never found.
 template <class Int>
 FASTSAM_HD int64_t segment_of(const Int* prefix, int64_t n, int64_t chunk) {
   int64_t low = 0, high = n;
@@ -39,10 +40,24 @@ struct Piece {
   int64_t begin, count;
 };
 
-FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length) {
-  const int64_t begin = chunk_in_segment * kChunk;
+FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length, int64_t chunk = kChunk) {
+  const int64_t begin = chunk_in_segment * chunk;
   const int64_t rest = length - begin;
-  return Piece{begin, rest < kChunk ? rest : kChunk};
+  return Piece{begin, rest < chunk ? rest : chunk};
+}
+
+// ---- CUDA: a block works off a piece in sweeps of `threads * width * turns` elements; in each turn a thread has
+// `width` of them, and neighbouring threads have neighbouring elements ----
+
+// Where in the piece the `turn`-th pack of `width` elements of a thread begins.
+FASTSAM_HD int pack_of(int turn, int thread, int threads, int width) { return (turn * threads + thread) * width; }
+
+// The chunk for a row of `elements`: whole sweeps, few enough chunks (about 8192) that the last block adds up their
+// partial sums in no time, and enough of them to occupy every multiprocessor several times over.
+inline int64_t chunk_for(int64_t elements, int64_t sweep) {
+  int64_t chunk = sweep;
+  while (elements > 8192 * chunk && chunk < 16384) chunk *= 2;
+  return chunk;
 }
 
 }  // namespace fastsam

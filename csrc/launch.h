@@ -1,4 +1,5 @@
-// The plain C++ face of the kernels: raw pointers, sizes and a stream, no torch. ops.cpp and cuda/ops_cuda.cpp fill these structs.
+// The plain C++ face of the kernels: raw pointers, sizes and a stream, no torch. ops.cpp and cuda/ops_cuda.cpp fill
+// these structs.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +40,22 @@ struct Call {
   }
 };
 
+// f(W{}, O{}) for the types of the weights and of origin.
+template <class F>
+inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call, F&& f) {
+  const bool master = call.origin_type != call.weight;
+  switch (call.weight) {
+    case Type::f64:
+      return f(double{}, double{});
+    case Type::f16:
+      return master ? f(f16{}, float{}) : f(f16{}, f16{});
+    case Type::bf16:
+      return master ? f(bf16{}, float{}) : f(bf16{}, bf16{});
+    default:
+      return f(float{}, float{});
+  }
+}
+
 struct NormArgs {
   Call call;
   List grads, weights;  // weights: only when a group is adaptive
@@ -65,34 +82,41 @@ struct UpdateArgs {
   Call call;
   List z, grads, g1;
   Field origin, q;
-  Field momentum;             // SGD's momentum or Adam's exp_avg, in the compute type
-  Field exp_avg_sq;           // Adam
-  float* steps = nullptr;     // Adam, [rows, slots]
-  int64_t slots = 0;          // Adam
-  double* sumsq = nullptr;    // update_norm_: written; update_sgd_: read, nullptr without clipping
-  bool accumulate = false;    // update_norm_
+  Field momentum;           // SGD's momentum or Adam's exp_avg, in the compute type
+  Field exp_avg_sq;         // Adam
+  float* steps = nullptr;   // Adam, [rows, slots]
+  int64_t slots = 0;        // Adam
+  double* sumsq = nullptr;  // update_norm_: written; update_sgd_: read, nullptr without clipping
+  bool accumulate = false;  // update_norm_
   const float* grad_scale = nullptr;
   const float* found_inf = nullptr;
   bool first = false, keep = false, decoupled = false;
 };
 
-#ifdef FASTSAM_CUDA
-// Each puts its kernels on `stream` and returns a cudaError_t.
-int norm_cuda(const NormArgs&, double* partials, int* ticket, void* stream);
-int perturb_cuda(const PerturbArgs&, void* stream);
-int restore_cuda(const RestoreArgs&, void* stream);
-int update_norm_cuda(const UpdateArgs&, double* partials, int* ticket, void* stream);
-int update_sgd_cuda(const UpdateArgs&, void* stream);
-int update_adam_cuda(const UpdateArgs&, int* ticket, void* stream);
-#else
-// Each does the chunks [begin, end) of rows * chunks(); ranges may run in any order and at the same time. `stream`: what is written
-// without having been read goes past the caches.
+// On the CPU. Each does the chunks [begin, end) of rows * chunks(); ranges may run in any order and at the same time.
+// `stream`: what is written without having been read goes past the caches.
 void norm_range(const NormArgs&, double* partials, int64_t begin, int64_t end);
 void perturb_range(const PerturbArgs&, bool stream, int64_t begin, int64_t end);
 void restore_range(const RestoreArgs&, bool stream, int64_t begin, int64_t end);
 void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
 void update_sgd_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);
 void update_adam_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);  // reads steps, does not count them
-#endif
+
+// On CUDA. Each puts its kernels on `stream` (a cudaStream_t) and returns a cudaError_t; nothing waits for the device.
+//
+// partials: as many doubles as the function of that name says, of any content.
+// tickets: one per row, zero before the call and zero again after it; calls that share them must not run at the same
+// time.
+int64_t norm_partials_cuda(const Call&);
+int64_t update_norm_partials_cuda(const Call&);
+int norm_cuda(const NormArgs&, double* partials, unsigned* tickets, void* stream);
+int perturb_cuda(const PerturbArgs&, void* stream);
+int restore_cuda(const RestoreArgs&, void* stream);
+int update_norm_cuda(const UpdateArgs&, double* partials, unsigned* tickets, void* stream);
+int update_sgd_cuda(const UpdateArgs&, void* stream);
+int update_adam_cuda(const UpdateArgs&, unsigned* tickets, void* stream);  // counts the steps
+
+// Ticket memory on the current device: `count` zeros that live as long as the process.
+int tickets_cuda(unsigned** memory, int64_t* count);
 
 }  // namespace fastsam

@@ -1,5 +1,5 @@
-// The update rules, element by element, shared by the C++ and the CUDA kernels. The equations and their sources stand in
-// kernels/reference.py; the names here are the same.
+// The update rules, element by element, shared by the C++ and the CUDA kernels. The equations and their sources stand
+// in kernels/reference.py; the names here are the same.
 #pragma once
 
 #include <cmath>

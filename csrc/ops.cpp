@@ -1,5 +1,5 @@
-// The schemas of all ops, and their registration for the CPU. LibTorch's stable ABI only: one binary serves torch 2.10 and later.
-// The meaning of every argument stands in kernels/reference.py.
+// The schemas of all ops, and their registration for the CPU. LibTorch's stable ABI only: one binary serves torch 2.10
+// and later. The meaning of every argument stands in kernels/reference.py.
 #include <unistd.h>
 
 #include <algorithm>
@@ -20,9 +20,11 @@ int64_t last_level_cache() {
   return bytes;
 }
 
-// Streamed stores save the fetch of a line that is overwritten, and cost the next reader a miss: they pay when the call's buffers
-// do not fit the last-level cache.
-bool streams(const Call& call, int64_t bytes_per_element) { return call.elements() * bytes_per_element > last_level_cache(); }
+// Streamed stores save the fetch of a line that is overwritten, and cost the next reader a miss: they pay when the
+// call's buffers do not fit the last-level cache.
+bool streams(const Call& call, int64_t bytes_per_element) {
+  return call.elements() * bytes_per_element > last_level_cache();
+}
 
 template <class F>
 void over_chunks(const Call& call, const F& range) {
@@ -43,7 +45,8 @@ void reduce(const Call& call, const std::vector<double>& partials, double* sumsq
   }
 }
 
-void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper, bool accumulate) {
+void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper,
+          bool accumulate) {
   const NormArgs args = norm_args(sumsq, grads, weights, table, hyper, accumulate);
   for (int64_t i = 0; i < args.call.rows * args.call.groups; ++i) {
     STD_TORCH_CHECK(args.call.hyper[i * kWidth + ADAPTIVE] == 0.0 || args.weights.given() || args.call.segments == 0,
@@ -54,8 +57,8 @@ void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const 
   reduce(args.call, partials, args.sumsq, accumulate);
 }
 
-void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper, const Tensor sumsq,
-             bool save) {
+void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+             const Tensor sumsq, bool save) {
   const PerturbArgs args = perturb_args(z, origin, grads, table, hyper, sumsq, save);
   const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.origin_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
@@ -67,41 +70,30 @@ void restore(const Tensors z, const Tensor origin, const Tensor table) {
   over_chunks(args.call, [&](int64_t begin, int64_t end) { restore_range(args, stream, begin, end); });
 }
 
-void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
-                 const Tensor hyper, const Tensors g1, const OptionalTensor q, const OptionalTensor grad_scale, bool accumulate) {
-  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, std::nullopt, false);
-  args.g1 = list_of(g1, args.call, "g1");
-  args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
-  args.sumsq = sums_of(sumsq, args.call, "sumsq");
+void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
+                 const Tensor table, const Tensor hyper, const Tensors g1, const OptionalTensor q,
+                 const OptionalTensor grad_scale, bool accumulate) {
+  const UpdateArgs args = update_norm_args(sumsq, z, origin, grads, table, hyper, g1, q, grad_scale, accumulate);
   std::vector<double> partials(args.call.rows * args.call.chunks());
   over_chunks(args.call, [&](int64_t begin, int64_t end) { update_norm_range(args, partials.data(), begin, end); });
   reduce(args.call, partials, args.sumsq, accumulate);
 }
 
-void update_sgd(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
-                const OptionalTensor momentum, const Tensors g1, const OptionalTensor q, const OptionalTensor sumsq_v,
-                const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first, bool keep) {
-  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
-  args.g1 = list_of(g1, args.call, "g1");
-  args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
-  args.momentum = field_of(momentum, args.call, compute_type(args.call.weight), "momentum");
-  if (sumsq_v.has_value()) args.sumsq = sums_of(*sumsq_v, args.call, "sumsq_v");
-  args.first = first;
+void update_sgd(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
+                const Tensor hyper, const OptionalTensor momentum, const Tensors g1, const OptionalTensor q,
+                const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf,
+                bool first, bool keep) {
+  const UpdateArgs args =
+      update_sgd_args(z, origin, grads, table, hyper, momentum, g1, q, sumsq_v, grad_scale, found_inf, first, keep);
   const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 2 * size_of(args.call.origin_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { update_sgd_range(args, stream, begin, end); });
 }
 
-void update_adam(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
-                 const Tensor exp_avg, const Tensor exp_avg_sq, const Tensor steps, const OptionalTensor grad_scale,
-                 const OptionalTensor found_inf, bool decoupled, bool keep) {
-  UpdateArgs args = update_args(z, origin, grads, table, hyper, grad_scale, found_inf, keep);
-  args.momentum = field_of(exp_avg, args.call, compute_type(args.call.weight), "exp_avg");
-  args.exp_avg_sq = field_of(exp_avg_sq, args.call, compute_type(args.call.weight), "exp_avg_sq");
-  STD_TORCH_CHECK(steps.scalar_type() == ScalarType::Float && steps.dim() == 2 && steps.size(0) == args.call.rows && steps.is_contiguous(),
-                  "steps must be float32 [", args.call.rows, ", slots]");
-  args.steps = static_cast<float*>(steps.data_ptr());
-  args.slots = steps.size(1);
-  args.decoupled = decoupled;
+void update_adam(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
+                 const Tensor hyper, const Tensor exp_avg, const Tensor exp_avg_sq, const Tensor steps,
+                 const OptionalTensor grad_scale, const OptionalTensor found_inf, bool decoupled, bool keep) {
+  const UpdateArgs args = update_adam_args(z, origin, grads, table, hyper, exp_avg, exp_avg_sq, steps, grad_scale,
+                                           found_inf, decoupled, keep);
   const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 3 * size_of(args.call.origin_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { update_adam_range(args, stream, begin, end); });
   if (args.found_inf != nullptr && *args.found_inf != 0.0f) return;
@@ -116,17 +108,22 @@ void update_adam(const Tensors z, const OptionalTensor origin, const Tensors gra
 STABLE_TORCH_LIBRARY(fastsam, m) {
   m.def("norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate) -> ()");
   m.def(
-      "perturb_(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool save) -> ()");
+      "perturb_(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool "
+      "save) -> ()");
   m.def("restore_(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()");
   m.def(
-      "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] g1, Tensor? q, "
+      "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] "
+      "g1, Tensor? q, "
       "Tensor? grad_scale, bool accumulate) -> ()");
   m.def(
-      "update_sgd_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!)? momentum, Tensor[] g1, "
+      "update_sgd_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!)? "
+      "momentum, Tensor[] g1, "
       "Tensor? q, Tensor? sumsq_v, Tensor? grad_scale, Tensor? found_inf, bool first, bool keep) -> ()");
   m.def(
-      "update_adam_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!) exp_avg, "
-      "Tensor(d!) exp_avg_sq, Tensor(e!) steps, Tensor? grad_scale, Tensor? found_inf, bool decoupled, bool keep) -> ()");
+      "update_adam_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor(c!) "
+      "exp_avg, "
+      "Tensor(d!) exp_avg_sq, Tensor(e!) steps, Tensor? grad_scale, Tensor? found_inf, bool decoupled, bool keep) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {

@@ -45,8 +45,8 @@ FASTSAM_HD float widen(float x) { return x; }
 FASTSAM_HD double widen(double x) { return x; }
 FASTSAM_HD float widen(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// Half to float. A normal half is moved to the float's place and its exponent rebased by a multiplication; a subnormal one is
-// placed under the mantissa of 0.5, from which 0.5 is subtracted: both exact.
+// Half to float. A normal half is moved to the float's place and its exponent rebased by a multiplication; a subnormal
+// one is placed under the mantissa of 0.5, from which 0.5 is subtracted: both exact.
 FASTSAM_HD float widen(f16 x) {
 #ifdef __CUDA_ARCH__
   return __half2float(__ushort_as_half(x.bits));

@@ -1,15 +1,29 @@
-"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop on the same kernels.
-
-    opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
-
-`fastsam.fed` is the federated loop; `from fastsam import fed` loads it.
-"""
+"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop (`fastsam.fed`) on the same kernels."""
 
 from __future__ import annotations
 
-from .backends import backend
-from .batchnorm import frozen_batchnorm_stats
-from .optim import FusedSAM
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backends import backend
+    from .batchnorm import frozen_batchnorm_stats
+    from .optim import FusedSAM
 
 __version__ = "0.1.0"
 __all__ = ["FusedSAM", "backend", "frozen_batchnorm_stats"]
+
+# Imported at first use, so that `fastsam info` can tell what is missing where torch is.
+_HOMES = {"FusedSAM": ".optim", "backend": ".backends", "frozen_batchnorm_stats": ".batchnorm"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    if name == "fed":
+        return importlib.import_module(".fed", __name__)
+    raise AttributeError(f"module 'fastsam' has no attribute {name!r}; it has {', '.join(__all__)} and fed")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "fed"])

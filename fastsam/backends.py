@@ -90,9 +90,11 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if dtype not in FLOATS:
-        raise ValueError(f"parameters must be float32, float64, float16 or bfloat16, got {dtype}; convert the model with .to(torch.float32)")
+        raise ValueError(
+            f"parameters must be float32, float64, float16 or bfloat16, got {dtype}; convert the model with .to(torch.float32)"
+        )
     candidates = [b for b in BACKENDS if b.device == device.type and name in ("auto", b.name)]
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates:
         reason = candidate.reason if dtype in candidate.dtypes else f"it does not serve {dtype}"
         if reason is None:
@@ -102,7 +104,9 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
         reasons.append(f"{candidate.name}: {reason}")
     if not candidates:
         reasons.append(f"{'no backend' if name == 'auto' else name} does not serve the device {device.type!r}")
-    raise RuntimeError(f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is available")
+    raise RuntimeError(
+        f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is available"
+    )
 
 
 _warned = False

@@ -68,14 +68,25 @@ def _wrote(z: Sequence[Tensor]) -> None:
 
 
 def norm_(
-    sumsq: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, hyper: Tensor, accumulate: bool = False
+    sumsq: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    accumulate: bool = False,
 ) -> None:
     """See `reference.norm_`."""
     torch.ops.fastsam.norm_.default(sumsq, grads, weights, table, hyper, accumulate)
 
 
 def perturb_(
-    z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor, save: bool
+    z: Sequence[Tensor],
+    origin: Tensor,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    sumsq: Tensor,
+    save: bool,
 ) -> None:
     """See `reference.perturb_`."""
     torch.ops.fastsam.perturb_.default(z, origin, grads, table, hyper, sumsq, save)

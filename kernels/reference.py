@@ -31,6 +31,7 @@ local step (form U) covers the federated algorithms:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def _scalars(hyper: Tensor, group: int, dtype: torch.dtype) -> dict[Column, Tens
 
 def _each(
     table: Tensor, hyper: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
-) -> Iterator[tuple[dict[Column, Tensor], list[Tensor | None]]]:
+) -> Iterator[tuple[dict[Column, Tensor], list[Any]]]:
     """Per segment: its scalars, and a `[rows, length]` view of each operand (None stays None)."""
     rows = hyper.shape[0]
     views = [None if operand is None else list(segments(operand, table, rows)) for operand in operands]
@@ -87,7 +88,12 @@ def _accumulate(out: Tensor, total: Tensor, accumulate: bool) -> None:
 
 @torch.no_grad()
 def norm_(
-    sumsq: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, hyper: Tensor, accumulate: bool = False
+    sumsq: Tensor,
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    accumulate: bool = False,
 ) -> None:
     """`sumsq[r] (+)= ||T*g||^2` over the row, with `T = |w| + eta` in adaptive groups and 1 elsewhere.
 
@@ -105,7 +111,13 @@ def norm_(
 
 @torch.no_grad()
 def perturb_(
-    z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor, save: bool
+    z: Sequence[Tensor],
+    origin: Tensor,
+    grads: Sequence[Tensor],
+    table: Tensor,
+    hyper: Tensor,
+    sumsq: Tensor,
+    save: bool,
 ) -> None:
     """`z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
 

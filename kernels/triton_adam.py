@@ -136,11 +136,13 @@ def _adam_kernel(
                 step_size, root_correction, eps, run, DECOUPLED, KEEP, False, COMPUTE,
             )  # fmt: skip
     else:
-        for start in range(0, rest, BLOCK):
+        start = 0
+        while start < rest:
             _adam_block(
                 z, origin, exp_avg, exp_avg_sq, grads, start + lane, rest, a, shrink, decay, b1, rest1, b2, rest2,
                 step_size, root_correction, eps, run, DECOUPLED, KEEP, True, COMPUTE,
             )  # fmt: skip
+            start += BLOCK
 
 
 @compilable(

@@ -3,6 +3,8 @@
 A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone, never on the
 number of rows, so a row has the same bits alone and in a batch. The kernels are compiled without fusing multiply and add: their results
 are those of the expressions as written, whatever the alignment of the operands makes the compiler do.
+
+The last chunk of a segment is gone through in a `while` loop: Triton 3.6's interpreter takes no range of device values.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.

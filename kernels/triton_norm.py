@@ -63,8 +63,10 @@ def _norm_kernel(
         for start in tl.static_range(0, CHUNK, LANES):
             total = _add_direction(total, grads, weights, start + lane, rest, adaptive, eta, COMPUTE, False)
     else:
-        for start in range(0, rest, LANES):
+        start = 0
+        while start < rest:
             total = _add_direction(total, grads, weights, start + lane, rest, adaptive, eta, COMPUTE, True)
+            start += LANES
     tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
 
 
@@ -73,8 +75,10 @@ def _finish_kernel(sumsq, partials, n_chunks, sumsq_stride, ACCUMULATE: tl.const
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], dtype=tl.float64)
-    for start in range(0, n_chunks, LANES):
+    start = 0
+    while start < n_chunks:
         total += tl.load(partials + row * n_chunks + start + lane, mask=start + lane < n_chunks, other=0)
+        start += LANES
     result = pairwise_sum(total, LOG2_LANES)
     if ACCUMULATE:
         result += tl.load(sumsq + row * sumsq_stride)

@@ -74,8 +74,10 @@ def _perturb_kernel(
         for start in tl.static_range(0, CHUNK, BLOCK):
             _perturb_block(z, origin, grads, start + lane, rest, scale, eta, adaptive, moves, SAVE, COMPUTE, False)
     else:
-        for start in range(0, rest, BLOCK):
+        start = 0
+        while start < rest:
             _perturb_block(z, origin, grads, start + lane, rest, scale, eta, adaptive, moves, SAVE, COMPUTE, True)
+            start += BLOCK
 
 
 @compilable(
@@ -122,8 +124,10 @@ def _restore_kernel(
         for start in tl.static_range(0, CHUNK, BLOCK):
             _restore_block(z, origin, start + lane, rest, False)
     else:
-        for start in range(0, rest, BLOCK):
+        start = 0
+        while start < rest:
             _restore_block(z, origin, start + lane, rest, True)
+            start += BLOCK
 
 
 @compilable("(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()")

@@ -10,6 +10,7 @@ from pinned memory reserved before, because allocating that is not allowed in a 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,9 @@ class Operand:
 ABSENT = Operand(None, 0, True, True, None)
 
 
+_lock = threading.RLock()  # several threads may train clients at once
+
+
 class Reserve:
     """Pinned host memory for uploads inside graph captures: handed out once, never reused, since every replay reads it again."""
 
@@ -69,7 +73,7 @@ class Reserve:
         self._used = 0
         self._full: list[Tensor] = []
 
-    def prepare(self, numbers: int = RESERVE) -> None:
+    def prepare(self, numbers: int) -> None:
         """Makes sure that some memory is there; called outside captures."""
         if self._memory is None or self._used + numbers > self._memory.numel():
             if self._memory is not None:
@@ -109,6 +113,10 @@ class Cache(Generic[Entry]):
         self._kept: dict[tuple[Hashable, torch.device], Entry] = {}
 
     def get(self, content: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
+        with _lock:
+            return self._get(content, device, make)
+
+    def _get(self, content: Hashable, device: torch.device, make: Callable[[], Entry]) -> Entry:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._captured(content, device) or make()
         key = (content, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)

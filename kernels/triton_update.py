@@ -93,8 +93,10 @@ def _update_norm_kernel(
         for start in tl.static_range(0, CHUNK, LANES):
             total = _add_update(total, w, grads, g1, q, start + lane, rest, a, b, phi, full, COMPUTE, False)
     else:
-        for start in range(0, rest, LANES):
+        start = 0
+        while start < rest:
             total = _add_update(total, w, grads, g1, q, start + lane, rest, a, b, phi, full, COMPUTE, True)
+            start += LANES
     tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
 
 
@@ -211,11 +213,13 @@ def _sgd_kernel(
                 a, b, phi, full, sig, decay, mu, undamped, nesterov, lr, run, FIRST, KEEP, COMPUTE, False,
             )  # fmt: skip
     else:
-        for start in range(0, rest, BLOCK):
+        start = 0
+        while start < rest:
             _sgd_block(
                 z, origin, momentum, grads, g1, q, start + lane, rest,
                 a, b, phi, full, sig, decay, mu, undamped, nesterov, lr, run, FIRST, KEEP, COMPUTE, True,
             )  # fmt: skip
+            start += BLOCK
 
 
 @compilable(

@@ -1,11 +1,55 @@
-"""What has to be set before the first test module is imported."""
+"""What has to be set before the first test module is imported, and what tests of several modules share."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
 
 # Triton decides at its import whether kernels are compiled for a GPU or interpreted on the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from fastsam import backends
+
+
+def _parameters(interpreter: bool) -> list[object]:
+    """The backends as parameters of a fixture; one that is unavailable is a skip that says why."""
+    found = [b for b in backends.table() if interpreter or (b.name, b.device) != ("triton", "cpu")]
+    return [
+        pytest.param(b, id=f"{b.name}-{b.device}", marks=pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"))
+        for b in found
+    ]
+
+
+@pytest.fixture(params=_parameters(interpreter=False))
+def backend(request: pytest.FixtureRequest) -> backends.Backend:
+    """Each backend on each device, Triton's interpreter aside: it takes a second per step."""
+    return request.param
+
+
+@pytest.fixture(params=_parameters(interpreter=True))
+def every_backend(request: pytest.FixtureRequest) -> backends.Backend:
+    """Each backend on each device."""
+    return request.param
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory is NaN, so that what reads it is seen."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch's own operators on one thread, so that their sums have one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -304,3 +304,47 @@ def test_results_that_are_there_survive_a_failure(tmp_path: Path, monkeypatch: p
         report.write(record | {"results": []}, tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert json.loads(before[report.JSON])["results"]
+
+
+# ---- what is published -------------------------------------------------------------------------------------------------
+
+RESULTS = ROOT / "bench" / "results" / report.JSON
+
+
+def test_published_numbers_are_those_of_the_results() -> None:
+    pages = [path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if "<!-- bench:" in path.read_text()]
+    assert ROOT / "docs" / "benchmarks.md" in pages
+    for page in pages:
+        text = page.read_text()
+        command = f"python -m bench.report {RESULTS.relative_to(ROOT)} --into {page.relative_to(ROOT)}"
+        assert report.fill(text, report.read(RESULTS)) == text, f"numbers differ from the results; run {command}"
+
+
+def test_published_results_were_all_measured() -> None:
+    results = report.read(RESULTS)["results"]
+    assert {(r["size"], r["threads"]) for r in results} == {(size, threads) for size in SIZES for threads in (1, 2)}
+    for result in results:
+        missing = {row["name"] for row in result["contenders"] if row["gate"] != "green"}
+        assert missing == {"fastsam_triton"}, report.reasons([result])
+
+
+def test_marked_places_are_filled_and_the_rest_is_left() -> None:
+    flat = {"name": "flat", "title": "flat", "ours": False, "gate": "green", "extra_bytes_per_parameter": 8.04}
+    flat |= {
+        key: {"median": 0.5, "q1": 0.4, "q3": 0.6} for key in ("seconds", "to_copied", "to_flat", "floor_fraction")
+    }
+    red = {"name": "x", "title": "x", "ours": False, "gate": "red", "reason": "it raised"}
+    result = {"title": "T", "threads": 2, "busy_others": 0.25, "contenders": [flat, red]}
+    record = record_of(result)
+    text = "before\n<!-- bench:memory -->\nold\n<!-- /bench -->\nafter <!-- bench:made -->\n<!-- /bench -->\n"
+    filled = report.fill(text, record)
+    assert "old" not in filled and filled.startswith("before\n<!-- bench:memory -->\nPeak memory")
+    assert "| flat | 8.0 |\n<!-- /bench -->\nafter" in filled
+    assert "commit `0123456789ab+changes`" in filled and "Not measured: x: it raised." in filled
+    assert report.fill(filled, record) == filled
+    for wrong, message in (
+        ("nothing", "there is no place marked"),
+        ("<!-- bench:x -->\n<!-- /bench -->", "there is no section 'x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report.fill(wrong, record)

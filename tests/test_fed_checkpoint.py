@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from test_fed_algorithms import same_bits
 
 from fastsam import fed
+from fastsam.fed.checkpoint import RunDirectory
 
 
 def start(directory, **options):
@@ -147,6 +148,24 @@ def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, err
     assert same_bits(whole.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 
+def test_interrupted_while_a_record_is_written(tmp_path, monkeypatch):
+    whole = start(tmp_path / "whole", rounds=5)
+    log = RunDirectory.log
+
+    def half(self, record):
+        if record["round"] == 3:
+            (self.path / "metrics.jsonl").open("a").write('{"round": 3, "lr"')
+            raise KeyboardInterrupt
+        log(self, record)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunDirectory, "log", half)
+        start(tmp_path / "run", rounds=5, checkpoint_every=2)
+    assert [r["round"] for r in records(tmp_path / "run")] == [1, 2, 3]
+    resumed = start(tmp_path / "run", rounds=5, checkpoint_every=2, resume=True)
+    assert same_bits(whole.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+
+
 def test_an_existing_run_is_refused(tmp_path):
     start(tmp_path / "run")
     before = snapshot(tmp_path / "run")
@@ -275,4 +294,6 @@ def test_bad_arguments_write_nothing(tmp_path):
         start(tmp_path / "run", lr=-1)
     with pytest.raises(ValueError, match="trial step"):
         start(tmp_path / "run", model=torch.nn.Linear(5, 3).double())
+    with pytest.raises(ValueError, match="config must hold what JSON can"):
+        start(tmp_path / "run", config={"loss": F.cross_entropy})
     assert not (tmp_path / "run").exists()

@@ -18,3 +18,19 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
     # Computed in float32, then rounded once: half a unit in the last of 8 bits.
     torch.bfloat16: (2.0**-8, 4e-6),
 }
+
+
+def trajectory(dtype: torch.dtype, steps: int) -> tuple[float, float]:
+    """`(rtol, atol)` of weights after `steps` steps that were fed the same gradients: the roundings of the steps add up, at most linearly.
+
+    Adam divides by the root of a second moment, which makes a rounding of the gradient's square relative to the step: hence the 4. Half-precision
+    weights are compared through their float32 master copy, which is what a trajectory is made of.
+    """
+    rtol, atol = TOLERANCE[torch.float32 if dtype.itemsize == 2 else dtype]
+    return 4 * steps * rtol, 4 * steps * atol
+
+
+def rounded(dtype: torch.dtype) -> tuple[float, float]:
+    """`(rtol, atol)` of a number rounded to `dtype` from two float32 results that differ in their last bits: they may round to neighbours."""
+    rtol, atol = TOLERANCE[dtype]
+    return 2 * rtol if dtype.itemsize == 2 else rtol, atol

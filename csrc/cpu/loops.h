@@ -1,4 +1,5 @@
-// What the loops of all CPU kernels share. The loops themselves (*_loops.h) are compiled once per instruction set (per_isa.h).
+// What the loops of all CPU kernels share. The loops themselves (*_loops.h) are compiled once per instruction set
+// (per_isa.h).
 #pragma once
 
 #include <algorithm>
@@ -15,7 +16,8 @@
 
 namespace fastsam {
 
-// A chunk is worked off in blocks of this many elements, so that conversions and streamed results stay in the first-level cache.
+// A chunk is worked off in blocks of this many elements, so that conversions and streamed results stay in the
+// first-level cache.
 constexpr int64_t kBlock = 512;
 
 #define FASTSAM_SIMD _Pragma("GCC ivdep")
@@ -52,18 +54,6 @@ inline T* at(const Field& field, const Call& call, int64_t row, int64_t segment,
 
 inline const double* scalars(const Call& call, int64_t row, int64_t segment) {
   return call.hyper + (row * call.groups + call.table[segment].group) * kWidth;
-}
-
-// f(W{}, O{}) for the types of the weights and of origin.
-template <class F>
-inline __attribute__((always_inline)) void with_types(const Call& call, F&& f) {
-  const bool master = call.origin_type != call.weight;
-  switch (call.weight) {
-    case Type::f32: return f(float{}, float{});
-    case Type::f64: return f(double{}, double{});
-    case Type::f16: return master ? f(f16{}, float{}) : f(f16{}, f16{});
-    case Type::bf16: return master ? f(bf16{}, float{}) : f(bf16{}, bf16{});
-  }
 }
 
 }  // namespace fastsam

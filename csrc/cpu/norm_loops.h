@@ -73,7 +73,8 @@ inline double linear_piece(const S* w, const W* g2, const W* g1, const compute_t
     const int64_t count = std::min(kBlock, n - start);
     FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
       const int64_t at = start + i;
-      x[i] = rule.clipped_part(widen(w[at]), widen(g2[at]), g1 != nullptr ? widen(g1[at]) : C(0), q != nullptr ? q[at] : C(0));
+      x[i] = rule.clipped_part(widen(w[at]), widen(g2[at]), g1 != nullptr ? widen(g1[at]) : C(0),
+                               q != nullptr ? q[at] : C(0));
     }
     squares.add(x, count);
   }
@@ -93,8 +94,8 @@ inline void update_norm_range(const UpdateArgs& args, double* partials, int64_t 
       const C* q = at<const C>(args.q, args.call, row, segment, piece.begin);
       const auto* o = at<const decltype(stored)>(args.origin, args.call, row, segment, piece.begin);
       const W* z = at<const W>(args.z, row, segment, piece.begin);
-      partials[unit++] = o != nullptr ? linear_piece(o, g2, g1, q, piece.count, rule)
-                                      : linear_piece(z, g2, g1, q, piece.count, rule);
+      partials[unit++] =
+          o != nullptr ? linear_piece(o, g2, g1, q, piece.count, rule) : linear_piece(z, g2, g1, q, piece.count, rule);
     });
   });
 }

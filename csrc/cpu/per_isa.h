@@ -1,5 +1,5 @@
-// Compiles FASTSAM_LOOPS once per instruction set, each in a namespace of its own, so that one binary serves every processor.
-// No include guard: each op's .cpp includes it once, after all other headers.
+// Compiles FASTSAM_LOOPS once per instruction set, each in a namespace of its own, so that one binary serves every
+// processor. No include guard: each op's .cpp includes it once, after all other headers.
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FASTSAM_ISAS 1
@@ -24,7 +24,8 @@ namespace fastsam::avx2 {
 }
 #ifdef __clang__
 #pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))), apply_to = function)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))), apply_to = function)
 #else
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -44,13 +45,16 @@ namespace fastsam::avx512 {
 #endif
 
 #ifdef FASTSAM_ISAS
-#define FASTSAM_DISPATCH(function, ...)                            \
-  do {                                                             \
-    switch (instruction_set()) {                                   \
-      case InstructionSet::avx512: return avx512::function(__VA_ARGS__); \
-      case InstructionSet::avx2: return avx2::function(__VA_ARGS__);     \
-      default: return baseline::function(__VA_ARGS__);             \
-    }                                                              \
+#define FASTSAM_DISPATCH(function, ...)         \
+  do {                                          \
+    switch (instruction_set()) {                \
+      case InstructionSet::avx512:              \
+        return avx512::function(__VA_ARGS__);   \
+      case InstructionSet::avx2:                \
+        return avx2::function(__VA_ARGS__);     \
+      default:                                  \
+        return baseline::function(__VA_ARGS__); \
+    }                                           \
   } while (false)
 #else
 #define FASTSAM_DISPATCH(function, ...) return baseline::function(__VA_ARGS__)

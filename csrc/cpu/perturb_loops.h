@@ -4,7 +4,8 @@
 
 // save: o = the weights behind z, then z = perturbed. Where O is not W, o is a master copy.
 template <class W, class O>
-inline void save_and_perturb_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<compute_t<W>>& rule, bool stream) {
+inline void save_and_perturb_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<compute_t<W>>& rule,
+                                   bool stream) {
   using C = compute_t<W>;
   if constexpr (std::is_same_v<W, O>) {
     Sink<O> saved(stream);

@@ -1,6 +1,8 @@
-// Stores that go past the caches. Included once per instruction set, inside its namespace; FASTSAM_VECTOR_BYTES is the width.
+// Stores that go past the caches. Included once per instruction set, inside its namespace; FASTSAM_VECTOR_BYTES is the
+// width.
 
-// Copies n elements that nobody reads soon. A line that was not read before is then written without being fetched first.
+// Copies n elements that nobody reads soon. A line that was not read before is then written without being fetched
+// first.
 template <class T>
 inline void stream_copy(T* to, const T* from, int64_t n) {
 #ifdef __x86_64__
@@ -13,7 +15,8 @@ inline void stream_copy(T* to, const T* from, int64_t n) {
 #if FASTSAM_VECTOR_BYTES == 64
     _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
 #elif FASTSAM_VECTOR_BYTES == 32
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
 #else
     _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
 #endif

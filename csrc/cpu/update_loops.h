@@ -4,7 +4,8 @@
 
 // One piece of an update: new = step(i, w), z = new rounded, and o = new where it is kept. `from` is o, or z itself.
 template <class W, class S, class Step>
-inline __attribute__((always_inline)) void update_piece(W* z, const S* from, S* keep, int64_t n, bool stream, Step step) {
+inline __attribute__((always_inline)) void update_piece(W* z, const S* from, S* keep, int64_t n, bool stream,
+                                                        Step step) {
   const bool in_place = static_cast<const void*>(from) == static_cast<const void*>(z);
   Sink<W> written(stream && !in_place);
   for (int64_t start = 0; start < n; start += kBlock) {
@@ -30,8 +31,8 @@ inline void copy_piece(W* z, const S* from, int64_t n) {
 }
 
 template <class W, class S>
-inline void sgd_piece(W* z, const S* from, S* keep, const W* g2, const W* g1, const compute_t<W>* q, compute_t<W>* m, int64_t n,
-                      const SgdRule<compute_t<W>>& rule, bool stream) {
+inline void sgd_piece(W* z, const S* from, S* keep, const W* g2, const W* g1, const compute_t<W>* q, compute_t<W>* m,
+                      int64_t n, const SgdRule<compute_t<W>>& rule, bool stream) {
   using C = compute_t<W>;
   // The ordinary step reads neither q nor g1; the general one reads whichever is given.
   const auto simple = [=](int64_t i, C w) { return rule.gradient(w, widen(g2[i]), C(0), C(0)); };
@@ -40,12 +41,13 @@ inline void sgd_piece(W* z, const S* from, S* keep, const W* g2, const W* g1, co
   };
   const auto run = [&](auto gradient) {
     if (m != nullptr) {
-      update_piece(z, from, keep, n, stream, [=](int64_t i, C w) { return rule.with_momentum(w, gradient(i, w), m[i]); });
+      update_piece(z, from, keep, n, stream,
+                   [=](int64_t i, C w) { return rule.with_momentum(w, gradient(i, w), m[i]); });
     } else {
       update_piece(z, from, keep, n, stream, [=](int64_t i, C w) { return rule.plain(w, gradient(i, w)); });
     }
   };
-  g1 == nullptr && q == nullptr ? run(simple) : run(general);
+  g1 == nullptr&& q == nullptr ? run(simple) : run(general);
 }
 
 // Calls f(z, from, keep, row, segment, piece) with `from` and `keep` in the type of origin when it is given, else of z.
@@ -76,7 +78,8 @@ inline void update_sgd_range(const UpdateArgs& args, bool stream, int64_t begin,
     using C = compute_t<W>;
     const double sumsq_v = args.sumsq != nullptr ? args.sumsq[row] : -1.0;
     const SgdRule<C> rule(scalars(args.call, row, segment), inverse, sumsq_v, args.first);
-    sgd_piece(z, from, keep, at<const W>(args.grads, row, segment, piece.begin), at<const W>(args.g1, row, segment, piece.begin),
+    sgd_piece(z, from, keep, at<const W>(args.grads, row, segment, piece.begin),
+              at<const W>(args.g1, row, segment, piece.begin),
               at<const C>(args.q, args.call, row, segment, piece.begin),
               at<C>(args.momentum, args.call, row, segment, piece.begin), piece.count, rule, stream);
   });
@@ -93,7 +96,8 @@ inline void update_adam_range(const UpdateArgs& args, bool stream, int64_t begin
     const W* g2 = at<const W>(args.grads, row, segment, piece.begin);
     C* m = at<C>(args.momentum, args.call, row, segment, piece.begin);
     C* v = at<C>(args.exp_avg_sq, args.call, row, segment, piece.begin);
-    update_piece(z, from, keep, piece.count, stream, [=](int64_t i, C w) { return rule.step(w, widen(g2[i]), m[i], v[i]); });
+    update_piece(z, from, keep, piece.count, stream,
+                 [=](int64_t i, C w) { return rule.step(w, widen(g2[i]), m[i], v[i]); });
   });
   if (stream) stream_fence();
 }

@@ -89,7 +89,11 @@ class RunDirectory:
         return self.path / "checkpoint" / "manifest.json"
 
     def start(self, state: RunState, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """Makes a new run's directory with its first checkpoint."""
+        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold, before that."""
+        try:
+            json.dumps(config)
+        except TypeError as error:
+            raise ValueError(f"config must hold what JSON can: {error}") from error
         (self.path / "checkpoint").mkdir(parents=True, exist_ok=True)
         write_json(self.path / "config.json", config)
         write_json(self.path / "environment.json", environment)

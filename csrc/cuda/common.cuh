@@ -1,0 +1,222 @@
+// What the CUDA kernels share: packs of 128 bits, the segment table that travels as a kernel argument, and launching.
+//
+// One block works off one chunk of one row (`Unit`), and a grid has as many blocks as there are chunks. Blocks are not
+// persistent: what a block does before its first load (a search in the table, in constant memory) is short, its scalars
+// are made while the first loads are under way, and the hardware's own scheduler balances blocks of unequal length
+// better than a fixed stride would.
+//
+// The table of segments is a kernel argument: no copy to the device that would have to be refreshed, and a captured
+// CUDA graph owns it. Arguments may take 32,764 bytes (CUDA 12.1, Volta and later); models of few segments take a small
+// class of 4 KB. What exceeds the large class (427 to 738 segments, by the number of list operands) takes several
+// launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <climits>
+#include <cstdint>
+#include <type_traits>
+
+#include "../launch.h"
+#include "../math.h"
+
+namespace fastsam {
+
+constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr int kPackBytes = 16;
+constexpr int64_t kArgumentLimit = 32764;
+
+// ---- packs ---------------------------------------------------------------------------------------------------------
+
+template <class T, int N>
+struct alignas(N * sizeof(T)) Pack {
+  T x[N];
+};
+
+// Reads a pack in one access when `p` is aligned to it (Aligned), else element by element.
+template <bool Aligned, class T, int N>
+__device__ __forceinline__ void read(Pack<T, N>& pack, const T* p) {
+  if constexpr (Aligned) {
+    pack = *reinterpret_cast<const Pack<T, N>*>(p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) pack.x[i] = p[i];
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void write(T* p, const Pack<T, N>& pack) {
+  *reinterpret_cast<Pack<T, N>*>(p) = pack;
+}
+
+// Whether packs of N elements may be read and written at `p` in one access; nullptr: nothing is.
+template <int N, class T>
+__device__ __forceinline__ bool aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0;
+}
+
+// From one storage type to another, bit for bit when they are the same (a NaN keeps its payload).
+template <class To, class From>
+__device__ __forceinline__ To convert(From x) {
+  if constexpr (std::is_same_v<To, From>) {
+    return x;
+  } else {
+    return narrow<To>(widen(x));
+  }
+}
+
+// ---- the table -----------------------------------------------------------------------------------------------------
+
+// The segments of one launch. Lists: the number of list operands.
+template <int Lists, int Capacity>
+struct Table {
+  int segments, chunk;
+  int prefix[Capacity + 1];  // chunks of a row before segment i
+  int group[Capacity], slot[Capacity];
+  int64_t offset[Capacity], length[Capacity];
+  void* start[Lists][Capacity];
+  int64_t row_stride[Lists][Capacity];
+
+  FASTSAM_HD int chunks() const { return prefix[segments]; }
+  // Blocks of a row where something finishes the row, even one without elements.
+  FASTSAM_HD int blocks() const { return chunks() > 0 ? chunks() : 1; }
+};
+
+// What a launch has beside its table fits into this.
+constexpr int64_t kOtherArguments = 200;
+
+constexpr int capacity(int lists, int64_t bytes) {
+  return static_cast<int>((bytes - kOtherArguments - 16) / (3 * sizeof(int) + 2 * sizeof(int64_t) + lists * 16));
+}
+
+// The chunk of one row that a block works off: [begin, begin + count) of a segment.
+struct Unit {
+  int row, segment, count;
+  int chunk;  // of the row, in this launch
+  int64_t begin;
+};
+
+template <class T>
+__device__ __forceinline__ Unit unit_of(const T& table, unsigned index) {
+  const unsigned blocks = table.blocks();
+  Unit unit;
+  unit.row = index / blocks;
+  unit.chunk = index % blocks;
+  unit.segment = static_cast<int>(segment_of(table.prefix, table.segments, unit.chunk));
+  const Piece piece = piece_of(unit.chunk - table.prefix[unit.segment], table.length[unit.segment], table.chunk);
+  unit.begin = piece.begin;
+  unit.count = unit.chunk < table.chunks() ? static_cast<int>(piece.count) : 0;
+  return unit;
+}
+
+// Where a unit begins in a list operand (nullptr when the list is not given), and in a field.
+template <class T, class Table>
+__device__ __forceinline__ T* at(const Table& table, int list, const Unit& unit) {
+  T* start = static_cast<T*>(table.start[list][unit.segment]);
+  return start == nullptr ? nullptr : start + unit.row * table.row_stride[list][unit.segment] + unit.begin;
+}
+
+template <class T, class Table>
+__device__ __forceinline__ T* at(const Field& field, const Table& table, const Unit& unit) {
+  T* data = static_cast<T*>(field.data);
+  return data == nullptr ? nullptr : data + unit.row * field.stride + table.offset[unit.segment] + unit.begin;
+}
+
+// What every kernel with hyper-parameters gets.
+struct Scalars {
+  const double* hyper;
+  int groups;
+
+  template <class Table>
+  __device__ __forceinline__ const double* of(const Table& table, const Unit& unit) const {
+    return hyper + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;
+  }
+};
+
+inline Scalars scalars_of(const Call& call) { return Scalars{call.hyper, static_cast<int>(call.groups)}; }
+
+// The elements of one sweep of a block: see index.h.
+template <class Op>
+constexpr int64_t sweep_of() {
+  return int64_t{kThreads} * Op::kWidth * Op::kTurns;
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------------
+
+// Elements of a row: what the chunk depends on, whatever the number of rows.
+inline int64_t row_elements(const Call& call) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < call.segments; ++i) n += call.table[i].length;
+  return n;
+}
+
+inline int64_t row_chunks(const Call& call, int64_t chunk) {
+  int64_t n = 0;
+  for (int64_t i = 0; i < call.segments; ++i) n += chunks_of(call.table[i].length, chunk);
+  return n;
+}
+
+// Where a launch stands among the launches of its call.
+struct Part {
+  int64_t chunks_before;
+  bool last;
+};
+
+template <int Capacity, size_t Lists, class F>
+int in_parts(const Call& call, const std::array<const List*, Lists>& lists, int64_t chunk, F&& f) {
+  int64_t chunks_before = 0, first = 0;
+  do {
+    Table<static_cast<int>(Lists), Capacity> table;
+    table.chunk = static_cast<int>(chunk);
+    table.segments = static_cast<int>(std::min<int64_t>(Capacity, call.segments - first));
+    table.prefix[0] = 0;
+    for (int i = 0; i < table.segments; ++i) {
+      const Segment& segment = call.table[first + i];
+      table.prefix[i + 1] = table.prefix[i] + static_cast<int>(chunks_of(segment.length, chunk));
+      table.group[i] = static_cast<int>(segment.group);
+      table.slot[i] = static_cast<int>(segment.slot);
+      table.offset[i] = segment.offset;
+      table.length[i] = segment.length;
+      for (size_t list = 0; list < Lists; ++list) {
+        const bool given = lists[list]->given();
+        table.start[list][i] = given ? lists[list]->start[first + i] : nullptr;
+        table.row_stride[list][i] = given ? lists[list]->row_stride[first + i] : 0;
+      }
+    }
+    first += table.segments;
+    const int error = f(table, Part{chunks_before, first == call.segments});
+    if (error != 0) return error;
+    chunks_before += table.chunks();
+  } while (first < call.segments);
+  return 0;
+}
+
+// Calls f(table, part) for as few launches as hold all segments, in their order; stops at the first error and returns
+// it.
+template <size_t Lists, class F>
+int each_part(const Call& call, const std::array<const List*, Lists>& lists, int64_t chunk, F&& f) {
+  constexpr int small = capacity(Lists, 4096), large = capacity(Lists, kArgumentLimit);
+  if (call.rows == 0) return 0;
+  return call.segments <= small ? in_parts<small>(call, lists, chunk, f) : in_parts<large>(call, lists, chunk, f);
+}
+
+// Launches `blocks` blocks, if any. Returns a cudaError_t, which it also takes back, so that nobody else finds it
+// later.
+template <class Argument, class Params>
+int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params& params) {
+  static_assert(sizeof(Params) <= kArgumentLimit, "kernel arguments");
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error;
+}
+
+}  // namespace fastsam

@@ -1,0 +1,144 @@
+// The ops of csrc/ops.cpp for CUDA tensors. LibTorch's stable ABI only.
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "../args.h"
+
+namespace fastsam {
+namespace {
+
+// The device and the current stream of a call's tensors.
+class Place {
+ public:
+  explicit Place(const Tensor& tensor) : device_(tensor.get_device_index()) {
+    int current = -1;
+    check("cudaGetDevice", cudaGetDevice(&current));
+    if (current != device_) guard_.emplace(device_);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream_));
+  }
+
+  static void check(const char* what, int error) {
+    STD_TORCH_CHECK(error == cudaSuccess, "fastsam: ", what, ": ", cudaGetErrorString(static_cast<cudaError_t>(error)));
+  }
+
+  int device() const { return device_; }
+  void* stream() const { return stream_; }
+
+ private:
+  int device_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  void* stream_ = nullptr;
+};
+
+// A row's ticket tells the last block of a kernel that it is the last. Kernels that may run at the same time need
+// tickets of their own, and so does every captured graph. Two calls that write the same output cannot run at the same
+// time, so the output's address says which tickets a call has. They need no memory of the call, no clearing, and
+// survive the replays of a graph. Where addresses have used up the memory (a hundred thousand different outputs in one
+// process), a call brings its own zeros: one more small kernel.
+class Tickets {
+ public:
+  Tickets(const Place& place, const Tensor& output, int64_t rows) {
+    static std::mutex mutex;
+    static std::map<int, Memory> memories;
+    const std::lock_guard<std::mutex> lock(mutex);
+    Memory& memory = memories[place.device()];
+    if (memory.start == nullptr) Place::check("tickets", tickets_cuda(&memory.start, &memory.count));
+    const auto key = std::make_pair(output.data_ptr(), rows);
+    auto found = memory.taken.find(key);
+    if (found == memory.taken.end() && memory.next + rows <= memory.count) {
+      found = memory.taken.emplace(key, memory.next).first;
+      memory.next += rows;
+    }
+    if (found != memory.taken.end()) {
+      tickets_ = memory.start + found->second;
+    } else {
+      own_ = torch::stable::new_zeros(output, {rows}, ScalarType::Int);
+      tickets_ = static_cast<unsigned*>(own_->data_ptr());
+    }
+  }
+  unsigned* get() const { return tickets_; }
+
+ private:
+  struct Memory {
+    unsigned* start = nullptr;
+    int64_t count = 0, next = 0;
+    std::map<std::pair<void*, int64_t>, int64_t> taken;
+  };
+  unsigned* tickets_;
+  OptionalTensor own_;
+};
+
+// Room for n partial sums, given back to the allocator in the order of the stream.
+Tensor scratch(const Tensor& like, int64_t n) {
+  return torch::stable::new_empty(like, {n > 0 ? n : 1}, ScalarType::Double);
+}
+
+void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper,
+          bool accumulate) {
+  const NormArgs args = norm_args(sumsq, grads, weights, table, hyper, accumulate);
+  const Place place(sumsq);
+  const Tickets tickets(place, sumsq, args.call.rows);
+  const Tensor partials = scratch(sumsq, norm_partials_cuda(args.call));
+  Place::check("norm_", norm_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
+}
+
+void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+             const Tensor sumsq, bool save) {
+  const PerturbArgs args = perturb_args(z, origin, grads, table, hyper, sumsq, save);
+  const Place place(origin);
+  Place::check("perturb_", perturb_cuda(args, place.stream()));
+}
+
+void restore(const Tensors z, const Tensor origin, const Tensor table) {
+  const RestoreArgs args = restore_args(z, origin, table);
+  const Place place(origin);
+  Place::check("restore_", restore_cuda(args, place.stream()));
+}
+
+void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
+                 const Tensor table, const Tensor hyper, const Tensors g1, const OptionalTensor q,
+                 const OptionalTensor grad_scale, bool accumulate) {
+  const UpdateArgs args = update_norm_args(sumsq, z, origin, grads, table, hyper, g1, q, grad_scale, accumulate);
+  const Place place(sumsq);
+  const Tickets tickets(place, sumsq, args.call.rows);
+  const Tensor partials = scratch(sumsq, update_norm_partials_cuda(args.call));
+  Place::check("update_norm_",
+               update_norm_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
+}
+
+void update_sgd(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
+                const Tensor hyper, const OptionalTensor momentum, const Tensors g1, const OptionalTensor q,
+                const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf,
+                bool first, bool keep) {
+  const UpdateArgs args =
+      update_sgd_args(z, origin, grads, table, hyper, momentum, g1, q, sumsq_v, grad_scale, found_inf, first, keep);
+  const Place place(hyper);
+  Place::check("update_sgd_", update_sgd_cuda(args, place.stream()));
+}
+
+void update_adam(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table,
+                 const Tensor hyper, const Tensor exp_avg, const Tensor exp_avg_sq, const Tensor steps,
+                 const OptionalTensor grad_scale, const OptionalTensor found_inf, bool decoupled, bool keep) {
+  const UpdateArgs args = update_adam_args(z, origin, grads, table, hyper, exp_avg, exp_avg_sq, steps, grad_scale,
+                                           found_inf, decoupled, keep);
+  const Place place(hyper);
+  const Tickets tickets(place, steps, args.call.rows);
+  Place::check("update_adam_", update_adam_cuda(args, tickets.get(), place.stream()));
+}
+
+}  // namespace
+}  // namespace fastsam
+
+STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m) {
+  m.impl("norm_", TORCH_BOX(&fastsam::norm));
+  m.impl("perturb_", TORCH_BOX(&fastsam::perturb));
+  m.impl("restore_", TORCH_BOX(&fastsam::restore));
+  m.impl("update_norm_", TORCH_BOX(&fastsam::update_norm));
+  m.impl("update_sgd_", TORCH_BOX(&fastsam::update_sgd));
+  m.impl("update_adam_", TORCH_BOX(&fastsam::update_adam));
+}

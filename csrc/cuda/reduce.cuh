@@ -1,0 +1,109 @@
+// Sums of squares with the same bits whatever the grid: the cut into chunks depends on the layout alone, the element
+// that a thread takes does not depend on alignment, and partial sums are added in the order of the chunks. No
+// floating-point atomics.
+#pragma once
+
+#include "common.cuh"
+
+namespace fastsam {
+
+// The sum over the block, valid in thread 0. A __syncthreads() must stand between two calls.
+__device__ __forceinline__ double block_sum(double x) {
+  __shared__ double warps[kThreads / kWarp];
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_down_sync(0xFFFFFFFFu, x, distance);
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  double sum = 0.0;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += warps[warp];
+  }
+  return sum;
+}
+
+// The sum of op.value(...)^2 over [0, count), valid in thread 0. op.load reads what is always needed, op.load_rest what
+// the rule asks for.
+template <bool Aligned, class Op>
+__device__ __forceinline__ double squares(const Op& op, int count) {
+  constexpr int width = Op::kWidth, turns = Op::kTurns;
+  using C = typename Op::Value;
+  C sum[width] = {};
+  const int whole = count - count % width;
+  for (int start = 0; start < whole; start += kThreads * width * turns) {
+    typename Op::template Loaded<width> x[turns];
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) {
+      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
+      if (i < whole) op.template load<Aligned>(x[turn], i);
+    }
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) {
+      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
+      if (i < whole) op.template load_rest<Aligned>(x[turn], i);
+    }
+#pragma unroll
+    for (int turn = 0; turn < turns; ++turn) {
+      if (start + pack_of(turn, threadIdx.x, kThreads, width) >= whole) continue;
+#pragma unroll
+      for (int lane = 0; lane < width; ++lane) {
+        const C d = op.value(x[turn], lane);
+        sum[lane] += d * d;
+      }
+    }
+  }
+  const int i = whole + threadIdx.x;
+  if (i < count) {
+    typename Op::template Loaded<1> x;
+    op.template load<true>(x, i);
+    op.template load_rest<true>(x, i);
+    const C d = op.value(x, 0);
+    sum[0] += d * d;
+  }
+  double total = 0.0;
+#pragma unroll
+  for (int lane = 0; lane < width; ++lane) total += static_cast<double>(sum[lane]);
+  return block_sum(total);
+}
+
+// Whether this block is the last of its row: all threads of the block ask. What thread 0 of every block wrote before is
+// then visible, and what it read was read. The ticket wraps back to zero, ready for the next launch or the next replay
+// of a graph.
+__device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks) {
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicInc(ticket, blocks - 1) == blocks - 1;
+  }
+  __syncthreads();
+  if (last) __threadfence();
+  return last;
+}
+
+// Where the sums go. `chunks`: of a row, in all launches; `last_part`: this launch adds them up.
+struct Sums {
+  double *partials, *sumsq;
+  unsigned* tickets;
+  int64_t chunks, chunks_before;
+  bool accumulate, last_part;
+};
+
+// Stores the block's partial sum (in thread 0); the last block of the row adds up the row's partial sums.
+template <class Table>
+__device__ __forceinline__ void finish(const Sums& sums, const Table& table, const Unit& unit, double partial) {
+  double* row = sums.partials + unit.row * sums.chunks;
+  if (threadIdx.x == 0 && unit.count > 0) row[sums.chunks_before + unit.chunk] = partial;
+  if (!sums.last_part || !last_of_row(sums.tickets + unit.row, table.blocks())) return;
+  double total = 0.0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < sums.chunks; i += kThreads) total += __ldcg(row + i);
+  total = block_sum(total);
+  if (threadIdx.x == 0) sums.sumsq[unit.row] = sums.accumulate ? sums.sumsq[unit.row] + total : total;
+}
+
+inline Sums sums_of(const Part& part, int64_t chunks, double* partials, double* sumsq, unsigned* tickets,
+                    bool accumulate) {
+  return Sums{partials, sumsq, tickets, chunks, part.chunks_before, accumulate, part.last};
+}
+
+}  // namespace fastsam

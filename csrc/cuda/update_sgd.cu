@@ -1,0 +1,130 @@
+// update_sgd_ on CUDA.
+#include "elementwise.cuh"
+
+namespace fastsam {
+namespace {
+
+// General: g1 or q is given. The ordinary step spends neither registers nor accesses on them.
+template <class W, class O, bool General>
+struct Sgd {
+  using C = compute_t<W>;
+  static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = General ? 1 : 2;
+  W* z;
+  const O* from;  // the unperturbed weights: origin, or z
+  O* keep;        // origin, where it is written too
+  const W *g2, *g1;
+  const C* q;
+  C* m;
+  bool first;
+
+  struct Rule {
+    SgdRule<C> sgd;
+    bool stop;
+  };
+
+  template <int N>
+  struct Loaded {
+    Pack<O, N> from;
+    Pack<W, N> g2, g1;
+    Pack<C, N> q, m;
+  };
+  template <int N>
+  __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
+    read<true>(x.from, from + i);
+    read<true>(x.g2, g2 + i);
+    if (General && g1 != nullptr) read<true>(x.g1, g1 + i);
+    if (General && q != nullptr) read<true>(x.q, q + i);
+    if (m != nullptr && !first) read<true>(x.m, m + i);
+  }
+  template <int N>
+  __device__ __forceinline__ void store(Loaded<N>& x, int i, const Rule& rule) const {
+    Pack<W, N> out;
+    if (rule.stop) {
+#pragma unroll
+      for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.from.x[lane]);
+      write(z + i, out);
+      return;
+    }
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) {
+      const C w = widen(x.from.x[lane]);
+      const C g1_ = General && g1 != nullptr ? widen(x.g1.x[lane]) : C(0),
+              q_ = General && q != nullptr ? x.q.x[lane] : C(0);
+      const C d = rule.sgd.gradient(w, widen(x.g2.x[lane]), g1_, q_);
+      const C updated = m != nullptr ? rule.sgd.with_momentum(w, d, x.m.x[lane]) : rule.sgd.plain(w, d);
+      x.from.x[lane] = narrow<O>(updated);
+      out.x[lane] = narrow<W>(updated);
+    }
+    if (m != nullptr) write(m + i, x.m);
+    if (keep != nullptr) write(keep + i, x.from);
+    write(z + i, out);
+  }
+  __device__ __forceinline__ bool aligned() const {
+    using fastsam::aligned;
+    return aligned<kWidth>(z) && aligned<kWidth>(from) && aligned<kWidth>(g2) && aligned<kWidth>(g1) &&
+           aligned<kWidth>(q) && aligned<kWidth>(m);
+  }
+};
+
+template <class Table>
+struct SgdParams {
+  Table table;  // lists: z, gradients, and g1 in the general form
+  Scalars scalars;
+  Field origin, q, momentum;
+  const double* sumsq_v;
+  const float *grad_scale, *found_inf;
+  bool first, keep;
+};
+
+template <class W, class O, bool General, class Params>
+__global__ void __launch_bounds__(kThreads) update_sgd_kernel(const Params __grid_constant__ p) {
+  using C = compute_t<W>;
+  using Op = Sgd<W, O, General>;
+  const Unit unit = unit_of(p.table, blockIdx.x);
+  O* origin = at<O>(p.origin, p.table, unit);
+  W* z = at<W>(p.table, 0, unit);
+  const W* g1 = nullptr;
+  if constexpr (General) g1 = at<const W>(p.table, 2, unit);
+  // Without origin the two types are the same.
+  const Op op{z,
+              origin != nullptr ? origin : reinterpret_cast<const O*>(z),
+              p.keep ? origin : nullptr,
+              at<const W>(p.table, 1, unit),
+              g1,
+              at<const C>(p.q, p.table, unit),
+              at<C>(p.momentum, p.table, unit),
+              p.first};
+  elementwise(op, unit.count, [&] {
+    const double inverse = p.grad_scale != nullptr ? 1.0 / *p.grad_scale : 1.0;
+    const double sumsq_v = p.sumsq_v != nullptr ? p.sumsq_v[unit.row] : -1.0;
+    const SgdRule<C> rule(p.scalars.of(p.table, unit), inverse, sumsq_v, p.first);
+    return typename Op::Rule{rule, p.found_inf != nullptr && *p.found_inf != 0.0f};
+  });
+}
+
+template <bool General, size_t Lists>
+int update_sgd(const UpdateArgs& args, const std::array<const List*, Lists>& lists, void* stream) {
+  const Call& call = args.call;
+  return with_types(call, [&](auto weight, auto stored) {
+    using W = decltype(weight);
+    using O = decltype(stored);
+    const int64_t chunk = chunk_for(row_elements(call), sweep_of<Sgd<W, O, General>>());
+    return each_part(call, lists, chunk, [&](const auto& table, const Part&) {
+      const SgdParams<std::decay_t<decltype(table)>> params{
+          table,      scalars_of(call), args.origin,    args.q,     args.momentum,
+          args.sumsq, args.grad_scale,  args.found_inf, args.first, args.keep};
+      return launch(update_sgd_kernel<W, O, General, std::decay_t<decltype(params)>>, call.rows * table.chunks(),
+                    stream, params);
+    });
+  });
+}
+
+}  // namespace
+
+int update_sgd_cuda(const UpdateArgs& args, void* stream) {
+  return args.g1.given() || args.q.data != nullptr
+             ? update_sgd<true>(args, std::array{&args.z, &args.grads, &args.g1}, stream)
+             : update_sgd<false>(args, std::array{&args.z, &args.grads}, stream);
+}
+
+}  // namespace fastsam

@@ -1,0 +1,119 @@
+"""The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, offered as a backend.
+
+It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a fiber per thread. What it
+cannot show is what only the hardware has: memory that other blocks write at the same time, and speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+import torch
+
+from fastsam import backends
+from fastsam_kernels import build, native, toolchain
+
+HERE = Path(__file__).resolve().parent
+SOURCES = ("norm.cu", "perturb.cu", "update_sgd.cu", "update_adam.cu", "tickets.cu", "ops_cuda.cpp")
+FLAGS = ("-std=c++20", "-O0", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fvisibility=hidden")
+CHECKS = ("-fsanitize=alignment,bounds",)
+NAMESPACE = "fastsam_emulated"
+LIBRARY = "emulation.so"
+Changes = Mapping[str, Sequence[tuple[str, str]]]
+NONE: Changes = MappingProxyType({})
+
+
+def _steps(csrc: Path, ready: Path | None) -> list[toolchain.Step]:
+    torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
+    steps, objects = [], []
+    for path in [*(csrc / "cuda" / name for name in SOURCES), HERE / "emulation" / "emulation.cpp"]:
+        output = f"{path.name}.o"
+        if path.suffix == ".cpp" and ready:
+            objects.append(str(ready / output))
+            continue
+        extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name == "ops_cuda.cpp" else CHECKS
+        argv = (*cxx, "-x", "c++", *FLAGS, *extra, f"-I{HERE / 'emulation'}", "-MD", "-MF", f"{output}.d")
+        steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
+        objects.append(output)
+    link = (*cxx, "-shared", *objects, "-o", LIBRARY, f"-L{torch_.lib}", "-ltorch_cpu", "-Wl,--no-undefined")
+    return [*steps, toolchain.Step(LIBRARY, tuple(objects), link)]
+
+
+def compile_library(folder: Path, changes: Changes = NONE, *, namespace: str = NAMESPACE, ready: Path | None = None) -> Path:
+    """Builds the emulation in `folder`, where a later call compiles only what changed.
+
+    namespace
+        Where its ops are registered, for the CPU.
+    changes
+        Replaces texts of sources (named as below csrc/) by others: `{file: [(old, new)]}`.
+    ready
+        A folder with an emulation whose registration (the slow part) serves this one too.
+    """
+    registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
+    changes = {**changes, "cuda/ops_cuda.cpp": [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]}
+    for path in build.csrc().rglob("*"):
+        if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
+            continue
+        name, text = path.relative_to(build.csrc()).as_posix(), path.read_text()
+        for old, new in changes.get(name, ()):
+            assert text.count(old) == 1, f"{name} must hold {old!r} once"
+            text = text.replace(old, new)
+        copy = folder / "csrc" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if not copy.exists() or copy.read_text() != text:  # ninja looks at dates
+            copy.write_text(text)
+    toolchain.execute(_steps(folder / "csrc", ready), folder)
+    return folder / LIBRARY
+
+
+def schemas() -> list[str]:
+    """The schemas of csrc/ops.cpp."""
+    text = (build.csrc() / "ops.cpp").read_text()
+    found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
+    return ["".join(re.findall(r'"([^"]*)"', literals)) for literals in found]
+
+
+@dataclass(frozen=True)
+class _Backend(backends.Backend):
+    kernels: ModuleType | None = None
+
+    def load(self) -> ModuleType:
+        assert self.kernels is not None
+        return self.kernels
+
+
+class Emulation:
+    """A loaded emulation: its kernels as a backend (`backend`), and what it counted."""
+
+    def __init__(self, library: Path, namespace: str = NAMESPACE) -> None:
+        self._definitions = torch.library.Library(namespace, "DEF")
+        for schema in schemas():
+            self._definitions.define(schema)
+        torch.ops.load_library(str(library))
+        self._library = ctypes.CDLL(str(library))
+        # The Python side of the compiled backend, with the ops of this namespace.
+        module = ModuleType(namespace, native.__doc__)
+        module.__dict__.update(__package__=native.__package__, __file__=native.__file__)
+        code = Path(str(native.__file__)).read_text().replace("torch.ops.fastsam.", f"torch.ops.{namespace}.")
+        exec(compile(code, str(native.__file__), "exec"), module.__dict__)
+        self.backend = _Backend("cuda-emulated", "cpu", "native", lambda: None, kernels=module)
+
+    def order(self, blocks: int, threads: int) -> None:
+        """In which order blocks and threads run: 0 ascending, 1 descending, more: a shuffle with that seed."""
+        self._library.emulation_order(blocks, threads)
+
+    def count(self, name: str) -> int:
+        """launches, largest_argument (bytes), misaligned or out_of_bounds (accesses), since the library was loaded."""
+        function = getattr(self._library, f"emulation_{name}")
+        function.restype = ctypes.c_int64
+        return int(function())
+
+
+def why_not() -> str | None:
+    """Why the emulation cannot be built here; None when it can."""
+    return build.why_not()
