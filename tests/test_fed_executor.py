@@ -299,6 +299,13 @@ def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
     assert result.history[0]["megabytes_up"] == pytest.approx(2 * 8 * (35 + 10 + 18 + 10 + 1) / 1e6)
 
 
+def test_counters_move_to_the_nearest_whole_number():
+    options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0}
+    final = fed.run(normed(), clients(4, 8, 8, dtype=torch.float64), fed.FedAvg(), **options).model
+    assert final[1].num_batches_tracked.item() == 2  # of 5/3
+    assert final[1].num_batches_tracked.dtype == torch.int64
+
+
 def test_statistics_come_from_the_unperturbed_weights():
     """One step: the running statistics of FedSAM are those of FedAvg, however far it looks."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}

@@ -110,11 +110,9 @@ class Bucket:
         """
         grads: list[Any] = [p.grad for p in self.params]
         try:
-            # One pass that finds absent and sparse gradients too: they have no such property.
-            if self._contiguous:
-                plain = all(map(_is_contiguous, grads))
-            else:
-                plain = [g.stride() for g in grads] == self._strides
+            # These find absent and sparse gradients too: they have no such properties.
+            ordered = all(map(_is_contiguous, grads)) if self._contiguous else [g.stride() for g in grads] == self._strides
+            plain = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
         except (AttributeError, RuntimeError, TypeError):
             plain = False
         if plain:
