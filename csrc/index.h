@@ -52,11 +52,10 @@ FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length, int64_t chun
 // Where in the piece the `turn`-th pack of `width` elements of a thread begins.
 FASTSAM_HD int pack_of(int turn, int thread, int threads, int width) { return (turn * threads + thread) * width; }
 
-// The chunk for a row of `elements`: whole sweeps, few enough chunks (about 8192) that the last block adds up their
-// partial sums in no time, and enough of them to occupy every multiprocessor several times over.
-inline int64_t chunk_for(int64_t elements, int64_t sweep) {
+// The chunk for a row of `elements`: one sweep, or two, four or eight of them where that still leaves `enough` chunks.
+inline int64_t chunk_for(int64_t elements, int64_t sweep, int64_t enough) {
   int64_t chunk = sweep;
-  while (elements > 8192 * chunk && chunk < 16384) chunk *= 2;
+  while (elements > enough * chunk && chunk < 8 * sweep) chunk *= 2;
   return chunk;
 }
 

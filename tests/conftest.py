@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ import torch
 # Triton decides at its import whether kernels are compiled for a GPU or interpreted on the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A process started in the background of a script ignores Ctrl-C, and so do its children; some tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from fastsam import backends
 

@@ -112,6 +112,8 @@ def test_the_format_is_that_of_the_base_optimizer(name: str, backend: Backend) -
             torch.testing.assert_close(value, opt.state[p][key], check_dtype=False, rtol=0, atol=0)
             assert key == "step" or value.stride() == opt.state[p][key].stride() or value.is_contiguous()
 
+    plain_model = copy.deepcopy(model)
+    plain = base(plain_model.parameters(), **options)
     for p in plain_model.params:
         p.grad = torch.ones_like(p)
     plain.step()

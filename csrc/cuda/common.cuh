@@ -130,6 +130,7 @@ struct Scalars {
   const double* hyper;
   int groups;
 
+  // The columns of the group of a unit's segment.
   template <class Table>
   __device__ __forceinline__ const double* of(const Table& table, const Unit& unit) const {
     return hyper + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;

@@ -5,18 +5,38 @@
 
 namespace fastsam {
 
-// Shared memory for a value that one thread makes.
-template <class T>
-struct Slot {
-  alignas(T) unsigned char bytes[sizeof(T)];
-  __device__ __forceinline__ void put(const T& value) { *reinterpret_cast<T*>(bytes) = value; }
-  __device__ __forceinline__ const T& get() const { return *reinterpret_cast<const T*>(bytes); }
+// What the rule of a block is made of, and the rule itself, in shared memory. One warp reads all the scalars at once,
+// so that a block waits for memory once, not once per scalar; then one thread makes the rule: a square root and
+// divisions in double, once per block.
+template <class Rule>
+struct Shared {
+  double scalars[kWarp];
+  alignas(Rule) unsigned char bytes[sizeof(Rule)];
+
+  __device__ __forceinline__ const Rule& rule() const { return *reinterpret_cast<const Rule*>(bytes); }
+
+  // Called by all threads, each with the scalar of its lane. The rule may be used afterwards.
+  template <class MakeRule>
+  __device__ __forceinline__ void make(double scalar, const MakeRule& make_rule) {
+    if (threadIdx.x < kWarp) {
+      scalars[threadIdx.x] = scalar;
+      __syncwarp();
+      if (threadIdx.x == 0) *reinterpret_cast<Rule*>(bytes) = make_rule(static_cast<const double*>(scalars));
+    }
+    __syncthreads();
+  }
 };
 
-// Packs of Width elements, Turns of them per thread and sweep; all loads of a sweep come before its first store. The
-// first loads are under way while one thread makes the rule: a square root and divisions in double, once per block.
-template <int Width, int Turns, class Op, class Shared, class MakeRule>
-__device__ __forceinline__ void sweep(const Op& op, int count, Shared& shared, const MakeRule& make_rule) {
+// Lanes of the first warp that read an operand of their own; those before read the columns of `hyper`.
+enum Lane : int { SUMSQ = kWidth, GRAD_SCALE, FOUND_INF, STEPS };
+
+__device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }
+
+// Packs of Width elements, Turns of them per thread and sweep; all loads of a sweep come before its first store, and
+// the first of them are under way while the rule is made.
+template <int Width, int Turns, class Op, class Rule, class MakeRule>
+__device__ __forceinline__ void sweep(const Op& op, int count, Shared<Rule>& shared, double scalar,
+                                      const MakeRule& make_rule) {
   const int whole = count - count % Width;
   int start = 0;
   do {
@@ -26,15 +46,11 @@ __device__ __forceinline__ void sweep(const Op& op, int count, Shared& shared, c
       const int i = start + pack_of(turn, threadIdx.x, kThreads, Width);
       if (i < whole) op.load(x[turn], i);
     }
-    if (start == 0) {
-      if (threadIdx.x == 0) shared.put(make_rule());
-      __syncthreads();
-    }
-    const auto& rule = shared.get();
+    if (start == 0) shared.make(scalar, make_rule);
 #pragma unroll
     for (int turn = 0; turn < Turns; ++turn) {
       const int i = start + pack_of(turn, threadIdx.x, kThreads, Width);
-      if (i < whole) op.store(x[turn], i, rule);
+      if (i < whole) op.store(x[turn], i, shared.rule());
     }
     start += kThreads * Width * Turns;
   } while (start < whole);
@@ -42,20 +58,29 @@ __device__ __forceinline__ void sweep(const Op& op, int count, Shared& shared, c
   if (i < count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);
-    op.store(x, i, shared.get());
+    op.store(x, i, shared.rule());
   }
 }
 
 // op.load(x, i) reads the pack at element i, op.store(x, i, rule) computes and writes it. op.aligned() is the same for
 // the whole block; without it every access is of one element.
-template <class Op, class MakeRule>
-__device__ __forceinline__ void elementwise(const Op& op, int count, const MakeRule& make_rule) {
-  __shared__ Slot<decltype(make_rule())> shared;
+// read_scalar(lane) is called by the first warp, make_rule(scalars) by one thread.
+template <class Op, class ReadScalar, class MakeRule>
+__device__ __forceinline__ void elementwise(const Op& op, int count, const ReadScalar& read_scalar,
+                                            const MakeRule& make_rule) {
+  __shared__ Shared<decltype(make_rule(nullptr))> shared;
+  const double scalar = threadIdx.x < kWarp ? read_scalar(threadIdx.x) : 0.0;
   if (op.aligned()) {
-    sweep<Op::kWidth, Op::kTurns>(op, count, shared, make_rule);
+    sweep<Op::kWidth, Op::kTurns>(op, count, shared, scalar, make_rule);
   } else {
-    sweep<1, Op::kTurns == 1 ? 2 : 4>(op, count, shared, make_rule);
+    sweep<1, Op::kTurns == 1 ? 2 : 4>(op, count, shared, scalar, make_rule);
   }
+}
+
+// A row of 50,000 parameters gets about 25 blocks, one of 100 million 6,000: several rounds for every multiprocessor.
+template <class Op>
+int64_t elementwise_chunk(const Call& call) {
+  return chunk_for(row_elements(call), sweep_of<Op>(), 8192);
 }
 
 }  // namespace fastsam

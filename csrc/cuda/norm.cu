@@ -7,11 +7,12 @@ namespace {
 
 // ---- norm_: the direction ------------------------------------------------------------------------------------------
 
-template <class W>
+// Weighted: the weights are given, since some group is adaptive.
+template <class W, bool Weighted>
 struct Direction {
   static constexpr int kWidth = kPackBytes / sizeof(W), kTurns = sizeof(W) < 4 ? 2 : 4;
   using Value = compute_t<W>;
-  const W *g, *w;  // w: only read in adaptive groups
+  const W *g, *w;
   NormRule<Value> rule;
 
   template <int N>
@@ -21,38 +22,34 @@ struct Direction {
   template <bool Aligned, int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
     read<Aligned>(x.g, g + i);
-  }
-  template <bool Aligned, int N>
-  __device__ __forceinline__ void load_rest(Loaded<N>& x, int i) const {
-    if (rule.adaptive) read<Aligned>(x.w, w + i);
+    if constexpr (Weighted) read<Aligned>(x.w, w + i);
   }
   template <int N>
   __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
     const Value g = widen(x.g.x[lane]);
-    return rule.adaptive ? rule.direction(widen(x.w.x[lane]), g) : g;
+    return Weighted && rule.adaptive ? rule.direction(widen(x.w.x[lane]), g) : g;
   }
   __device__ __forceinline__ bool aligned() const { return fastsam::aligned<kWidth>(g) && fastsam::aligned<kWidth>(w); }
 };
 
 template <class Table>
 struct NormParams {
-  Table table;  // lists: gradients, weights
+  Table table;  // lists: gradients, and the weights where they are given
   Scalars scalars;
   Sums sums;
 };
 
-template <class W, class Params>
+template <class W, bool Weighted, class Params>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const Params __grid_constant__ p) {
   const Unit unit = unit_of(p.table, blockIdx.x);
   double partial = 0.0;
   if (unit.count > 0) {
-    const Direction<W> op{at<const W>(p.table, 0, unit), at<const W>(p.table, 1, unit),
-                          NormRule<compute_t<W>>(p.scalars.of(p.table, unit))};
-    if (op.rule.adaptive && op.w == nullptr) {
-      partial = nan("");  // the weights are missing, and a kernel cannot raise: no row is perturbed with such a norm
-    } else {
-      partial = op.aligned() ? squares<true>(op, unit.count) : squares<false>(op, unit.count);
-    }
+    const W* w = nullptr;
+    if constexpr (Weighted) w = at<const W>(p.table, 1, unit);
+    const NormRule<compute_t<W>> rule(p.scalars.of(p.table, unit));
+    partial = squares(Direction<W, Weighted>{at<const W>(p.table, 0, unit), w, rule}, unit.count);
+    // An adaptive group without weights: a kernel cannot raise, but with such a norm nothing is perturbed.
+    if (!Weighted && rule.adaptive) partial = nan("");
   }
   finish(p.sums, p.table, unit, partial);
 }
@@ -81,8 +78,6 @@ struct Linear {
     if (q != nullptr) read<Aligned>(x.q, q + i);
     if (rule.phi != Value(0)) read<Aligned>(x.w, w + i);
   }
-  template <bool Aligned, int N>
-  __device__ __forceinline__ void load_rest(Loaded<N>&, int) const {}
   template <int N>
   __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
     return rule.clipped_part(rule.phi != Value(0) ? widen(x.w.x[lane]) : Value(0), widen(x.g2.x[lane]),
@@ -106,31 +101,48 @@ struct LinearParams {
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) update_norm_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
-  __shared__ Slot<LinearRule<C>> rule;
+  __shared__ Shared<LinearRule<C>> shared;
   const Unit unit = unit_of(p.table, blockIdx.x);
   double partial = 0.0;
   if (unit.count > 0) {
-    if (threadIdx.x == 0) {
-      rule.put(LinearRule<C>(p.scalars.of(p.table, unit), p.grad_scale != nullptr ? 1.0 / *p.grad_scale : 1.0));
-    }
-    __syncthreads();
+    const double* h = p.scalars.of(p.table, unit);
+    double scalar = 0.0;
+    if (threadIdx.x < kWidth) scalar = h[threadIdx.x];
+    if (threadIdx.x == GRAD_SCALE) scalar = scalar_or(p.grad_scale, 1.0);
+    shared.make(scalar, [](const double* x) { return LinearRule<C>(x, 1.0 / x[GRAD_SCALE]); });
     const O* origin = at<const O>(p.origin, p.table, unit);
     // Without origin the two types are the same.
     const Linear<W, O> op{origin != nullptr ? origin : at<const O>(p.table, 0, unit), at<const W>(p.table, 1, unit),
-                          at<const W>(p.table, 2, unit), at<const C>(p.q, p.table, unit), rule.get()};
-    partial = op.aligned() ? squares<true>(op, unit.count) : squares<false>(op, unit.count);
+                          at<const W>(p.table, 2, unit), at<const C>(p.q, p.table, unit), shared.rule()};
+    partial = squares(op, unit.count);
   }
   finish(p.sums, p.table, unit, partial);
 }
 
+// The two forms of Direction have the same chunks: so the norm of a row has the same bits whether weights are given or
+// not.
 int64_t norm_chunk(const Call& call) {
-  return with_types(
-      call, [&](auto weight, auto) { return chunk_for(row_elements(call), sweep_of<Direction<decltype(weight)>>()); });
+  return with_types(call, [&](auto weight, auto) { return reduction_chunk<Direction<decltype(weight), false>>(call); });
 }
 
 int64_t update_norm_chunk(const Call& call) {
   return with_types(call, [&](auto weight, auto stored) {
-    return chunk_for(row_elements(call), sweep_of<Linear<decltype(weight), decltype(stored)>>());
+    return reduction_chunk<Linear<decltype(weight), decltype(stored)>>(call);
+  });
+}
+
+template <bool Weighted, size_t Lists>
+int norm(const NormArgs& args, const std::array<const List*, Lists>& lists, double* partials, unsigned* tickets,
+         void* stream) {
+  const Call& call = args.call;
+  const int64_t chunk = norm_chunk(call), chunks = row_chunks(call, chunk);
+  return each_part(call, lists, chunk, [&](const auto& table, const Part& part) {
+    const NormParams<std::decay_t<decltype(table)>> params{
+        table, scalars_of(call), sums_of(part, chunks, partials, args.sumsq, tickets, args.accumulate)};
+    return with_types(call, [&](auto weight, auto) {
+      return launch(norm_kernel<decltype(weight), Weighted, std::decay_t<decltype(params)>>, call.rows * table.blocks(),
+                    stream, params);
+    });
   });
 }
 
@@ -141,17 +153,8 @@ int64_t norm_partials_cuda(const Call& call) { return call.rows * row_chunks(cal
 int64_t update_norm_partials_cuda(const Call& call) { return call.rows * row_chunks(call, update_norm_chunk(call)); }
 
 int norm_cuda(const NormArgs& args, double* partials, unsigned* tickets, void* stream) {
-  const Call& call = args.call;
-  const int64_t chunk = norm_chunk(call), chunks = row_chunks(call, chunk);
-  const std::array lists{&args.grads, &args.weights};
-  return each_part(call, lists, chunk, [&](const auto& table, const Part& part) {
-    const NormParams<std::decay_t<decltype(table)>> params{
-        table, scalars_of(call), sums_of(part, chunks, partials, args.sumsq, tickets, args.accumulate)};
-    return with_types(call, [&](auto weight, auto) {
-      return launch(norm_kernel<decltype(weight), std::decay_t<decltype(params)>>, call.rows * table.blocks(), stream,
-                    params);
-    });
-  });
+  return args.weights.given() ? norm<true>(args, std::array{&args.grads, &args.weights}, partials, tickets, stream)
+                              : norm<false>(args, std::array{&args.grads}, partials, tickets, stream);
 }
 
 int update_norm_cuda(const UpdateArgs& args, double* partials, unsigned* tickets, void* stream) {

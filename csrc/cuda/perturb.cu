@@ -64,8 +64,12 @@ template <class W, class O, bool Save, class Params>
 __global__ void __launch_bounds__(kThreads) perturb_kernel(const Params __grid_constant__ p) {
   const Unit unit = unit_of(p.table, kReversed ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const Perturb<W, O, Save> op{at<W>(p.table, 0, unit), at<O>(p.origin, p.table, unit), at<const W>(p.table, 1, unit)};
-  elementwise(op, unit.count,
-              [&] { return PerturbRule<compute_t<W>>(p.scalars.of(p.table, unit), p.sumsq[unit.row]); });
+  const double* h = p.scalars.of(p.table, unit);
+  elementwise(
+      op, unit.count, [&](int lane) { return lane < kWidth   ? h[lane]
+                                             : lane == SUMSQ ? p.sumsq[unit.row]
+                                                             : 0.0; },
+      [](const double* x) { return PerturbRule<compute_t<W>>(x, x[SUMSQ]); });
 }
 
 template <bool Save>
@@ -74,7 +78,7 @@ int perturb(const PerturbArgs& args, void* stream) {
   return with_types(call, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using O = decltype(stored);
-    const int64_t chunk = chunk_for(row_elements(call), sweep_of<Perturb<W, O, Save>>());
+    const int64_t chunk = elementwise_chunk<Perturb<W, O, Save>>(call);
     return each_part(call, std::array{&args.z, &args.grads}, chunk, [&](const auto& table, const Part&) {
       const PerturbParams<std::decay_t<decltype(table)>> params{table, scalars_of(call), args.origin, args.sumsq};
       return launch(perturb_kernel<W, O, Save, std::decay_t<decltype(params)>>, call.rows * table.chunks(), stream,
@@ -119,7 +123,7 @@ template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const Params __grid_constant__ p) {
   const Unit unit = unit_of(p.table, blockIdx.x);
   const Restore<W, O> op{at<W>(p.table, 0, unit), at<const O>(p.origin, p.table, unit)};
-  elementwise(op, unit.count, [] { return 0; });
+  elementwise(op, unit.count, [](int) { return 0.0; }, [](const double*) { return 0; });
 }
 
 }  // namespace
@@ -133,7 +137,7 @@ int restore_cuda(const RestoreArgs& args, void* stream) {
   return with_types(call, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using O = decltype(stored);
-    const int64_t chunk = chunk_for(row_elements(call), sweep_of<Restore<W, O>>());
+    const int64_t chunk = elementwise_chunk<Restore<W, O>>(call);
     return each_part(call, std::array{&args.z}, chunk, [&](const auto& table, const Part&) {
       const RestoreParams<std::decay_t<decltype(table)>> params{table, args.origin};
       return launch(restore_kernel<W, O, std::decay_t<decltype(params)>>, call.rows * table.chunks(), stream, params);

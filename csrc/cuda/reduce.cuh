@@ -22,8 +22,7 @@ __device__ __forceinline__ double block_sum(double x) {
   return sum;
 }
 
-// The sum of op.value(...)^2 over [0, count), valid in thread 0. op.load reads what is always needed, op.load_rest what
-// the rule asks for.
+// The sum of op.value(...)^2 over [0, count), valid in thread 0.
 template <bool Aligned, class Op>
 __device__ __forceinline__ double squares(const Op& op, int count) {
   constexpr int width = Op::kWidth, turns = Op::kTurns;
@@ -39,11 +38,6 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
     }
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
-      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
-      if (i < whole) op.template load_rest<Aligned>(x[turn], i);
-    }
-#pragma unroll
-    for (int turn = 0; turn < turns; ++turn) {
       if (start + pack_of(turn, threadIdx.x, kThreads, width) >= whole) continue;
 #pragma unroll
       for (int lane = 0; lane < width; ++lane) {
@@ -56,7 +50,6 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
   if (i < count) {
     typename Op::template Loaded<1> x;
     op.template load<true>(x, i);
-    op.template load_rest<true>(x, i);
     const C d = op.value(x, 0);
     sum[0] += d * d;
   }
@@ -64,6 +57,18 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
 #pragma unroll
   for (int lane = 0; lane < width; ++lane) total += static_cast<double>(sum[lane]);
   return block_sum(total);
+}
+
+template <class Op>
+__device__ __forceinline__ double squares(const Op& op, int count) {
+  return op.aligned() ? squares<true>(op, count) : squares<false>(op, count);
+}
+
+// Chunks are large here: a block ends with a barrier, a fence and an atomic, and the last one adds up all of a row's
+// partial sums.
+template <class Op>
+int64_t reduction_chunk(const Call& call) {
+  return chunk_for(row_elements(call), sweep_of<Op>(), 2048);
 }
 
 // Whether this block is the last of its row: all threads of the block ask. What thread 0 of every block wrote before is

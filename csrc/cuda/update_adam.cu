@@ -88,12 +88,19 @@ __global__ void __launch_bounds__(kThreads) update_adam_kernel(const Params __gr
                 at<const W>(p.table, 1, unit),
                 at<C>(p.exp_avg, p.table, unit),
                 at<C>(p.exp_avg_sq, p.table, unit)};
-    elementwise(op, unit.count, [&] {
-      const double inverse = p.grad_scale != nullptr ? 1.0 / *p.grad_scale : 1.0;
-      const double t = static_cast<double>(steps[p.table.slot[unit.segment]]) + 1.0;
-      const AdamRule<C> rule(p.scalars.of(p.table, unit), inverse, t, p.decoupled);
-      return typename Op::Rule{rule, p.found_inf != nullptr && *p.found_inf != 0.0f};
-    });
+    const double* h = p.scalars.of(p.table, unit);
+    elementwise(
+        op, unit.count,
+        [&](int lane) {
+          if (lane < kWidth) return h[lane];
+          if (lane == STEPS) return static_cast<double>(steps[p.table.slot[unit.segment]]);
+          return lane == GRAD_SCALE  ? scalar_or(p.grad_scale, 1.0)
+                 : lane == FOUND_INF ? scalar_or(p.found_inf, 0.0)
+                                     : 0.0;
+        },
+        [decoupled = p.decoupled](const double* x) {
+          return typename Op::Rule{AdamRule<C>(x, 1.0 / x[GRAD_SCALE], x[STEPS] + 1.0, decoupled), x[FOUND_INF] != 0.0};
+        });
   }
   // The steps are counted when every block of the row has read them, empty segments' too.
   if (!last_of_row(p.tickets + unit.row, p.table.blocks())) return;
@@ -108,7 +115,7 @@ int update_adam_cuda(const UpdateArgs& args, unsigned* tickets, void* stream) {
   return with_types(call, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using O = decltype(stored);
-    const int64_t chunk = chunk_for(row_elements(call), sweep_of<Adam<W, O>>());
+    const int64_t chunk = elementwise_chunk<Adam<W, O>>(call);
     return each_part(call, std::array{&args.z, &args.grads}, chunk, [&](const auto& table, const Part&) {
       const AdamParams<std::decay_t<decltype(table)>> params{
           table,      scalars_of(call), args.origin,     args.momentum,  args.exp_avg_sq, args.steps,

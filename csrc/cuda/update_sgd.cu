@@ -94,12 +94,19 @@ __global__ void __launch_bounds__(kThreads) update_sgd_kernel(const Params __gri
               at<const C>(p.q, p.table, unit),
               at<C>(p.momentum, p.table, unit),
               p.first};
-  elementwise(op, unit.count, [&] {
-    const double inverse = p.grad_scale != nullptr ? 1.0 / *p.grad_scale : 1.0;
-    const double sumsq_v = p.sumsq_v != nullptr ? p.sumsq_v[unit.row] : -1.0;
-    const SgdRule<C> rule(p.scalars.of(p.table, unit), inverse, sumsq_v, p.first);
-    return typename Op::Rule{rule, p.found_inf != nullptr && *p.found_inf != 0.0f};
-  });
+  const double* h = p.scalars.of(p.table, unit);
+  elementwise(
+      op, unit.count,
+      [&](int lane) {
+        if (lane < kWidth) return h[lane];
+        if (lane == SUMSQ) return p.sumsq_v != nullptr ? p.sumsq_v[unit.row] : -1.0;
+        return lane == GRAD_SCALE  ? scalar_or(p.grad_scale, 1.0)
+               : lane == FOUND_INF ? scalar_or(p.found_inf, 0.0)
+                                   : 0.0;
+      },
+      [first = p.first](const double* x) {
+        return typename Op::Rule{SgdRule<C>(x, 1.0 / x[GRAD_SCALE], x[SUMSQ], first), x[FOUND_INF] != 0.0};
+      });
 }
 
 template <bool General, size_t Lists>
@@ -108,7 +115,7 @@ int update_sgd(const UpdateArgs& args, const std::array<const List*, Lists>& lis
   return with_types(call, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using O = decltype(stored);
-    const int64_t chunk = chunk_for(row_elements(call), sweep_of<Sgd<W, O, General>>());
+    const int64_t chunk = elementwise_chunk<Sgd<W, O, General>>(call);
     return each_part(call, lists, chunk, [&](const auto& table, const Part&) {
       const SgdParams<std::decay_t<decltype(table)>> params{
           table,      scalars_of(call), args.origin,    args.q,     args.momentum,

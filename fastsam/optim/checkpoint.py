@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..ops import compute_dtype
@@ -48,10 +49,16 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
         weights = found.get(MASTER) if bucket.masters else None
         if perturbed and UNPERTURBED in found:
             held.append(slot)
-            weights = found[UNPERTURBED] if weights is None else weights
+            unperturbed = found[UNPERTURBED].to(bucket.device, bucket.dtype)
+            # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded them otherwise.
+            weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
             views[slot].copy_(weights)
     bucket.held = bucket.select(tuple(held))
+
+
+def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
+    return torch.where(master.to(weights.dtype) == weights, master, weights.to(master.dtype))
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, perturbed: bool) -> dict[str, Any]:

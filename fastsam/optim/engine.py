@@ -51,8 +51,8 @@ class Engine:
 
     def perturb_(self) -> None:
         """First pass: from the gradients to the perturbed point. Raises RuntimeError, before anything is written, for unusable gradients."""
-        self._refresh()
-        calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
+        self.refresh()
+        calls = self.gradients()
         self._norm_(calls)
         self._calls = calls
         self.phase = Phase.PERTURBING
@@ -62,8 +62,7 @@ class Engine:
         self._calls = []
 
     def update_(self, grad_scale: Tensor | None, found_inf: Tensor | None, check_finite: bool) -> None:
-        """Second pass, fused: the original weights back, and the step from them."""
-        self._refresh()
+        """Second pass, fused, after `refresh`: the original weights back, and the step from them."""
         calls = [(update, *update.bucket.gather()) for update in self._updates]
         if check_finite:
             found_inf = self.nonfinite([(u.bucket, selection, grads) for u, selection, grads in calls], found_inf)
@@ -98,8 +97,8 @@ class Engine:
         found = (~total.isfinite()).to(torch.float32)
         return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
 
-    def gathered(self) -> list[tuple[Bucket, Selection, list[Tensor]]]:
-        """The gradients as they are, checked."""
+    def gradients(self) -> list[tuple[Bucket, Selection, list[Tensor]]]:
+        """The gradients that are there, after `refresh`. Raises RuntimeError for unusable ones."""
         return [(bucket, *bucket.gather()) for bucket in self.buckets]
 
     @property
@@ -119,12 +118,17 @@ class Engine:
 
     # --- what happened since the last step ---
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Brings the buffers in line with the parameters, their options and their state."""
         self._follow()
         if torch.compiler.is_compiling():
             return
         assert self._watch is not None
+        groups, state = self.base.param_groups, self.base.state
+        if not self._watch.same_state(state):
+            self._watch.note(groups, state)
+            for update in self._updates:
+                update.forget()
         abandoned = self._watch.abandoned()
         if abandoned:
             raise RuntimeError(
@@ -132,17 +136,12 @@ class Engine:
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
                 "load this one's state_dict() into it"
             )
-        groups = self.base.param_groups
         if self._scalars.changed(groups):
             if rule_of(self.base) is not self.rule:
                 self.rebuild()
             else:
                 self._scalars.read(groups)
         self._scalars.copy_live()
-        if not self._watch.same_state(self.base.state):
-            self._watch.note(groups, self.base.state)
-            for update in self._updates:
-                update.forget()
 
     def _follow(self) -> None:
         """Notices parameters that moved, were converted or replaced."""

@@ -154,6 +154,7 @@ void run_grid(int blocks, int block_threads, const Body& body) {
 // ---- what kernels call ----
 
 inline void __syncthreads() { emulation::wait(emulation::State::at_block_barrier); }
+inline void __syncwarp() { emulation::wait(emulation::State::at_warp_barrier); }
 inline void __threadfence() {}
 
 template <class T>
