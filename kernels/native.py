@@ -23,7 +23,9 @@ def _load() -> dict[str, str | None]:
     """Loads what there is; per device type the reason why it cannot serve, None when it can."""
     cuda_reason = None if torch.cuda.is_available() else "torch sees no CUDA device"
     try:
-        found = build.jit() if os.environ.get("FASTSAM_JIT") == "1" else build.installed()
+        found = build.installed()
+        if not found.paths and os.environ.get("FASTSAM_JIT") == "1":
+            found = build.jit()
     except build.BuildError as error:
         return {"cpu": str(error), "cuda": cuda_reason or str(error)}
     if "cpu" not in found.paths:

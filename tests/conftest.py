@@ -13,17 +13,21 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from fastsam import backends
+
 # A process started in the background of a script ignores Ctrl-C, and so do its children; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-from fastsam import backends
 
 
 def _parameters(interpreter: bool) -> list[object]:
     """The backends as parameters of a fixture; one that is unavailable is a skip that says why."""
     found = [b for b in backends.table() if interpreter or (b.name, b.device) != ("triton", "cpu")]
     return [
-        pytest.param(b, id=f"{b.name}-{b.device}", marks=pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"))
+        pytest.param(
+            b,
+            id=f"{b.name}-{b.device}",
+            marks=pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"),
+        )
         for b in found
     ]
 

@@ -44,7 +44,9 @@ def _steps(csrc: Path, ready: Path | None) -> list[toolchain.Step]:
     return [*steps, toolchain.Step(LIBRARY, tuple(objects), link)]
 
 
-def compile_library(folder: Path, changes: Changes = NONE, *, namespace: str = NAMESPACE, ready: Path | None = None) -> Path:
+def compile_library(
+    folder: Path, changes: Changes = NONE, *, namespace: str = NAMESPACE, ready: Path | None = None
+) -> Path:
     """Builds the emulation in `folder`, where a later call compiles only what changed.
 
     namespace

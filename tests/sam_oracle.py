@@ -76,14 +76,20 @@ class Oracle:
 
 def landscape(params: Sequence[Tensor], step: int) -> Tensor:
     """A smooth loss in which every parameter matters to every other's gradient; other in every step."""
-    total = sum((torch.sin(p.float() if p.dtype.itemsize == 2 else p) * (1 + 0.1 * i)).sum() for i, p in enumerate(params))
+    total = sum(
+        (torch.sin(p.float() if p.dtype.itemsize == 2 else p) * (1 + 0.1 * i)).sum() for i, p in enumerate(params)
+    )
     bowl = sum(((p - 0.1 * step % 0.7) ** 2).sum().to(total.dtype) for p in params)
     return 0.1 * bowl + torch.cos(0.05 * total + 0.3 * step) * 3
 
 
-def make_parameters(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> list[nn.Parameter]:
+def make_parameters(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu", seed: int = 0
+) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)) for shape in shapes
+    ]
 
 
 def gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -110,4 +116,6 @@ def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     def bits(t: Tensor) -> Tensor:
         return t.detach().contiguous().view(integers[t.element_size()])
 
-    return len(a) == len(b) and all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y)) for x, y in zip(a, b))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(bits(x), bits(y)) for x, y in zip(a, b)
+    )

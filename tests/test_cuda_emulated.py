@@ -32,7 +32,9 @@ pytestmark = pytest.mark.skipif(emulated.why_not() is not None, reason=str(emula
 # several launches, and calls that find no free tickets.
 SMALL = {
     "index.h": [("elements > enough * chunk", "elements > chunk / 2")],
-    "cuda/common.cuh": [("small = capacity(Lists, 4096), large = capacity(Lists, kArgumentLimit);", "small = 1, large = 2;")],
+    "cuda/common.cuh": [
+        ("small = capacity(Lists, 4096), large = capacity(Lists, kArgumentLimit);", "small = 1, large = 2;")
+    ],
     "cuda/tickets.cu": [("kTickets = 1 << 16", "kTickets = 4")],
 }
 
@@ -83,7 +85,9 @@ def test_ops(emulation: Emulation, test: Callable[..., None], options: dict[str,
 
 
 @pytest.mark.parametrize(("test", "options"), OPS)
-def test_ops_in_several_launches_and_another_order(small: Emulation, test: Callable[..., None], options: dict[str, object]) -> None:
+def test_ops_in_several_launches_and_another_order(
+    small: Emulation, test: Callable[..., None], options: dict[str, object]
+) -> None:
     small.order(7, 1)
     test(small.backend, **options)
     assert_sound(small)
@@ -192,16 +196,33 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
         outputs = []
         for kernels in (native, emulation.backend.load()):
             memory = Memory(case, "cpu")
-            z, grads = memory.operand("z", case.values("z"), written=True), memory.operand("grads", case.values("grads"))
-            fields = [memory.field(n, case.values(n, case.compute).abs(), True) for n in ("q", "momentum", "exp_avg_sq")]
+            z, grads = (
+                memory.operand("z", case.values("z"), written=True),
+                memory.operand("grads", case.values("grads")),
+            )
+            fields = [
+                memory.field(n, case.values(n, case.compute).abs(), True) for n in ("q", "momentum", "exp_avg_sq")
+            ]
             origin = memory.field("origin", case.values("z").to(case.origin_dtype), written=True)
             steps = torch.ones(case.rows, int(case.table[:, 3].max()) + 1 if len(case.table) else 1)
             written = [z, origin, *fields]
             kernels.perturb_(z, origin, grads, case.table, case.hyper(), case.sums(), True)
             outputs.append([memory.read(operand) for operand in written])
-            kernels.update_sgd_(z, origin, grads, case.table, case.hyper(), momentum=fields[1], q=fields[0], sumsq_v=case.sums(), keep=True)
+            kernels.update_sgd_(
+                z,
+                origin,
+                grads,
+                case.table,
+                case.hyper(),
+                momentum=fields[1],
+                q=fields[0],
+                sumsq_v=case.sums(),
+                keep=True,
+            )
             outputs[-1] += [memory.read(operand) for operand in written]
-            kernels.update_adam_(z, origin, grads, case.table, case.adam_hyper(), fields[1], fields[2], steps, keep=True)
+            kernels.update_adam_(
+                z, origin, grads, case.table, case.adam_hyper(), fields[1], fields[2], steps, keep=True
+            )
             outputs[-1] += [memory.read(operand) for operand in written]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -213,7 +234,9 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
 ONLY_FLOAT = [("switch (call.weight) {", "switch (Type::f32) {")]  # compiles in a fraction of the time
 ERRORS = {
     "none": {},
-    "segment": {"index.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]},
+    "segment": {
+        "index.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
+    },
     "last chunk": {"index.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
     "chunk begins": {"index.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
     "thread": {"index.h": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")]},

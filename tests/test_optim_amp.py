@@ -59,7 +59,9 @@ def test_scaling_changes_nothing(name: str, unscale: bool, backend: Backend) -> 
         assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
     assert scaler.get_scale() == 1024.0 * 8
     for p, q in zip(params, oracle.params):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-6)  # a GradScaler's reciprocal is float32
+        torch.testing.assert_close(
+            p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-6
+        )  # a GradScaler's reciprocal is float32
 
 
 @pytest.mark.parametrize("warm", [0, 2])
@@ -221,4 +223,6 @@ def test_half_precision_parameters(dtype: torch.dtype, backend: Backend) -> None
         scaler.scale(torch.ones((), device=backend.device))
         scaler.step(opt)
         scaler.update()
-    torch.testing.assert_close(opt.state_dict()["state"][0]["master"].double().cpu(), oracle.params[0].detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        opt.state_dict()["state"][0]["master"].double().cpu(), oracle.params[0].detach(), rtol=1e-5, atol=1e-5
+    )

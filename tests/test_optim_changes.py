@@ -18,7 +18,11 @@ from fastsam.backends import Backend
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SGD = torch.optim.SGD
-BASES = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adamw": (torch.optim.AdamW, {"lr": 0.05}), "rmsprop": (torch.optim.RMSprop, {"lr": 0.05})}
+BASES = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05}),
+}
 
 
 class Model(nn.Module):
@@ -88,7 +92,9 @@ def test_a_converted_model_goes_on_with_its_state(name: str, conversion: str, sw
         weights = opt.state_dict()["state"][i].get("master", p)
         torch.testing.assert_close(weights.detach().double().cpu(), q.detach(), rtol=rtol, atol=atol)
         for key, value in opt.state[p].items():
-            assert key == "step" or (value.shape == p.shape and value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32))
+            assert key == "step" or (
+                value.shape == p.shape and value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            )
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
@@ -193,7 +199,9 @@ def test_assigned_parameters_are_noticed(when: str, clear_with: str, backend: Ba
     dead = [p.detach() for p in opt.param_groups[0]["params"]]
     before = copies(dead)
     backward(model.params, 2)
-    with pytest.raises(RuntimeError, match=r"nobody but this optimizer refers to its parameters \[0, 1, 2\].*Build a new FusedSAM"):
+    with pytest.raises(
+        RuntimeError, match=r"nobody but this optimizer refers to its parameters \[0, 1, 2\].*Build a new FusedSAM"
+    ):
         opt.first_step()
     assert same_bits(before, dead)
 
@@ -222,7 +230,9 @@ def test_an_assigned_half_of_the_model_is_noticed(backend: Backend) -> None:
 
 def test_parameters_that_are_the_optimizers_own_are_not_dead(backend: Backend) -> None:
     """As in a short script that keeps its parameters nowhere else."""
-    opt = FusedSAM(make_parameters([(3,), (4,)], torch.float32, backend.device), SGD, lr=1.0, momentum=0.5, backend=backend.name)
+    opt = FusedSAM(
+        make_parameters([(3,), (4,)], torch.float32, backend.device), SGD, lr=1.0, momentum=0.5, backend=backend.name
+    )
     for _ in range(3):
         for p in opt.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
@@ -278,8 +288,14 @@ def test_two_optimizers_on_parts_of_a_model(backend: Backend) -> None:
     """Each has its own norm and perturbs its own part."""
     model = Model(torch.float64, backend.device)
     parts = [model.params[:1], model.params[1:]]
-    opts = [FusedSAM(parts[0], SGD, lr=0.1, backend=backend.name), FusedSAM(parts[1], torch.optim.Adam, rho=0.2, backend=backend.name)]
-    oracles = [Oracle([{"params": parts[0]}], SGD, {"lr": 0.1}), Oracle([{"params": parts[1]}], torch.optim.Adam, {"rho": 0.2})]
+    opts = [
+        FusedSAM(parts[0], SGD, lr=0.1, backend=backend.name),
+        FusedSAM(parts[1], torch.optim.Adam, rho=0.2, backend=backend.name),
+    ]
+    oracles = [
+        Oracle([{"params": parts[0]}], SGD, {"lr": 0.1}),
+        Oracle([{"params": parts[1]}], torch.optim.Adam, {"rho": 0.2}),
+    ]
     for step in range(4):
         for finish in (False, True):
             backward(model.params, step)
@@ -342,6 +358,8 @@ def test_moving_to_another_device() -> None:
     with opt.perturbed():
         pass
     for i, entry in opt.state_dict()["state"].items():
-        assert entry["momentum_buffer"].is_cuda and torch.equal(entry["momentum_buffer"].cpu(), state[i]["momentum_buffer"])
+        assert entry["momentum_buffer"].is_cuda and torch.equal(
+            entry["momentum_buffer"].cpu(), state[i]["momentum_buffer"]
+        )
     train(model, opt, range(2, 4))
     train(model.cpu(), opt, range(4, 6))

@@ -98,7 +98,9 @@ class Case:
         found = []
         for i, entry in self.opt.state_dict()["state"].items():
             for name, value in sorted(entry.items()):
-                if isinstance(value, torch.Tensor) and not (name == "master" and torch.equal(value, self.params[i].float())):
+                if isinstance(value, torch.Tensor) and not (
+                    name == "master" and torch.equal(value, self.params[i].float())
+                ):
                     found.append(value)
         return found
 

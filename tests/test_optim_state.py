@@ -61,7 +61,9 @@ def through_a_file(value: Any) -> Any:
 @pytest.mark.parametrize("moment", ["idle", "perturbed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BASES)
-def test_resuming_from_a_file_continues_bit_for_bit(name: str, dtype: torch.dtype, moment: str, backend: Backend) -> None:
+def test_resuming_from_a_file_continues_bit_for_bit(
+    name: str, dtype: torch.dtype, moment: str, backend: Backend
+) -> None:
     if backend.name == "native" and dtype == torch.bfloat16 and name == "rmsprop":
         dtype = torch.float16  # the generic path in another half precision
     base, options = BASES[name]
@@ -157,7 +159,9 @@ def test_a_state_dict_is_a_copy(backend: Backend) -> None:
     assert saved["param_groups"][0]["lr"].item() == kept["param_groups"][0]["lr"].item() == pytest.approx(0.1)
     for i in kept["state"]:
         assert same_bits([kept["state"][i]["momentum_buffer"]], [saved["state"][i]["momentum_buffer"]])
-        assert saved["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, "one tensor, not the whole field"
+        assert saved["state"][i]["momentum_buffer"].untyped_storage().nbytes() <= 4 * 96, (
+            "one tensor, not the whole field"
+        )
     with torch.no_grad():
         for p, w in zip(model.params, weights):
             p.copy_(w)
@@ -229,7 +233,9 @@ def test_state_dict_hooks_fire(backend: Backend) -> None:
     opt.register_state_dict_post_hook(lambda o, s: seen.append("post") or {**s, "extra": sorted(s)})
     saved = opt.state_dict()
     assert seen == ["pre", "post"] and saved["extra"] == ["fastsam", "param_groups", "state"]
-    opt.register_load_state_dict_pre_hook(lambda o, s: seen.append("load") or {k: v for k, v in s.items() if k != "extra"})
+    opt.register_load_state_dict_pre_hook(
+        lambda o, s: seen.append("load") or {k: v for k, v in s.items() if k != "extra"}
+    )
     opt.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
     opt.load_state_dict(saved)
     assert seen == ["pre", "post", "load", "loaded"]
@@ -256,7 +262,9 @@ def test_copies_are_whole_and_apart(name: str, how: str, moment: str, backend: B
     assert type(other_opt) is FusedSAM and type(other_opt.base_optimizer) is base
     assert other_opt.base_optimizer.param_groups is other_opt.param_groups
     assert other_opt.base_optimizer.state is other_opt.state
-    assert all(p is q for p, q in zip(other_opt.param_groups[0]["params"], other.parameters())), "linked to the copied model"
+    assert all(p is q for p, q in zip(other_opt.param_groups[0]["params"], other.parameters())), (
+        "linked to the copied model"
+    )
     assert other_opt.check_finite and other_opt.param_groups[0]["rho"] == 0.2
 
     def go_on(m: Model, o: FusedSAM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,11 @@ from fastsam.backends import Backend
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SGD = torch.optim.SGD
-BASES = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.05}), "rmsprop": (torch.optim.RMSprop, {"lr": 0.05})}
+BASES = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05}),
+}
 
 
 def closure_of(params: list[nn.Parameter], zero_grad: Callable[[], None] | None = None) -> Callable[[], Tensor]:
@@ -134,7 +139,9 @@ def test_restore_ends_a_step(backend: Backend) -> None:
     name=st.sampled_from(["native", "reference"]),
     special=st.booleans(),
 )
-def test_restoring_is_bitwise(seed: int, dtype: torch.dtype, rho: float, adaptive: bool, name: str, special: bool) -> None:
+def test_restoring_is_bitwise(
+    seed: int, dtype: torch.dtype, rho: float, adaptive: bool, name: str, special: bool
+) -> None:
     """Whatever the weights: large beside small, negative zeros, infinities, NaN."""
     params = make_parameters([(37,), (4, 5)], dtype, seed=seed)
     with torch.no_grad():
@@ -170,7 +177,15 @@ def test_gradients_absent_in_either_pass(name: str, dtype: torch.dtype, backend:
     params = make_parameters([(5,), (3, 2), (4,), (7,), (2,)], dtype, backend.device)
     opt = FusedSAM(params, base, rho=0.3, backend=backend.name, **options)
     oracle = Oracle([{"params": params}], base, {"rho": 0.3, **options})
-    absent = [({1}, {2}), ({1, 2}, set()), (set(), {0, 4}), ({3}, {3}), ({0, 1, 2, 3, 4}, {1}), ({4}, {0, 1, 2, 3, 4}), (set(), set())]
+    absent = [
+        ({1}, {2}),
+        ({1, 2}, set()),
+        (set(), {0, 4}),
+        ({3}, {3}),
+        ({0, 1, 2, 3, 4}, {1}),
+        ({4}, {0, 1, 2, 3, 4}),
+        (set(), set()),
+    ]
     for step, (first, second) in enumerate(absent):
         before = copies(params)
         for missing in (first, second):
@@ -254,12 +269,14 @@ def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backen
     opt = FusedSAM([p], SGD, rho=1.0, lr=0.1, backend=backend.name)
     p.grad = torch.full_like(p, 6e4)  # its square is far outside float16
     opt.first_step()
-    torch.testing.assert_close(p.detach().float(), torch.full((1000,), 1000**-0.5, device=backend.device), rtol=2**-10, atol=0)
+    torch.testing.assert_close(
+        p.detach().float(), torch.full((1000,), 1000**-0.5, device=backend.device), rtol=2**-10, atol=0
+    )
 
 
 def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend: Backend) -> None:
-    """bfloat16 rounds a perturbation that is small beside the weights to nothing, or to one unit: it must at least be the rounding of the right point,
-    step after step."""
+    """bfloat16 rounds a perturbation that is small beside the weights to nothing, or to one unit: it must at least be the rounding of the
+    right point, step after step."""
     p = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16, device=backend.device))
     opt = FusedSAM([p], SGD, rho=0.05, lr=1e-3, backend=backend.name)
     master = torch.ones(4000, device=backend.device)
@@ -279,7 +296,9 @@ def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend:
 
 def awkward_parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
     def fresh(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(device, dtype)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(
+            device, dtype
+        )
 
     return [
         nn.Parameter(fresh(4, 3, 5, 5).to(memory_format=torch.channels_last)),
@@ -328,7 +347,9 @@ def test_parameters_of_every_layout(name: str, dtype: torch.dtype, backend: Back
     after = torch.tensor([], dtype=dtype, device=backend.device).set_(params[2].untyped_storage())
     mask = torch.ones(gaps // dtype.itemsize, dtype=torch.bool).reshape(6, 8)
     mask[:, 2:5] = False
-    assert torch.equal(after[mask.flatten().to(backend.device)], around[mask.flatten().to(backend.device)]), "wrote into the gaps"
+    assert torch.equal(after[mask.flatten().to(backend.device)], around[mask.flatten().to(backend.device)]), (
+        "wrote into the gaps"
+    )
 
 
 def test_tied_parameters_are_one(backend: Backend) -> None:
@@ -400,7 +421,7 @@ def test_accumulation_over_micro_batches(backend: Backend) -> None:
                 run(batches)
                 opt.second_step(zero_grad=True)
             else:
-                opt.step(lambda: run(batches))
+                opt.step(partial(run, batches))
         return params
 
     whole = train("whole")
@@ -645,10 +666,8 @@ def test_a_backend_that_cannot_serve() -> None:
 
 
 def test_a_function_that_makes_the_base(backend: Backend) -> None:
-    import functools
-
     params = make_parameters([(3,)], torch.float32, backend.device)
-    opt = FusedSAM(params, functools.partial(SGD, momentum=0.9, nesterov=True), lr=0.1, backend=backend.name)
+    opt = FusedSAM(params, partial(SGD, momentum=0.9, nesterov=True), lr=0.1, backend=backend.name)
     assert opt.param_groups[0]["nesterov"] is True
     opt.step(closure_of(params))
     assert "momentum_buffer" in opt.state[params[0]]

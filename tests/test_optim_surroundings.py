@@ -20,7 +20,11 @@ from fastsam import FusedSAM, frozen_batchnorm_stats
 from fastsam.backends import Backend
 
 SGD = torch.optim.SGD
-BASES = {"sgd": (SGD, {"lr": 0.1, "momentum": 0.9}), "adam": (torch.optim.Adam, {"lr": 0.1}), "rmsprop": (torch.optim.RMSprop, {"lr": 0.1})}
+BASES = {
+    "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
+}
 
 
 def closure_of(params: list[nn.Parameter]) -> Any:
@@ -123,7 +127,9 @@ SCHEDULERS: dict[str, Any] = {
     "step": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=10),
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
-    "warm-up": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]),
+    "warm-up": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
 }
 
 
@@ -283,7 +289,15 @@ def test_distributed_data_parallel(style: str, tmp_path: Path) -> None:
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
     command = [sys.executable, "-c", DDP]
-    ranks = [subprocess.Popen([*command, str(r), str(tmp_path / "store"), style], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), style],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
     outputs = [rank.communicate(timeout=120) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs
     first, second = (bytes.fromhex(out.split()[-1]) for out, _ in outputs)

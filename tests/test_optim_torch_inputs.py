@@ -15,11 +15,16 @@ from torch import nn
 from fastsam import FusedSAM
 
 common_optimizers = pytest.importorskip(
-    "torch.testing._internal.common_optimizers", reason="torch's test inputs need the package expecttest, of the extra `test`"
+    "torch.testing._internal.common_optimizers",
+    reason="torch's test inputs need the package expecttest, of the extra `test`",
 )
 OptimizerInput, OptimizerInfo = common_optimizers.OptimizerInput, common_optimizers.OptimizerInfo
 
-REFUSED = {"Adadelta": "its option rho", "LBFGS": "it calls a closure many times", "SparseAdam": "it takes sparse gradients only"}
+REFUSED = {
+    "Adadelta": "its option rho",
+    "LBFGS": "it calls a closure many times",
+    "SparseAdam": "it takes sparse gradients only",
+}
 FUSED = ("SGD", "Adam", "AdamW")
 
 
@@ -27,13 +32,21 @@ def entry(base: Any) -> Any:
     """torch's entry for `base`, turned into one for FusedSAM around it. Differentiable steps are not supported."""
 
     def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:
-        return [OptimizerInput(i.params, {**i.kwargs, "base_optimizer": base.optim_cls}, i.desc) for i in base.optim_inputs_func(device)]
+        return [
+            OptimizerInput(i.params, {**i.kwargs, "base_optimizer": base.optim_cls}, i.desc)
+            for i in base.optim_inputs_func(device)
+        ]
 
     def errors(device: str, dtype: torch.dtype) -> list[Any]:
         found = base.optim_error_inputs_func(device, dtype)
         for error in found:
-            error.optimizer_error_input.kwargs = {**error.optimizer_error_input.kwargs, "base_optimizer": base.optim_cls}
-            if error.error_type is UserWarning:  # torch warns that duplicate parameters will be an error one day; here they are
+            error.optimizer_error_input.kwargs = {
+                **error.optimizer_error_input.kwargs,
+                "base_optimizer": base.optim_cls,
+            }
+            if (
+                error.error_type is UserWarning
+            ):  # torch warns that duplicate parameters will be an error one day; here they are
                 error.error_type, error.error_regex = ValueError, "a parameter group with duplicate parameters"
         return found
 
@@ -91,7 +104,9 @@ def test_follows_the_base_optimizer(name: str, optim_input: Any) -> None:
     for step in range(6):
         step_both(opt, oracle, params, step)
     for p, q in zip(params, oracle.params):
-        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-10)  # eps divides roundings, see test_optim_trajectory
+        torch.testing.assert_close(
+            p.detach(), q.detach(), rtol=1e-9, atol=1e-10
+        )  # eps divides roundings, see test_optim_trajectory
 
 
 @pytest.mark.parametrize(("name", "optim_input"), INPUTS)

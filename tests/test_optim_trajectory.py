@@ -48,7 +48,9 @@ def follow(opt: FusedSAM, oracle: Oracle, params: list[nn.Parameter], steps: int
         norm = oracle.perturb(gradients(params))
         opt.first_step()
         # The norm of adaptive groups is that of the rounded weights, not of the master copy.
-        torch.testing.assert_close(opt.grad_norm.cpu(), norm, rtol=max(rounded(dtype)[0], trajectory(dtype, step + 1)[0]), atol=0)
+        torch.testing.assert_close(
+            opt.grad_norm.cpu(), norm, rtol=max(rounded(dtype)[0], trajectory(dtype, step + 1)[0]), atol=0
+        )
         if step in (0, steps - 1):
             compare(params, oracle, max(rounded(dtype), trajectory(dtype, step + 1)))
         backward(params, step)
@@ -106,7 +108,10 @@ def test_groups_with_and_without_momentum(backend: Backend) -> None:
     oracle = Oracle([dict(g) for g in groups], SGD, {"lr": 0.1})
     opt = FusedSAM([dict(g) for g in groups], SGD, backend=backend.name, lr=0.1)
     follow(opt, oracle, params, steps=5)
-    for o in (opt.param_groups, oracle.base.param_groups):  # momentum switched on later starts from nothing, as in torch
+    for o in (
+        opt.param_groups,
+        oracle.base.param_groups,
+    ):  # momentum switched on later starts from nothing, as in torch
         o[1]["momentum"] = 0.8
     follow(opt, oracle, params, steps=5)
     compare(params, oracle, trajectory(torch.float64, 10))
@@ -223,7 +228,11 @@ def test_learning_rate_and_rho_as_tensors(what: str, maximize: bool, backend: Ba
     params = make_parameters([(6,), (5, 2)], torch.float64, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "rho": 0.2, "momentum": 0.9, "maximize": maximize}
     oracle = Oracle([{"params": params}], SGD, options)
-    tensors = {n: torch.tensor(options[n], dtype=torch.float64, device=backend.device) for n in ("lr", "rho") if what in (n, "both")}
+    tensors = {
+        n: torch.tensor(options[n], dtype=torch.float64, device=backend.device)
+        for n in ("lr", "rho")
+        if what in (n, "both")
+    }
     opt = FusedSAM(params, SGD, backend=backend.name, **{**options, **tensors})
     for round in range(3):
         follow(opt, oracle, params, steps=3)
@@ -239,7 +248,14 @@ def test_options_changed_between_steps(backend: Backend) -> None:
     options: dict[str, Any] = {"lr": 0.1, "rho": 0.2, "momentum": 0.9}
     oracle = Oracle([{"params": params}], SGD, options)
     opt = FusedSAM(params, SGD, backend=backend.name, **options)
-    changes = [{}, {"rho": 0.4}, {"lr": 0.3}, {"momentum": 0.5, "weight_decay": 0.1}, {"maximize": True}, {"adaptive": True, "eta": 0.1}]
+    changes = [
+        {},
+        {"rho": 0.4},
+        {"lr": 0.3},
+        {"momentum": 0.5, "weight_decay": 0.1},
+        {"maximize": True},
+        {"adaptive": True, "eta": 0.1},
+    ]
     for change in changes:
         for name, value in change.items():
             opt.param_groups[0][name] = value

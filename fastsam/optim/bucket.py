@@ -23,7 +23,9 @@ class Selection:
     slots: tuple[int, ...]
     table: Tensor
     z: list[Tensor]
-    indirect: list[tuple[Tensor, Tensor]]  # parameters with gaps in memory, and the dense tensors that stand for them in `z`
+    indirect: list[
+        tuple[Tensor, Tensor]
+    ]  # parameters with gaps in memory, and the dense tensors that stand for them in `z`
 
     def load(self) -> None:
         for parameter, stand_in in self.indirect:
@@ -111,7 +113,9 @@ class Bucket:
         grads: list[Any] = [p.grad for p in self.params]
         try:
             # These find absent and sparse gradients too: they have no such properties.
-            ordered = all(map(_is_contiguous, grads)) if self._contiguous else [g.stride() for g in grads] == self._strides
+            ordered = (
+                all(map(_is_contiguous, grads)) if self._contiguous else [g.stride() for g in grads] == self._strides
+            )
             plain = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
         except (AttributeError, RuntimeError, TypeError):
             plain = False
@@ -126,7 +130,9 @@ class Bucket:
 
     # --- the calls ---
 
-    def norm_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, accumulate: bool) -> None:
+    def norm_(
+        self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, accumulate: bool
+    ) -> None:
         """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
         selection.load()
         self.kernels.norm_(sumsq, grads, selection.z if adaptive else [], selection.table, self.hyper, accumulate)

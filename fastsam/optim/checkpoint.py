@@ -63,7 +63,10 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, perturbed: bool) -> dict[str, Any]:
     """Completes a state dict of the base optimizer. Its tensors become copies, so that later steps do not change it."""
-    state = {key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry for key, entry in packed["state"].items()}
+    state = {
+        key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
+        for key, entry in packed["state"].items()
+    }
     for i, parameter in enumerate(params):
         if parameter in saved:
             state[i] = {**state.get(i, {}), **{name: tensor.clone() for name, tensor in saved[parameter].items()}}
@@ -84,10 +87,14 @@ class Loaded:
     def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None) -> None:
         for key in ("state", "param_groups"):
             if key not in state_dict:
-                raise ValueError(f"not a state dict of an optimizer: it has the keys {sorted(map(str, state_dict))}, and no {key!r}")
+                raise ValueError(
+                    f"not a state dict of an optimizer: it has the keys {sorted(map(str, state_dict))}, and no {key!r}"
+                )
         ours = state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})
         if ours.get("format") != FORMAT:
-            raise ValueError(f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; update fastsam")
+            raise ValueError(
+                f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; update fastsam"
+            )
         self.perturbed = bool(ours["perturbed"])
         self.groups = _merged(state_dict["param_groups"], groups, rule)
         self._saved_groups = state_dict["param_groups"]
@@ -118,7 +125,9 @@ class Loaded:
 
     def for_base(self) -> dict[str, Any]:
         """What the base optimizer's own `load_state_dict` takes."""
-        groups = [{**merged, "params": saved["params"]} for merged, saved in zip(self.groups, self._saved_groups, strict=True)]
+        groups = [
+            {**merged, "params": saved["params"]} for merged, saved in zip(self.groups, self._saved_groups, strict=True)
+        ]
         return {"state": self._state, "param_groups": groups}
 
     def for_fused(self, rule: Rule) -> dict[Any, Any]:
@@ -154,7 +163,10 @@ def _merged(saved: list[Group], groups: list[Group], rule: Rule | None) -> list[
         )
     merged = []
     for number, (new, old) in enumerate(zip(saved, groups, strict=True)):
-        group = {**{n: v for n, v in old.items() if n in OWN_OPTIONS}, **deepcopy({n: v for n, v in new.items() if n != "params"})}
+        group = {
+            **{n: v for n, v in old.items() if n in OWN_OPTIONS},
+            **deepcopy({n: v for n, v in new.items() if n != "params"}),
+        }
         for name, value in old.items():
             group.setdefault(name, value)
         check_group(group, number)

@@ -93,7 +93,9 @@ class Engine:
         total = torch.zeros_like(self._sum)
         for bucket, selection, grads in calls:
             if selection.slots:
-                bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
+                bucket.kernels.update_norm_(
+                    total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True
+                )
         found = (~total.isfinite()).to(torch.float32)
         return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
 
@@ -223,7 +225,9 @@ class Engine:
         self.buckets, self._updates = [], []
 
 
-def _buckets(groups: list[dict], backend: str, device: torch.device, scalars: Scalars, rule: Rule | None) -> list[Bucket]:
+def _buckets(
+    groups: list[dict], backend: str, device: torch.device, scalars: Scalars, rule: Rule | None
+) -> list[Bucket]:
     """The parameters by dtype, in order."""
     members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
     number = 0

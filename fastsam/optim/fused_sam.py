@@ -5,7 +5,6 @@ The class has phases and buffers and no arithmetic: the equations stand in `fast
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .. import ops
 from . import parameters
+from .base import make_base, unhooked_step
 from .checkpoint import Loaded, pack
 from .engine import Engine, Phase
 from .memory import parameters_of
@@ -55,7 +55,9 @@ class FusedSAM(Optimizer):
     Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot serve.
     """
 
-    _step_supports_amp_scaling = True  # a GradScaler leaves unscaling and skipping to `step`, which restores the weights
+    _step_supports_amp_scaling = (
+        True  # a GradScaler leaves unscaling and skipping to `step`, which restores the weights
+    )
 
     def __init__(
         self,
@@ -70,10 +72,12 @@ class FusedSAM(Optimizer):
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
-            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}")
+            raise TypeError(
+                f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}"
+            )
         self.check_finite = check_finite
         super().__init__(params, {"rho": rho, "adaptive": adaptive, "eta": eta, **base_options})
-        self.base_optimizer = _make_base(base_optimizer, self.param_groups, base_options)
+        self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self.defaults.update(self.base_optimizer.defaults)
@@ -89,7 +93,9 @@ class FusedSAM(Optimizer):
         `zero_grad=True` then clears the gradients, as `zero_grad()` does. Raises RuntimeError when the weights are perturbed already, and for
         sparse or complex gradients; the weights are then as they were.
         """
-        self._require(Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()")
+        self._require(
+            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
+        )
         self._share()
         try:
             self._engine.perturb_()
@@ -104,12 +110,14 @@ class FusedSAM(Optimizer):
 
         `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before.
         """
-        self._require(Phase.PERTURBED, "second_step() without first_step()", "call first_step() after the first backward pass")
+        self._require(
+            Phase.PERTURBED, "second_step() without first_step()", "call first_step() after the first backward pass"
+        )
         self.step()  # which fires the hooks, and is what learning-rate schedulers watch
         if zero_grad:
             self.zero_grad()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is called twice, at the weights
         and at the perturbed point, each time with gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
 
@@ -136,7 +144,11 @@ class FusedSAM(Optimizer):
                 "call step(closure), or first_step() after the first and step() after the second backward pass",
             )
         else:
-            self._require(Phase.IDLE, "step(closure) between first_step() and second_step()", "call second_step(), or restore() first")
+            self._require(
+                Phase.IDLE,
+                "step(closure) between first_step() and second_step()",
+                "call second_step(), or restore() first",
+            )
             self._refuse_scaled_closure()
         self._share()
         try:
@@ -162,7 +174,9 @@ class FusedSAM(Optimizer):
         """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit, also after an exception.
         Calling `step()` inside, after a backward pass, makes the update.
         """
-        self._require(Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first")
+        self._require(
+            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
+        )
         try:
             try:
                 self.first_step()
@@ -202,9 +216,10 @@ class FusedSAM(Optimizer):
             return
         if grad_scale is not None:
             with torch.no_grad():
-                for p in (p for p in parameters_of(self.param_groups) if p.grad is not None):
-                    p.grad.div_(grad_scale)
-        _unhooked_step(self.base_optimizer)(self.base_optimizer)
+                for p in parameters_of(self.param_groups):
+                    if p.grad is not None:
+                        p.grad.div_(grad_scale)
+        unhooked_step(self.base_optimizer)(self.base_optimizer)
 
     def _clear_gradients(self) -> None:
         for p in parameters_of(self.param_groups):
@@ -221,7 +236,7 @@ class FusedSAM(Optimizer):
         """As for any torch optimizer; the state of the other parameters stays. Raises as the constructor does, and then adds nothing."""
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
             param_group["params"] = list(param_group["params"])
-            _refuse_duplicates(param_group["params"])
+            parameters.refuse_duplicates(param_group["params"])
         if "_engine" not in self.__dict__:
             super().add_param_group(param_group)
             return
@@ -258,7 +273,11 @@ class FusedSAM(Optimizer):
 
         Raises ValueError for the state of another model or optimizer, RuntimeError while the weights are perturbed; nothing is changed then.
         """
-        self._require(Phase.IDLE, "load_state_dict() while the weights are perturbed", "call restore() first, then load model and optimizer")
+        self._require(
+            Phase.IDLE,
+            "load_state_dict() while the weights are perturbed",
+            "call restore() first, then load model and optimizer",
+        )
         self._share()
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -332,29 +351,3 @@ class FusedSAM(Optimizer):
         """A GradScaler takes its attributes away only after a step that succeeded, and would multiply with them in the next."""
         for name in ("grad_scale", "found_inf"):
             self.__dict__.pop(name, None)
-
-
-def _make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    before = set(groups[0])
-    base = factory(groups, **options)
-    if not isinstance(base, Optimizer):
-        raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
-    taken = sorted(set(OWN_OPTIONS) & set(base.defaults) & before)
-    if taken:
-        raise ValueError(f"{type(base).__name__} has options of its own called {', '.join(taken)}, which are SAM's here; it cannot be the base")
-    closure = inspect.signature(_unhooked_step(base)).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with two passes")
-    return base
-
-
-def _unhooked_step(base: Optimizer) -> Callable[..., Any]:
-    """The base optimizer's step without the hooks that torch puts around it: ours fire already."""
-    step = type(base).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-
-
-def _refuse_duplicates(params: list[Any]) -> None:
-    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
-    if len(set(map(id, tensors))) != len(tensors):
-        raise ValueError("a parameter group with duplicate parameters: pass every parameter once")

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def present(grads: Sequence[Tensor | None], like: Sequence[Tensor], numbers: Sequence[int]) -> tuple[tuple[int, ...], list[Tensor]]:
+def present(
+    grads: Sequence[Tensor | None], like: Sequence[Tensor], numbers: Sequence[int]
+) -> tuple[tuple[int, ...], list[Tensor]]:
     """The positions of those that are not None, and these, each dense in the order of elements of its tensor in `like`.
 
     `numbers` are the parameters' numbers, for messages. Raises RuntimeError for a gradient that cannot be used.
@@ -28,7 +30,9 @@ def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
             "or give its parameters an optimizer of their own"
         )
     if grad.is_complex():
-        raise RuntimeError(f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients")
+        raise RuntimeError(
+            f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients"
+        )
     if grad.shape != z.shape or grad.device != z.device:
         raise RuntimeError(
             f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter {tuple(z.shape)} on {z.device}: "

@@ -39,7 +39,9 @@ class Watch:
         self._pointers = list(map(_data_ptr, params))
         self._dicts: list[dict[str, Any]] = []
         self._alone: list[int] = []  # per parameter: the count of references when only the optimizer has it
-        self._orphans: set[int] | None = before._orphans if before else None  # ids of those that it had alone from the first
+        self._orphans: set[int] | None = (
+            before._orphans if before else None
+        )  # ids of those that it had alone from the first
 
     def note(self, groups: Groups, state: State) -> None:
         """Takes the groups and the state as they are."""
@@ -52,7 +54,9 @@ class Watch:
         """False when the groups hold other parameters than before."""
         if [len(g["params"]) for g in groups] != self._sizes:
             return False
-        now: Iterable[Tensor] = groups[0]["params"] if len(groups) == 1 else chain.from_iterable(g["params"] for g in groups)
+        now: Iterable[Tensor] = (
+            groups[0]["params"] if len(groups) == 1 else chain.from_iterable(g["params"] for g in groups)
+        )
         return not any(map(is_not, now, self.params))
 
     def same_memory(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,9 @@ def check(params: Sequence[Tensor]) -> None:
     for i, p in enumerate(params):
         _check_one(i, p)
         if id(p) in seen:
-            raise ValueError(f"duplicate parameters: parameter {i} is parameter {seen[id(p)]} again; pass every parameter once")
+            raise ValueError(
+                f"duplicate parameters: parameter {i} is parameter {seen[id(p)]} again; pass every parameter once"
+            )
         seen[id(p)] = i
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
@@ -33,6 +36,13 @@ def check(params: Sequence[Tensor]) -> None:
     _check_overlap(params)
 
 
+def refuse_duplicates(params: Sequence[Any]) -> None:
+    """Raises ValueError when a group has a parameter twice (torch only warns). `params` may be named: pairs."""
+    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    if len(set(map(id, tensors))) != len(tensors):
+        raise ValueError("a parameter group with duplicate parameters: pass every parameter once")
+
+
 def _check_one(i: int, p: Tensor) -> None:
     sharded = _sharding(p)
     if sharded:
@@ -41,7 +51,9 @@ def _check_one(i: int, p: Tensor) -> None:
             "(a plain module, or one wrapped in DistributedDataParallel)"
         )
     if is_traceable_wrapper_subclass(p):
-        raise TypeError(f"parameter {i} is a {type(p).__name__}, which wraps other tensors; FusedSAM needs plain tensors")
+        raise TypeError(
+            f"parameter {i} is a {type(p).__name__}, which wraps other tensors; FusedSAM needs plain tensors"
+        )
     if not p.is_floating_point():
         raise ValueError(
             f"parameter {i} has dtype {p.dtype}; FusedSAM optimizes float32, float64, float16 and bfloat16. Leave it out"

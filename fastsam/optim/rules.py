@@ -51,9 +51,9 @@ class Rule(Protocol):
 class SGDRule:
     """torch.optim.SGD."""
 
-    options = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    fields = ("momentum_buffer",)
-    counter = None
+    options: tuple[str, ...] = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    fields: tuple[str, ...] = ("momentum_buffer",)
+    counter: str | None = None
 
     def columns(self, group: Group) -> Mapping[Column, Any]:
         return {
@@ -102,9 +102,9 @@ class SGDRule:
 class AdamRule:
     """torch.optim.Adam and torch.optim.AdamW, without amsgrad."""
 
-    options = ("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
-    fields = ("exp_avg", "exp_avg_sq")
-    counter = "step"
+    options: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay")
+    fields: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    counter: str | None = "step"
 
     def columns(self, group: Group) -> Mapping[Column, Any]:
         beta1, beta2 = group["betas"]

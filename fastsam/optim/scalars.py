@@ -35,7 +35,9 @@ def check_group(group: Group, number: int) -> None:
             if isinstance(part, (float, Tensor)) and name not in ("params", "initial_lr") and math.isnan(_number(part)):
                 raise ValueError(f"{name} is NaN in parameter group {number}")
     if group.get("differentiable"):
-        raise ValueError("FusedSAM writes weights in place and cannot be differentiated through; leave out differentiable=True")
+        raise ValueError(
+            "FusedSAM writes weights in place and cannot be differentiated through; leave out differentiable=True"
+        )
 
 
 def _number(value: Any) -> float:
@@ -51,7 +53,9 @@ def _check_radius(group: Group, number: int) -> None:
     for name in ("rho", "eta"):
         value = group[name]
         if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
-            raise TypeError(f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}")
+            raise TypeError(
+                f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}"
+            )
         if not isinstance(value, Tensor) and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
 
@@ -74,12 +78,8 @@ class Scalars:
 
     def changed(self, groups: Sequence[Group]) -> bool:
         """True when a group holds another object than at the last `read`."""
-        if len(groups) != len(self._seen):
-            return True
-        for group, seen in zip(groups, self._seen):  # noqa: B905  (lengths just compared; `strict` costs time here)
-            if any(map(is_not, self._read(group), seen)):
-                return True
-        return False
+        pairs = zip(groups, self._seen)  # noqa: B905  (lengths are compared; `strict` would cost time here)
+        return len(groups) != len(self._seen) or any(any(map(is_not, self._read(group), seen)) for group, seen in pairs)
 
     def read(self, groups: Sequence[Group]) -> None:
         """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device; then nothing changed."""

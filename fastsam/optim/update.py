@@ -42,7 +42,9 @@ class Plan:
         if self.kinds is not kinds or self.missing:
             return False
         try:
-            return not any(any(map(is_not, map(itemgetter(name), self.dicts), mine)) for name, mine in self.tensors.items())
+            return not any(
+                any(map(is_not, map(itemgetter(name), self.dicts), mine)) for name, mine in self.tensors.items()
+            )
         except KeyError:
             return False
 
@@ -107,14 +109,15 @@ class FusedUpdate:
 
     def _plan(self, selection: Selection, kinds: tuple[Hashable, ...], state: State) -> Plan:
         """Sorts the parameters of an update into calls; moves state that is elsewhere into the fields."""
-        bucket, parts, missing = self.bucket, {}, {}
-        plan = Plan([], kinds, missing, [], {})
+        bucket = self.bucket
+        parts: dict[tuple[Hashable, bool], list[int]] = {}
+        plan = Plan([], kinds, {}, [], {})
         for position, slot in enumerate(selection.slots):
             kind = kinds[bucket.groups[slot]]
             fresh = kind is not None and not self._adopt(slot, state)
             if fresh:
                 parameter = bucket.params[slot]
-                missing[parameter] = {**state.get(parameter, {}), **self._state_of(slot)}
+                plan.missing[parameter] = {**state.get(parameter, {}), **self._state_of(slot)}
             elif kind is not None:
                 entry = state[bucket.params[slot]]
                 plan.dicts.append(entry)

@@ -70,7 +70,10 @@ def fetched() -> Path:
 def main(arguments: list[str]) -> int:
     folder = Path(arguments.pop(0)).resolve() if arguments and not arguments[0].startswith("-") else fetched()
     if not (folder / TESTS).exists():
-        print(f"{folder} has no {TESTS}; it should be an unpacked source distribution of pytorch-optimizer", file=sys.stderr)
+        print(
+            f"{folder} has no {TESTS}; it should be an unpacked source distribution of pytorch-optimizer",
+            file=sys.stderr,
+        )
         return 2
     sys.path.insert(0, str(folder))
     import pytorch_optimizer
@@ -78,7 +81,10 @@ def main(arguments: list[str]) -> int:
     pytorch_optimizer.SAM = pytorch_optimizer.LookSAM = SAM
     torch.set_num_threads(1)
     plugin = Substitution()
-    code = pytest.main([str(folder / TESTS), f"--rootdir={folder}", "-p", "no:cacheprovider", "-o", "addopts=", *arguments], plugins=[plugin])
+    code = pytest.main(
+        [str(folder / TESTS), f"--rootdir={folder}", "-p", "no:cacheprovider", "-o", "addopts=", *arguments],
+        plugins=[plugin],
+    )
     print(f"{plugin.passed} tests of pytorch-optimizer {VERSION} passed on fastsam.FusedSAM")
     return int(code) or (0 if plugin.passed else 3)
 
