@@ -16,9 +16,9 @@ from . import parameters
 from .bucket import Bucket, Selection
 from .checkpoint import Weights, restore_weights, saved_weights
 from .memory import Watch, parameters_of
-from .rules import Rule, rule_of
+from .rules import Group, Rule, rule_of
 from .scalars import Scalars
-from .update import FusedUpdate
+from .update import FusedUpdate, State
 
 
 class Phase(Enum):
@@ -123,10 +123,22 @@ class Engine:
     def refresh(self) -> None:
         """Brings the buffers in line with the parameters, their options and their state."""
         self._follow()
-        if torch.compiler.is_compiling():
-            return
-        assert self._watch is not None
         groups, state = self.base.param_groups, self.base.state
+        if not torch.compiler.is_compiling():  # a compiled step is guarded against these by torch
+            self._check_alive(groups, state)
+        if self._scalars.changed(groups):
+            self._read_options()
+        self._scalars.copy_live()
+
+    @torch._disable_dynamo
+    def _read_options(self) -> None:
+        if rule_of(self.base) is not self.rule:
+            self.rebuild()
+        else:
+            self._scalars.read(self.base.param_groups)
+
+    def _check_alive(self, groups: list[Group], state: State) -> None:
+        assert self._watch is not None
         if not self._watch.same_state(state):
             self._watch.note(groups, state)
             for update in self._updates:
@@ -138,12 +150,6 @@ class Engine:
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
                 "load this one's state_dict() into it"
             )
-        if self._scalars.changed(groups):
-            if rule_of(self.base) is not self.rule:
-                self.rebuild()
-            else:
-                self._scalars.read(groups)
-        self._scalars.copy_live()
 
     def _follow(self) -> None:
         """Notices parameters that moved, were converted or replaced."""
@@ -165,6 +171,7 @@ class Engine:
                     update.forget()
                 self._watch = self._look(self._watch.params)
 
+    @torch._disable_dynamo
     def rebuild(self) -> None:
         """New buffers for the parameters as they are now. All state that still fits moves along, converted where the parameters were."""
         groups = self.base.param_groups
@@ -245,4 +252,8 @@ def _buckets(
 
 def _run(calls: Sequence[partial[object]]) -> Phase:
     """Makes the calls, one after the other, without a line of Python between them."""
+    if torch.compiler.is_compiling():  # which unrolls loops, and knows no deque
+        for call in calls:
+            call()
+        return Phase.IDLE
     return (deque(map(partial.__call__, calls), maxlen=0), Phase.IDLE)[1]

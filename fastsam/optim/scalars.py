@@ -70,16 +70,30 @@ class Scalars:
         options = OWN_OPTIONS + (rule.options if rule else ())
         if rule is None and all("maximize" in group for group in groups):
             options += ("maximize",)
+        self._options = options
         self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
         self._seen: list[tuple[Any, ...]] = []
-        self._live: list[tuple[Tensor, Tensor, bool]] = []  # place in `tensor`, the user's tensor, negated
+        self._live: list[tuple[int, int, Tensor, Tensor, bool]] = []  # group, column, place in `tensor`, the user's tensor, negated
         self.kinds: tuple[Hashable, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
 
     def changed(self, groups: Sequence[Group]) -> bool:
         """True when a group holds another object than at the last `read`."""
-        pairs = zip(groups, self._seen)  # noqa: B905  (lengths are compared; `strict` would cost time here)
-        return len(groups) != len(self._seen) or any(any(map(is_not, self._read(group), seen)) for group, seen in pairs)
+        if len(groups) != len(self._seen):
+            return True
+        if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
+            return any(self._differs(group, seen) for group, seen in zip(groups, self._seen, strict=True))
+        pairs = zip(groups, self._seen)  # noqa: B905  (`strict` would cost time here)
+        return any(any(map(is_not, self._read(group), seen)) for group, seen in pairs)
+
+    def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
+        for value, old in zip(self._values(group), seen, strict=True):
+            if value is not old if isinstance(value, Tensor) or isinstance(old, Tensor) else value != old:
+                return True
+        return False
+
+    def _values(self, group: Group) -> tuple[Any, ...]:
+        return tuple(group[name] for name in self._options)
 
     def read(self, groups: Sequence[Group]) -> None:
         """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device; then nothing changed."""
@@ -90,7 +104,7 @@ class Scalars:
             for column, value in self._columns(group):
                 if isinstance(value, Tensor):
                     negated = column is Column.RHO and bool(group.get("maximize"))
-                    live.append((self.tensor[0, number, column], value.detach(), negated))
+                    live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
                 elif math.isnan(value):
                     raise ValueError(f"an option of parameter group {number} is NaN ({column.name})")
                 else:
@@ -105,7 +119,7 @@ class Scalars:
             self.kinds = kinds
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
         # A list can be changed in place, so a group that holds one is read again in every step.
-        self._seen = [tuple(object() if isinstance(v, list) else v for v in self._read(g)) for g in groups]
+        self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
 
     def _columns(self, group: Group) -> Iterator[tuple[Column, Any]]:
         rho = group["rho"]
@@ -121,7 +135,9 @@ class Scalars:
 
     def copy_live(self) -> None:
         """Copies the options that are tensors; waits for nothing when they are on the device."""
-        for place, value, negated in self._live:
+        for number, column, place, value, negated in self._live:
+            if torch.compiler.is_compiling():  # which must see that the place is part of the tensor
+                place = self.tensor[0, number, column]
             place.copy_(value.reshape(()), non_blocking=True)
             if negated:
                 place.neg_()

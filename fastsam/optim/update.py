@@ -79,7 +79,8 @@ class FusedUpdate:
         if selection is not bucket.held:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
-        if plan is None or not plan.holds(kinds):
+        # A compiled step is traced after the state was made, and torch traces again when an option changes.
+        if plan is None or not (torch.compiler.is_compiling() or plan.holds(kinds)):
             plan = self._plans[selection] = self._plan(selection, kinds, state)
         first = any(part.first for part in plan.parts)
         # Whether a first update is skipped decides what the next one is, so here the host has to know.
