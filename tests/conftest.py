@@ -26,7 +26,10 @@ def _parameters(interpreter: bool) -> list[object]:
         pytest.param(
             b,
             id=f"{b.name}-{b.device}",
-            marks=pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"),
+            marks=[
+                pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"),
+                *([pytest.mark.gpu] if b.device == "cuda" else []),
+            ],
         )
         for b in found
     ]

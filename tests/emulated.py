@@ -1,7 +1,7 @@
 """The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, offered as a backend.
 
-It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a fiber per thread. What it
-cannot show is what only the hardware has: memory that other blocks write at the same time, and speed.
+It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a fiber per
+thread. What it cannot show is what only the hardware has: blocks that run at the same time, and speed.
 """
 
 from __future__ import annotations

@@ -256,53 +256,52 @@ DDP = """
 import sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastsam import FusedSAM
-rank, store, style = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
-x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
-ddp = DDP(model, gradient_as_bucket_view=style == "views")
-opt = FusedSAM(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.3)
 mine = slice(4 * rank, 4 * rank + 4)
-for _ in range(3):
-    if style == "no_sync":
-        with ddp.no_sync():
-            (ddp(x[mine]) - y[mine]).square().mean().backward()
-        opt.first_step(zero_grad=True)
-        (ddp(x[mine]) - y[mine]).square().mean().backward()
-        opt.second_step(zero_grad=True)
-    else:
-        def closure():
-            loss = (ddp(x[mine]) - y[mine]).square().mean()
-            loss.backward()
-            return loss
-        opt.step(closure)
-print(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex())
+for style in ("plain", "views", "no_sync"):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
+    ddp = DDP(model, gradient_as_bucket_view=style == "views")
+    opt = FusedSAM(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.3)
+    def closure():
+        loss = (ddp(x[mine]) - y[mine]).square().mean()
+        loss.backward()
+        return loss
+    for _ in range(3):
+        if style == "no_sync":
+            with ddp.no_sync():
+                closure()
+            opt.first_step(zero_grad=True)
+            closure()
+            opt.second_step(zero_grad=True)
+        else:
+            opt.step(closure)
+    print(style, torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex())
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("style", ["plain", "views", "no_sync"])
-def test_distributed_data_parallel(style: str, tmp_path: Path) -> None:
-    """Two ranks stay together; without `no_sync` they take the step of one process on the whole batch."""
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+    """Per rank and style: the weights after three steps."""
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
-    command = [sys.executable, "-c", DDP]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), style],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    store = str(tmp_path_factory.mktemp("ranks") / "store")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([sys.executable, "-c", DDP, str(rank), store], **pipes) for rank in (0, 1)]  # type: ignore[call-overload]
+    outputs = [rank.communicate(timeout=180) for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), outputs
-    first, second = (bytes.fromhex(out.split()[-1]) for out, _ in outputs)
-    assert first == second
+    lines = [[line.split() for line in out.splitlines()] for out, _ in outputs]
+    return [{s: torch.frombuffer(bytearray.fromhex(w), dtype=torch.float64) for s, w in rank} for rank in lines]
 
+
+@pytest.mark.parametrize("style", ["plain", "views", "no_sync"])
+def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]]) -> None:
+    """Two ranks stay together; without `no_sync` they take the step of one process on the whole batch."""
+    assert same_bits([two_ranks[0][style]], [two_ranks[1][style]])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
@@ -316,11 +315,10 @@ def test_distributed_data_parallel(style: str, tmp_path: Path) -> None:
     for _ in range(3):
         opt.step(closure)
     expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    found = torch.frombuffer(bytearray(first), dtype=torch.float64)
     if style == "no_sync":
-        assert not torch.allclose(found, expected, rtol=1e-9), "each rank perturbs with its own gradient"
+        assert not torch.allclose(two_ranks[0][style], expected, rtol=1e-9), "each rank perturbs with its own gradient"
     else:
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(two_ranks[0][style], expected, rtol=1e-12, atol=1e-12)
 
 
 # --- names, and what a step costs ---

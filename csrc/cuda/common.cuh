@@ -36,27 +36,39 @@ struct alignas(N * sizeof(T)) Pack {
   T x[N];
 };
 
-// Reads a pack in one access when `p` is aligned to it (Aligned), else element by element.
-template <bool Aligned, class T, int N>
-__device__ __forceinline__ void read(Pack<T, N>& pack, const T* p) {
-  if constexpr (Aligned) {
-    pack = *reinterpret_cast<const Pack<T, N>*>(p);
-  } else {
+// Where a block's elements of an operand begin (nullptr: the operand is not given), and whether packs of Width of them
+// may be read and written in one access. Gradients in the buckets of DistributedDataParallel are aligned to 4 bytes:
+// such an operand costs more instructions, and the others keep their wide accesses.
+template <class T, int Width>
+struct Operand {
+  using Element = std::remove_const_t<T>;
+  T* data;
+  bool wide;
+
+  __device__ __forceinline__ Operand(T* p) : data(p), wide(reinterpret_cast<uintptr_t>(p) % (Width * sizeof(T)) == 0) {}
+
+  __device__ __forceinline__ explicit operator bool() const { return data != nullptr; }
+
+  template <int N>
+  __device__ __forceinline__ void read(Pack<Element, N>& pack, int i) const {
+    if (N == 1 || wide) {
+      pack = *reinterpret_cast<const Pack<Element, N>*>(data + i);
+    } else {
 #pragma unroll
-    for (int i = 0; i < N; ++i) pack.x[i] = p[i];
+      for (int lane = 0; lane < N; ++lane) pack.x[lane] = data[i + lane];
+    }
   }
-}
 
-template <class T, int N>
-__device__ __forceinline__ void write(T* p, const Pack<T, N>& pack) {
-  *reinterpret_cast<Pack<T, N>*>(p) = pack;
-}
-
-// Whether packs of N elements may be read and written at `p` in one access; nullptr: nothing is.
-template <int N, class T>
-__device__ __forceinline__ bool aligned(const T* p) {
-  return reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0;
-}
+  template <int N>
+  __device__ __forceinline__ void write(const Pack<Element, N>& pack, int i) const {
+    if (N == 1 || wide) {
+      *reinterpret_cast<Pack<Element, N>*>(data + i) = pack;
+    } else {
+#pragma unroll
+      for (int lane = 0; lane < N; ++lane) data[i + lane] = pack.x[lane];
+    }
+  }
+};
 
 // From one storage type to another, bit for bit when they are the same (a NaN keeps its payload).
 template <class To, class From>

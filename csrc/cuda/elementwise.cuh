@@ -32,48 +32,37 @@ enum Lane : int { SUMSQ = kWidth, GRAD_SCALE, FOUND_INF, STEPS };
 
 __device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }
 
-// Packs of Width elements, Turns of them per thread and sweep; all loads of a sweep come before its first store, and
-// the first of them are under way while the rule is made.
-template <int Width, int Turns, class Op, class Rule, class MakeRule>
-__device__ __forceinline__ void sweep(const Op& op, int count, Shared<Rule>& shared, double scalar,
-                                      const MakeRule& make_rule) {
-  const int whole = count - count % Width;
+// op.load(x, i) reads the pack at element i; op.store(x, i, rule) computes and writes it. All loads of a sweep come
+// before its first store, and those of the first sweep are under way while the rule is made: read_scalar(lane) is
+// called by the first warp, make_rule(scalars) by one thread.
+template <class Op, class ReadScalar, class MakeRule>
+__device__ __forceinline__ void elementwise(const Op& op, int count, const ReadScalar& read_scalar,
+                                            const MakeRule& make_rule) {
+  __shared__ Shared<decltype(make_rule(nullptr))> shared;
+  constexpr int width = Op::kWidth, turns = Op::kTurns;
+  const double scalar = threadIdx.x < kWarp ? read_scalar(threadIdx.x) : 0.0;
+  const int whole = count - count % width;
   int start = 0;
   do {
-    typename Op::template Loaded<Width> x[Turns];
+    typename Op::template Loaded<width> x[turns];
 #pragma unroll
-    for (int turn = 0; turn < Turns; ++turn) {
-      const int i = start + pack_of(turn, threadIdx.x, kThreads, Width);
+    for (int turn = 0; turn < turns; ++turn) {
+      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
       if (i < whole) op.load(x[turn], i);
     }
     if (start == 0) shared.make(scalar, make_rule);
 #pragma unroll
-    for (int turn = 0; turn < Turns; ++turn) {
-      const int i = start + pack_of(turn, threadIdx.x, kThreads, Width);
+    for (int turn = 0; turn < turns; ++turn) {
+      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
       if (i < whole) op.store(x[turn], i, shared.rule());
     }
-    start += kThreads * Width * Turns;
+    start += kThreads * width * turns;
   } while (start < whole);
   const int i = whole + threadIdx.x;
   if (i < count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);
     op.store(x, i, shared.rule());
-  }
-}
-
-// op.load(x, i) reads the pack at element i, op.store(x, i, rule) computes and writes it. op.aligned() is the same for
-// the whole block; without it every access is of one element.
-// read_scalar(lane) is called by the first warp, make_rule(scalars) by one thread.
-template <class Op, class ReadScalar, class MakeRule>
-__device__ __forceinline__ void elementwise(const Op& op, int count, const ReadScalar& read_scalar,
-                                            const MakeRule& make_rule) {
-  __shared__ Shared<decltype(make_rule(nullptr))> shared;
-  const double scalar = threadIdx.x < kWarp ? read_scalar(threadIdx.x) : 0.0;
-  if (op.aligned()) {
-    sweep<Op::kWidth, Op::kTurns>(op, count, shared, scalar, make_rule);
-  } else {
-    sweep<1, Op::kTurns == 1 ? 2 : 4>(op, count, shared, scalar, make_rule);
   }
 }
 

@@ -12,24 +12,23 @@ template <class W, bool Weighted>
 struct Direction {
   static constexpr int kWidth = kPackBytes / sizeof(W), kTurns = sizeof(W) < 4 ? 2 : 4;
   using Value = compute_t<W>;
-  const W *g, *w;
+  Operand<const W, kWidth> g, w;
   NormRule<Value> rule;
 
   template <int N>
   struct Loaded {
     Pack<W, N> g, w;
   };
-  template <bool Aligned, int N>
+  template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    read<Aligned>(x.g, g + i);
-    if constexpr (Weighted) read<Aligned>(x.w, w + i);
+    g.read(x.g, i);
+    if constexpr (Weighted) w.read(x.w, i);
   }
   template <int N>
   __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
     const Value g = widen(x.g.x[lane]);
     return Weighted && rule.adaptive ? rule.direction(widen(x.w.x[lane]), g) : g;
   }
-  __device__ __forceinline__ bool aligned() const { return fastsam::aligned<kWidth>(g) && fastsam::aligned<kWidth>(w); }
 };
 
 template <class Table>
@@ -60,9 +59,9 @@ template <class W, class O>
 struct Linear {
   using Value = compute_t<W>;
   static constexpr int kWidth = kPackBytes / sizeof(Value), kTurns = 2;
-  const O* w;  // the unperturbed weights: only read where they belong to v
-  const W *g2, *g1;
-  const Value* q;
+  Operand<const O, kWidth> w;  // the unperturbed weights: only read where they belong to v
+  Operand<const W, kWidth> g2, g1;
+  Operand<const Value, kWidth> q;
   LinearRule<Value> rule;
 
   template <int N>
@@ -71,21 +70,17 @@ struct Linear {
     Pack<W, N> g2, g1;
     Pack<Value, N> q;
   };
-  template <bool Aligned, int N>
+  template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    read<Aligned>(x.g2, g2 + i);
-    if (g1 != nullptr) read<Aligned>(x.g1, g1 + i);
-    if (q != nullptr) read<Aligned>(x.q, q + i);
-    if (rule.phi != Value(0)) read<Aligned>(x.w, w + i);
+    g2.read(x.g2, i);
+    if (g1) g1.read(x.g1, i);
+    if (q) q.read(x.q, i);
+    if (rule.phi != Value(0)) w.read(x.w, i);
   }
   template <int N>
   __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
     return rule.clipped_part(rule.phi != Value(0) ? widen(x.w.x[lane]) : Value(0), widen(x.g2.x[lane]),
-                             g1 != nullptr ? widen(x.g1.x[lane]) : Value(0), q != nullptr ? x.q.x[lane] : Value(0));
-  }
-  __device__ __forceinline__ bool aligned() const {
-    return fastsam::aligned<kWidth>(w) && fastsam::aligned<kWidth>(g2) && fastsam::aligned<kWidth>(g1) &&
-           fastsam::aligned<kWidth>(q);
+                             g1 ? widen(x.g1.x[lane]) : Value(0), q ? x.q.x[lane] : Value(0));
   }
 };
 

@@ -10,14 +10,15 @@ constexpr bool kReversed = true;
 
 template <class W, class O, bool Save>
 struct Perturb {
-  static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O)),
-                       kTurns = sizeof(W) < 4 ? 2 : 4;
   static constexpr bool kMaster = !std::is_same_v<W, O>;
+  static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O));
+  // 64 bytes or more per thread on their way, and at most 64 registers on Hopper, without spills on any architecture.
+  static constexpr int kTurns = sizeof(W) == 8 ? 4 : Save && kMaster ? 3 : 2;
   static constexpr bool kReadsZ = Save, kReadsOrigin = !Save || kMaster;
   using C = compute_t<W>;
-  W* z;
-  O* origin;
-  const W* g;
+  Operand<W, kWidth> z;
+  Operand<O, kWidth> origin;
+  Operand<const W, kWidth> g;
 
   template <int N>
   struct Loaded {
@@ -26,9 +27,9 @@ struct Perturb {
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    if constexpr (kReadsZ) read<true>(x.z, z + i);
-    if constexpr (kReadsOrigin) read<true>(x.origin, origin + i);
-    read<true>(x.g, g + i);
+    if constexpr (kReadsZ) z.read(x.z, i);
+    if constexpr (kReadsOrigin) origin.read(x.origin, i);
+    g.read(x.g, i);
   }
   template <int N>
   __device__ __forceinline__ void store(Loaded<N>& x, int i, const PerturbRule<C>& rule) const {
@@ -44,11 +45,8 @@ struct Perturb {
       const O w = x.origin.x[lane];
       x.z.x[lane] = rule.moves ? narrow<W>(rule.perturbed(widen(w), widen(x.g.x[lane]))) : convert<W>(w);
     }
-    if constexpr (Save) write(origin + i, x.origin);
-    write(z + i, x.z);
-  }
-  __device__ __forceinline__ bool aligned() const {
-    return fastsam::aligned<kWidth>(z) && fastsam::aligned<kWidth>(origin) && fastsam::aligned<kWidth>(g);
+    if constexpr (Save) origin.write(x.origin, i);
+    z.write(x.z, i);
   }
 };
 
@@ -90,8 +88,8 @@ int perturb(const PerturbArgs& args, void* stream) {
 template <class W, class O>
 struct Restore {
   static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O)), kTurns = 4;
-  W* z;
-  const O* origin;
+  Operand<W, kWidth> z;
+  Operand<const O, kWidth> origin;
 
   template <int N>
   struct Loaded {
@@ -99,17 +97,14 @@ struct Restore {
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    read<true>(x.origin, origin + i);
+    origin.read(x.origin, i);
   }
   template <int N>
   __device__ __forceinline__ void store(const Loaded<N>& x, int i, int) const {
     Pack<W, N> out;
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.origin.x[lane]);
-    write(z + i, out);
-  }
-  __device__ __forceinline__ bool aligned() const {
-    return fastsam::aligned<kWidth>(z) && fastsam::aligned<kWidth>(origin);
+    z.write(out, i);
   }
 };
 

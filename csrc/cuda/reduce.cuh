@@ -23,7 +23,7 @@ __device__ __forceinline__ double block_sum(double x) {
 }
 
 // The sum of op.value(...)^2 over [0, count), valid in thread 0.
-template <bool Aligned, class Op>
+template <class Op>
 __device__ __forceinline__ double squares(const Op& op, int count) {
   constexpr int width = Op::kWidth, turns = Op::kTurns;
   using C = typename Op::Value;
@@ -34,7 +34,7 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
       const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
-      if (i < whole) op.template load<Aligned>(x[turn], i);
+      if (i < whole) op.load(x[turn], i);
     }
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
   const int i = whole + threadIdx.x;
   if (i < count) {
     typename Op::template Loaded<1> x;
-    op.template load<true>(x, i);
+    op.load(x, i);
     const C d = op.value(x, 0);
     sum[0] += d * d;
   }
@@ -57,11 +57,6 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
 #pragma unroll
   for (int lane = 0; lane < width; ++lane) total += static_cast<double>(sum[lane]);
   return block_sum(total);
-}
-
-template <class Op>
-__device__ __forceinline__ double squares(const Op& op, int count) {
-  return op.aligned() ? squares<true>(op, count) : squares<false>(op, count);
 }
 
 // Chunks are large here: a block ends with a barrier, a fence and an atomic, and the last one adds up all of a row's

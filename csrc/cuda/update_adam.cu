@@ -8,12 +8,12 @@ namespace {
 template <class W, class O>
 struct Adam {
   using C = compute_t<W>;
-  static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = 2;
-  W* z;
-  const O* from;  // the unperturbed weights: origin, or z
-  O* keep;        // origin, where it is written too
-  const W* g;
-  C *m, *v;
+  static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = 1;
+  Operand<W, kWidth> z;
+  Operand<O, kWidth> from;  // the unperturbed weights: origin, or z
+  Operand<const W, kWidth> g;
+  Operand<C, kWidth> m, v;
+  bool keep;  // origin is written too
 
   struct Rule {
     AdamRule<C> adam;
@@ -28,10 +28,10 @@ struct Adam {
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    read<true>(x.from, from + i);
-    read<true>(x.g, g + i);
-    read<true>(x.m, m + i);
-    read<true>(x.v, v + i);
+    from.read(x.from, i);
+    g.read(x.g, i);
+    m.read(x.m, i);
+    v.read(x.v, i);
   }
   template <int N>
   __device__ __forceinline__ void store(Loaded<N>& x, int i, const Rule& rule) const {
@@ -39,7 +39,7 @@ struct Adam {
     if (rule.stop) {
 #pragma unroll
       for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.from.x[lane]);
-      write(z + i, out);
+      z.write(out, i);
       return;
     }
 #pragma unroll
@@ -48,15 +48,10 @@ struct Adam {
       x.from.x[lane] = narrow<O>(updated);
       out.x[lane] = narrow<W>(updated);
     }
-    write(m + i, x.m);
-    write(v + i, x.v);
-    if (keep != nullptr) write(keep + i, x.from);
-    write(z + i, out);
-  }
-  __device__ __forceinline__ bool aligned() const {
-    using fastsam::aligned;
-    return aligned<kWidth>(z) && aligned<kWidth>(from) && aligned<kWidth>(g) && aligned<kWidth>(m) &&
-           aligned<kWidth>(v);
+    m.write(x.m, i);
+    v.write(x.v, i);
+    if (keep) from.write(x.from, i);
+    z.write(out, i);
   }
 };
 
@@ -83,11 +78,11 @@ __global__ void __launch_bounds__(kThreads) update_adam_kernel(const Params __gr
     W* z = at<W>(p.table, 0, unit);
     // Without origin the two types are the same.
     const Op op{z,
-                origin != nullptr ? origin : reinterpret_cast<const O*>(z),
-                p.keep ? origin : nullptr,
+                origin != nullptr ? origin : reinterpret_cast<O*>(z),
                 at<const W>(p.table, 1, unit),
                 at<C>(p.exp_avg, p.table, unit),
-                at<C>(p.exp_avg_sq, p.table, unit)};
+                at<C>(p.exp_avg_sq, p.table, unit),
+                p.keep && origin != nullptr};
     const double* h = p.scalars.of(p.table, unit);
     elementwise(
         op, unit.count,

@@ -9,13 +9,12 @@ template <class W, class O, bool General>
 struct Sgd {
   using C = compute_t<W>;
   static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = General ? 1 : 2;
-  W* z;
-  const O* from;  // the unperturbed weights: origin, or z
-  O* keep;        // origin, where it is written too
-  const W *g2, *g1;
-  const C* q;
-  C* m;
-  bool first;
+  Operand<W, kWidth> z;
+  Operand<O, kWidth> from;  // the unperturbed weights: origin, or z
+  Operand<const W, kWidth> g2, g1;
+  Operand<const C, kWidth> q;
+  Operand<C, kWidth> m;
+  bool first, keep;  // keep: origin is written too
 
   struct Rule {
     SgdRule<C> sgd;
@@ -30,11 +29,11 @@ struct Sgd {
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    read<true>(x.from, from + i);
-    read<true>(x.g2, g2 + i);
-    if (General && g1 != nullptr) read<true>(x.g1, g1 + i);
-    if (General && q != nullptr) read<true>(x.q, q + i);
-    if (m != nullptr && !first) read<true>(x.m, m + i);
+    from.read(x.from, i);
+    g2.read(x.g2, i);
+    if (General && g1) g1.read(x.g1, i);
+    if (General && q) q.read(x.q, i);
+    if (m && !first) m.read(x.m, i);
   }
   template <int N>
   __device__ __forceinline__ void store(Loaded<N>& x, int i, const Rule& rule) const {
@@ -42,27 +41,21 @@ struct Sgd {
     if (rule.stop) {
 #pragma unroll
       for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.from.x[lane]);
-      write(z + i, out);
+      z.write(out, i);
       return;
     }
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
       const C w = widen(x.from.x[lane]);
-      const C g1_ = General && g1 != nullptr ? widen(x.g1.x[lane]) : C(0),
-              q_ = General && q != nullptr ? x.q.x[lane] : C(0);
+      const C g1_ = General && g1 ? widen(x.g1.x[lane]) : C(0), q_ = General && q ? x.q.x[lane] : C(0);
       const C d = rule.sgd.gradient(w, widen(x.g2.x[lane]), g1_, q_);
-      const C updated = m != nullptr ? rule.sgd.with_momentum(w, d, x.m.x[lane]) : rule.sgd.plain(w, d);
+      const C updated = m ? rule.sgd.with_momentum(w, d, x.m.x[lane]) : rule.sgd.plain(w, d);
       x.from.x[lane] = narrow<O>(updated);
       out.x[lane] = narrow<W>(updated);
     }
-    if (m != nullptr) write(m + i, x.m);
-    if (keep != nullptr) write(keep + i, x.from);
-    write(z + i, out);
-  }
-  __device__ __forceinline__ bool aligned() const {
-    using fastsam::aligned;
-    return aligned<kWidth>(z) && aligned<kWidth>(from) && aligned<kWidth>(g2) && aligned<kWidth>(g1) &&
-           aligned<kWidth>(q) && aligned<kWidth>(m);
+    if (m) m.write(x.m, i);
+    if (keep) from.write(x.from, i);
+    z.write(out, i);
   }
 };
 
@@ -87,13 +80,13 @@ __global__ void __launch_bounds__(kThreads) update_sgd_kernel(const Params __gri
   if constexpr (General) g1 = at<const W>(p.table, 2, unit);
   // Without origin the two types are the same.
   const Op op{z,
-              origin != nullptr ? origin : reinterpret_cast<const O*>(z),
-              p.keep ? origin : nullptr,
+              origin != nullptr ? origin : reinterpret_cast<O*>(z),
               at<const W>(p.table, 1, unit),
               g1,
               at<const C>(p.q, p.table, unit),
               at<C>(p.momentum, p.table, unit),
-              p.first};
+              p.first,
+              p.keep && origin != nullptr};
   const double* h = p.scalars.of(p.table, unit);
   elementwise(
       op, unit.count,

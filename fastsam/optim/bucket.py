@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +15,21 @@ from .gradients import present
 _is_contiguous = torch.Tensor.is_contiguous
 
 
-@dataclass(eq=False)  # one object per set of slots, compared by identity
 class Selection:
-    """Some of a bucket's parameters, as a call takes them."""
+    """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
 
-    slots: tuple[int, ...]
-    table: Tensor
-    z: list[Tensor]
-    indirect: list[
-        tuple[Tensor, Tensor]
-    ]  # parameters with gaps in memory, and the dense tensors that stand for them in `z`
+    def __init__(self, slots: tuple[int, ...], table: Tensor, params: list[Tensor], z: list[Tensor], aliases: list[Tensor]) -> None:
+        self.slots, self.table = slots, table
+        self._params, self._z = params, z
+        # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
+        self.indirect = [(alias, tensor) for alias, tensor in zip(aliases, z, strict=True) if alias is not tensor]
+
+    @property
+    def z(self) -> list[Tensor]:
+        """The weights that a call reads and writes."""
+        if torch.compiler.is_compiling() and not self.indirect:
+            return [p.detach() for p in self._params]  # aliases made outside would be inputs of their own to a compiled step
+        return self._z
 
     def load(self) -> None:
         for parameter, stand_in in self.indirect:
@@ -99,10 +103,9 @@ class Bucket:
         """The parameters in `slots`; the same object as long as they stay where they are."""
         found = self._selections.get(slots)
         if found is None:
-            z = [self._z[i] for i in slots]
-            indirect = [(self._aliases[i], self._z[i]) for i in slots if self._z[i] is not self._aliases[i]]
             table = self.layout.table if slots == self._all else self.layout.subtable(slots)
-            found = self._selections[slots] = Selection(slots, table, z, indirect)
+            chosen = ([tensors[i] for i in slots] for tensors in (self.params, self._z, self._aliases))
+            found = self._selections[slots] = Selection(slots, table, *chosen)
         return found
 
     def gather(self) -> tuple[Selection, list[Tensor]]:

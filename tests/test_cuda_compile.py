@@ -1,0 +1,171 @@
+"""The CUDA library, compiled by nvcc for every architecture that is shipped, and what its machine code says.
+
+No GPU is needed: nvcc compiles without one, and `cuobjdump` (which Triton's package carries) reads registers, memory and instructions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from fastsam_kernels import build, toolchain
+
+pytestmark = [
+    pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not())),
+    pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed"),
+]
+ARCHS = toolchain.CUDA_ARCHS
+# Registers a thread may use: 64 of them leave room for 1,024 threads per multiprocessor, 40 for 1,536, 32 for all 2,048.
+BOUNDS = {"norm": 64, "update_norm": 64, "perturb": 72, "restore": 64, "update_sgd": 64, "update_adam": 64}
+BYTES = {"norm": (4, 0), "restore": (4, 4), "perturb": (8, 8), "update_sgd": (12, 8), "update_adam": (16, 12)}
+
+
+def cuobjdump() -> str | None:
+    spec = importlib.util.find_spec("triton")
+    carried = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
+    return str(carried) if carried and carried.is_file() else shutil.which("cuobjdump")
+
+
+needs_cuobjdump = pytest.mark.skipif(cuobjdump() is None, reason="cuobjdump is not installed (Triton's package has it)")
+
+
+@dataclass
+class Kernel:
+    """One kernel of one architecture."""
+
+    op: str
+    types: str  # of the template, as mangled: f d 4bf16 3f16
+    segments: int  # capacity of its table
+    arch: str
+    usage: dict[str, int] = field(default_factory=dict)
+    instructions: list[str] = field(default_factory=list, repr=False)
+
+    def count(self, *names: str) -> int:
+        """How many instructions begin with one of `names`."""
+        words = (re.sub(r"^@!?U?P\w+ ", "", text).split()[0] for text in self.instructions)
+        return sum(word.startswith(names) for word in words)
+
+
+def parse(name: str, arch: str) -> Kernel | None:
+    found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?)NS0_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name)
+    return Kernel(found[1], found[2], int(found[3]), arch) if found else None
+
+
+@pytest.fixture(scope="module")
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """libfastsam_cuda.so. The objects are kept from run to run, so that only what changed is compiled."""
+    work = request.config.cache.mkdir("cuda-build")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FASTSAM_CUDA", "1")
+        patch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+        return build.build(tmp_path_factory.mktemp("cuda"), work_dir=work).paths["cuda"]
+
+
+@pytest.fixture(scope="module")
+def kernels(library: Path) -> list[Kernel]:
+    """All kernels of all architectures with their resources and instructions."""
+    by_name: dict[tuple[str, str], Kernel] = {}
+    for option in ("-res-usage", "-sass"):
+        arch = name = ""
+        argv = [str(cuobjdump()), option, str(library)]
+        for line in subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines():
+            if found := re.match(r"arch = sm_(\w+)", line):
+                arch = found[1]
+            elif found := re.match(r"\s*Function\s*:?\s*([\w$]+)", line):
+                name = found[1]
+                if (kernel := parse(name, arch)) is not None:
+                    by_name.setdefault((arch, name), kernel)
+            elif (arch, name) not in by_name:
+                continue
+            elif "REG:" in line:
+                by_name[arch, name].usage = {k: int(v) for k, v in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", line)}
+            elif found := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+                by_name[arch, name].instructions.append(found[1])
+    return list(by_name.values())
+
+
+def of(kernels: list[Kernel], op: str, types: str) -> list[Kernel]:
+    found = [k for k in kernels if k.op == op and re.fullmatch(types, k.types)]
+    assert {k.arch for k in found} == set(ARCHS), f"{op} of {types}: {found}"
+    return found
+
+
+def test_the_library_has_code_for_every_architecture(library: Path) -> None:
+    data = library.read_bytes()
+    assert data[:4] == b"\x7fELF" and len(data) < 16 << 20
+    if tool := cuobjdump():
+        listed = subprocess.run(
+            [tool, "-lelf", "-lptx", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        assert set(re.findall(r"\.sm_(\d+)\.cubin", listed)) == set(ARCHS)
+        assert set(re.findall(r"\.sm_(\d+)\.ptx", listed)) == {ARCHS[-1]}, "PTX for what is newer than all of these"
+
+
+@needs_cuobjdump
+def test_every_kernel_is_there(kernels: list[Kernel]) -> None:
+    types = 6  # float, double, two half-precision types, and these with a float master copy
+    per_arch = {
+        "norm": 2 * 4,
+        "update_norm": types,
+        "perturb": 2 * types,
+        "restore": types,
+        "update_sgd": 2 * types,
+        "update_adam": types,
+    }
+    expected = {(op, arch): 2 * n for op, n in per_arch.items() for arch in ARCHS}  # two sizes of the table
+    assert Counter((k.op, k.arch) for k in kernels) == expected
+
+
+@needs_cuobjdump
+def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
+    """A spilled register or an indexed array would be traffic to memory in kernels whose time is that traffic."""
+    for kernel in kernels:
+        assert kernel.usage["STACK"] == kernel.usage["LOCAL"] == 0, kernel
+        assert kernel.count("LDL", "STL") == 0, kernel
+        bound = BOUNDS[kernel.op] + (16 if "d" in kernel.types else 0)
+        assert kernel.usage["REG"] <= bound, (kernel.op, kernel.types, kernel.arch, kernel.usage)
+    plain = [k.usage["REG"] for k in of(kernels, "norm", "fLb0E")]
+    assert max(plain) <= 40, "the norm of gradients alone fills a multiprocessor with threads"
+
+
+@needs_cuobjdump
+@pytest.mark.parametrize(
+    ("op", "types", "turns"),
+    [
+        ("norm", "fLb0E", 4),
+        ("perturb", "ffLb1E", 2),
+        ("restore", "ff", 4),
+        ("update_sgd", "ffLb0E", 2),
+        ("update_adam", "ff", 1),
+    ],
+)
+def test_accesses_of_128_bits(kernels: list[Kernel], op: str, types: str, turns: int) -> None:
+    """As many wide loads and stores as the operands and turns of a sweep ask for; all to global memory, none generic."""
+    loads, stores = (bytes_ // 4 * turns for bytes_ in BYTES[op])
+    for kernel in of(kernels, op, types):
+        assert kernel.count("LDG.E.128") >= loads, kernel
+        assert kernel.count("STG.E.128") >= stores, kernel
+        assert kernel.count("LD.", "ST.") == 0, f"generic accesses: {kernel}"
+
+
+@needs_cuobjdump
+def test_loads_come_before_the_barrier(kernels: list[Kernel]) -> None:
+    """The first pack of every operand is on its way before the block waits for its scalars."""
+    for kernel in of(kernels, "perturb", "ffLb1E"):
+        wide = [i for i, text in enumerate(kernel.instructions) if "LDG.E.128" in text]
+        barriers = [i for i, text in enumerate(kernel.instructions) if "BAR.SYNC" in text and i > wide[0]]
+        assert sum(i < barriers[0] for i in wide) == len(wide) == 4
+
+
+@needs_cuobjdump
+def test_no_contraction(kernels: list[Kernel]) -> None:
+    """A multiplication and an addition stay two roundings, as on the CPU: restore has none, and perturb none outside the division."""
+    for kernel in of(kernels, "norm", "fLb0E"):
+        assert kernel.count("FFMA", "DFMA") == 0
