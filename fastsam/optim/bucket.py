@@ -18,7 +18,9 @@ _is_contiguous = torch.Tensor.is_contiguous
 class Selection:
     """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
 
-    def __init__(self, slots: tuple[int, ...], table: Tensor, params: list[Tensor], z: list[Tensor], aliases: list[Tensor]) -> None:
+    def __init__(
+        self, slots: tuple[int, ...], table: Tensor, params: list[Tensor], z: list[Tensor], aliases: list[Tensor]
+    ) -> None:
         self.slots, self.table = slots, table
         self._params, self._z = params, z
         # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
@@ -28,7 +30,9 @@ class Selection:
     def z(self) -> list[Tensor]:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
-            return [p.detach() for p in self._params]  # aliases made outside would be inputs of their own to a compiled step
+            return [
+                p.detach() for p in self._params
+            ]  # aliases made outside would be inputs of their own to a compiled step
         return self._z
 
     def load(self) -> None:

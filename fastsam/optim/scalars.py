@@ -73,7 +73,9 @@ class Scalars:
         self._options = options
         self._read: Callable[[Group], tuple[Any, ...]] = itemgetter(*options)
         self._seen: list[tuple[Any, ...]] = []
-        self._live: list[tuple[int, int, Tensor, Tensor, bool]] = []  # group, column, place in `tensor`, the user's tensor, negated
+        self._live: list[
+            tuple[int, int, Tensor, Tensor, bool]
+        ] = []  # group, column, place in `tensor`, the user's tensor, negated
         self.kinds: tuple[Hashable, ...] = ()  # per group; another object when one of them changed
         self.adaptive = False
 
