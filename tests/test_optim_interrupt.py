@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,8 @@ from fastsam import FusedSAM
 from fastsam.backends import Backend
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-PACKAGE = str(Path(fastsam.__file__).parent)
-KERNELS = str(Path(fastsam_kernels.__file__).parent)
+PACKAGE = str(Path(fastsam.__file__).parent) + os.sep
+KERNELS = str(Path(fastsam_kernels.__file__).parent) + os.sep
 
 
 class Interrupt(BaseException):

@@ -18,21 +18,21 @@ _is_contiguous = torch.Tensor.is_contiguous
 class Selection:
     """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
 
-    def __init__(
-        self, slots: tuple[int, ...], table: Tensor, params: list[Tensor], z: list[Tensor], aliases: list[Tensor]
-    ) -> None:
-        self.slots, self.table = slots, table
-        self._params, self._z = params, z
+    def __init__(self, bucket: Bucket, slots: tuple[int, ...]) -> None:
+        whole = len(slots) == len(bucket.params)
+        self._bucket, self.slots = bucket, slots
+        self.table = bucket.layout.table if whole else bucket.layout.subtable(slots)
+        self._z = [bucket.z[i] for i in slots]
+        aliases = [bucket.aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
-        self.indirect = [(alias, tensor) for alias, tensor in zip(aliases, z, strict=True) if alias is not tensor]
+        self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
 
     @property
     def z(self) -> list[Tensor]:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
-            return [
-                p.detach() for p in self._params
-            ]  # aliases made outside would be inputs of their own to a compiled step
+            # Aliases made outside would be inputs of their own to a compiled step.
+            return [self._bucket.params[i].detach() for i in self.slots]
         return self._z
 
     def load(self) -> None:
@@ -66,11 +66,11 @@ class Bucket:
         self.compute = compute_dtype(self.dtype)
         self.masters = fused and self.dtype != self.compute
         self._attach()
-        self.layout = Layout.of(self._z, groups)
+        self.layout = Layout.of(self.z, groups)
         self.arena = Arena(self.layout, device=self.device)
         self.origin = self.arena.field("origin", self.compute if self.masters else self.dtype)
         if self.masters:
-            self.layout.gather(self._aliases, self.origin[0])
+            self.layout.gather(self.aliases, self.origin[0])
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.held: Selection = self.select(())
@@ -79,11 +79,11 @@ class Bucket:
 
     def _attach(self) -> None:
         """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's dispatch."""
-        self._aliases = [p.detach() for p in self.params]
-        self._z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self._aliases]
-        self._strides = [z.stride() for z in self._z]
-        self._contiguous = all(z.is_contiguous() for z in self._z)
-        self._all = tuple(range(len(self._z)))
+        self.aliases = [p.detach() for p in self.params]
+        self.z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases]
+        self._strides = [z.stride() for z in self.z]
+        self._contiguous = all(z.is_contiguous() for z in self.z)
+        self._all = tuple(range(len(self.z)))
         self._selections: dict[tuple[int, ...], Selection] = {}
 
     def moved(self) -> None:
@@ -94,7 +94,7 @@ class Bucket:
 
     def fits(self) -> bool:
         """True when the parameters are of the kind that the layout was made for."""
-        kinds = zip(self.params, self.layout.segments, self._z, strict=True)
+        kinds = zip(self.params, self.layout.segments, self.z, strict=True)
         return all(
             p.dtype == self.dtype
             and p.device == self.device
@@ -107,9 +107,7 @@ class Bucket:
         """The parameters in `slots`; the same object as long as they stay where they are."""
         found = self._selections.get(slots)
         if found is None:
-            table = self.layout.table if slots == self._all else self.layout.subtable(slots)
-            chosen = ([tensors[i] for i in slots] for tensors in (self.params, self._z, self._aliases))
-            found = self._selections[slots] = Selection(slots, table, *chosen)
+            found = self._selections[slots] = Selection(self, slots)
         return found
 
     def gather(self) -> tuple[Selection, list[Tensor]]:
@@ -128,7 +126,7 @@ class Bucket:
             plain = False
         if plain:
             return self.select(self._all), grads
-        slots, grads = present(grads, self._z, self.numbers)
+        slots, grads = present(grads, self.z, self.numbers)
         return self.select(slots), grads
 
     def field(self, name: str) -> Tensor:
@@ -170,7 +168,7 @@ class Bucket:
         """
         again = [torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) for z in selection.z]
         self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False)
-        done = tuple(i for i, z in zip(selection.slots, again, strict=True) if _same_bits(self._aliases[i], z))
+        done = tuple(i for i, z in zip(selection.slots, again, strict=True) if _same_bits(self.aliases[i], z))
         self.restore_(self.select(done))
         self.held = self.select(())
 
