@@ -30,7 +30,10 @@ BACKENDS = [
     pytest.param(
         b,
         id=f"{b.name}-{b.device}",
-        marks=pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"),
+        marks=[
+            pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}"),
+            *([pytest.mark.gpu] if b.device == "cuda" else []),
+        ],
     )
     for b in backends.table()
 ]

@@ -60,8 +60,9 @@ def parse(name: str, arch: str) -> Kernel | None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfastsam_cuda.so. The objects are kept from run to run, so that only what changed is compiled."""
-    work = request.config.cache.mkdir("cuda-build")
+    """libfastsam_cuda.so. Where pytest has a cache the objects are kept in it, so that only what changed is compiled."""
+    cache = getattr(request.config, "cache", None)
+    work = Path(cache.mkdir("cuda-build")) if cache else tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTSAM_CUDA", "1")
         patch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)

@@ -40,9 +40,10 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest) -> Path:
-    """Kept from run to run, so that only what changed is compiled."""
-    return request.config.cache.mkdir("cuda-emulation")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kept from run to run where pytest has a cache, so that only what changed is compiled."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
 
 
 @pytest.fixture(scope="module")

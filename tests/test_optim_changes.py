@@ -179,6 +179,28 @@ def test_a_changed_shape_is_an_error(backend: Backend) -> None:
         opt.first_step()
 
 
+def test_a_changed_shape_beside_a_new_parameter_is_an_error(backend: Backend) -> None:
+    model = Model(torch.float32, backend.device)
+    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
+    train(model, opt, range(2))
+    opt.add_param_group({"params": make_parameters([(3,)], torch.float32, backend.device)})
+    model.params[1].data = torch.zeros(9, device=backend.device)
+    model.params[1].grad = None
+    with pytest.raises(RuntimeError, match=r"parameter 1 had shape \(8,\)"):
+        opt.first_step()
+
+
+def test_data_that_comes_to_overlap_is_an_error(backend: Backend) -> None:
+    model = Model(torch.float32, backend.device)
+    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
+    train(model, opt, range(2))
+    model.params[1].data = model.params[0].data.flatten()[:8]
+    before = copies(model.params)
+    with pytest.raises(ValueError, match="shares memory"):
+        opt.first_step()
+    assert same_bits(before, model.params)
+
+
 # --- load_state_dict(assign=True) ---
 
 

@@ -94,6 +94,12 @@ class Case:
             self.opt.step()
         self.time += 1
 
+    def look(self) -> None:
+        """No step at all."""
+        backward(self.params, self.time)
+        with self.opt.perturbed():
+            backward(self.params, self.time)
+
     def state(self) -> list[torch.Tensor]:
         """All tensors of the state. A master copy that is no more than the weights says nothing: there is none before the first step."""
         found = []
@@ -129,7 +135,7 @@ CASES = {
 
 
 EVERY_CASE = [(name, "step", warm, "auto") for name in CASES for warm in (0, 2)]
-EVERY_CASE += [("sgd", style, warm, "auto") for style in ("by_hand", "in_context") for warm in (0, 2)]
+EVERY_CASE += [("sgd", style, warm, "auto") for style in ("by_hand", "in_context", "look") for warm in (0, 2)]
 EVERY_CASE += [("rmsprop", "by_hand", 2, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd", "step", 2, "reference")]
 
 

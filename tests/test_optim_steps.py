@@ -352,6 +352,20 @@ def test_parameters_of_every_layout(name: str, dtype: torch.dtype, backend: Back
     )
 
 
+def test_gradients_in_another_order_than_contiguous_parameters(backend: Backend) -> None:
+    params = make_parameters([(5, 3), (4, 6)], torch.float64, backend.device)
+    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, adaptive=True, backend=backend.name)
+    oracle = Oracle([{"params": params}], SGD, {"lr": 0.1, "momentum": 0.9, "adaptive": True})
+    for step in range(3):
+        for finish in (False, True):
+            backward(params, step)
+            params[0].grad = params[0].grad.t().contiguous().t()
+            (oracle.update if finish else oracle.perturb)(gradients(params))
+            (opt.second_step if finish else opt.first_step)()
+    for p, q in zip(params, oracle.params):
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_tied_parameters_are_one(backend: Backend) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -264,6 +264,16 @@ def test_options_changed_between_steps(backend: Backend) -> None:
     compare(params, oracle, trajectory(torch.float64, 2 * len(changes)))
 
 
+def test_betas_in_a_list_that_is_changed_in_place(backend: Backend) -> None:
+    params = make_parameters([(6,)], torch.float64, backend.device)
+    betas = [0.9, 0.99]
+    opt = FusedSAM([{"params": params, "betas": betas}], ADAM, lr=0.1, backend=backend.name)
+    oracle = Oracle([{"params": params, "betas": betas}], ADAM, {"lr": 0.1})
+    for betas[0] in (0.5, 0.8):
+        follow(opt, oracle, params, steps=2)
+    compare(params, oracle, (1e-9, 1e-11))
+
+
 def test_the_same_steps_give_the_same_bits(backend: Backend) -> None:
     def run() -> list[nn.Parameter]:
         params = make_parameters(SHAPES, torch.float32, backend.device)

@@ -27,7 +27,6 @@ class Phase(Enum):
     IDLE = "the user's own"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
     PERTURBED = "at the perturbed point; the originals are saved"
-    UPDATING = "on their way from the perturbed point; the originals are saved"
 
 
 class Engine:
@@ -72,7 +71,6 @@ class Engine:
             for update, selection, grads in calls
             for call in update.prepare(selection, grads, kinds, state, grad_scale, found_inf)
         ]
-        self.phase = Phase.UPDATING
         # One line: an exception of ours cannot fall between the last call and the phase that says it was made.
         self.phase = _run(ready)
 

@@ -1,0 +1,321 @@
+"""Everything that a GPU can show, in one call: `make gpu OUT=DIR`, or `python bench/gpu.py --out DIR`.
+
+Meant for a bare machine with torch, Triton and nvcc and no network, within nine minutes: it installs nothing and leaves the checkout as it is,
+but works in a temporary copy. Each part is a process of its own with a time limit; one that fails does not hide the others. Without a GPU the
+parts that need none are run, and the others are named with the reason: so this script is kept working.
+
+Writes to DIR: summary.md (also printed, last), gpu.json, log.txt (the output of every part), and the benchmarks' own files.
+Standard library only, so that whatever is broken in the environment is reported instead of stopping the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("fastsam", "csrc", "bench", "tests")  # copied as they are; kernels/ under its installed name
+TOTAL_SECONDS = 530
+OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
+
+
+@dataclass
+class Place:
+    """Where the parts run, and what is there."""
+
+    work: Path
+    out: Path
+    gpu: str | None  # its name
+    capability: str | None  # such as "9.0"
+    nvcc: str | None
+    deadline: float
+
+
+@dataclass
+class Part:
+    """A command, what must be there for it, and its limit in seconds."""
+
+    name: str
+    title: str
+    argv: Callable[[Place], Sequence[str]]
+    seconds: int
+    why_not: Callable[[Place], str | None] = lambda place: None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    name: str
+    title: str
+    state: str
+    seconds: float = 0.0
+    reason: str = ""  # why it was left out, or how it failed
+    result: str = ""  # its own last word
+    command: str = ""
+
+
+# --- the parts ---
+
+
+def needs_gpu(place: Place) -> str | None:
+    return None if place.gpu else "torch sees no CUDA device"
+
+
+def needs_nvcc(place: Place) -> str | None:
+    return None if place.nvcc else "nvcc is not installed"
+
+
+def without_gpu(place: Place) -> str | None:
+    """Parts that every machine can run are not given the time of a GPU."""
+    return "runs where there is no GPU" if place.gpu else None
+
+
+def needs_sanitizer(place: Place) -> str | None:
+    return needs_gpu(place) or (None if _sanitizer() else "compute-sanitizer is not installed")
+
+
+def needs_bench(module: str) -> Callable[[Place], str | None]:
+    def why_not(place: Place) -> str | None:
+        missing = None if (ROOT / "bench" / f"{module}.py").is_file() else f"there is no bench/{module}.py"
+        return needs_gpu(place) or missing
+
+    return why_not
+
+
+def _sanitizer() -> str | None:
+    return shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+
+
+def _build(place: Place) -> list[str]:
+    # For the GPU that is there; the part "compile" builds for all of them.
+    cuda = "--cuda" if place.gpu and place.nvcc else "--no-cuda"
+    return [sys.executable, "-m", "fastsam_kernels.build", cuda]
+
+
+def _pytest(*arguments: str) -> Callable[[Place], list[str]]:
+    parallel = ["-n", str(min(os.cpu_count() or 1, 4))] if importlib.util.find_spec("xdist") else []
+    return lambda place: [sys.executable, "-m", "pytest", "-q", "-ra", *parallel, *arguments]
+
+
+def _sanitize(tool: str) -> Callable[[Place], list[str]]:
+    options = ["--tool", tool, "--error-exitcode", "9"]
+    return lambda place: [str(_sanitizer()), *options, sys.executable, str(place.work / "tests/gpu/sanitized.py")]
+
+
+def _bench(module: str, *arguments: str) -> Callable[[Place], list[str]]:
+    return lambda place: [sys.executable, "-m", f"bench.{module}", *arguments, "--out", str(place.out)]
+
+
+OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's end
+PARTS = (
+    Part("build", "build the libraries", _build, 150),
+    Part("native", "tests of the compiled kernels", _pytest("tests", "-m", "gpu", "-k", "not triton"), 150, needs_gpu),
+    Part("memcheck", "compute-sanitizer memcheck", _sanitize("memcheck"), 60, needs_sanitizer, OWN_ALLOCATIONS),
+    Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 60, needs_sanitizer),
+    Part("synccheck", "compute-sanitizer synccheck", _sanitize("synccheck"), 45, needs_sanitizer),
+    Part("kernels", "benchmark of the kernels", _bench("kernels", "--device", "cuda"), 120, needs_bench("kernels")),
+    Part("triton", "tests of the Triton kernels", _pytest("tests", "-m", "gpu", "-k", "triton"), 150, needs_gpu),
+    Part(
+        "federated", "federated benchmark", _bench("federated", "--device", "cuda"), 90, needs_bench("federated")
+    ),
+    Part(
+        "compile",
+        "machine code for every architecture",
+        _pytest("tests/test_cuda_compile.py"),
+        400,
+        lambda place: without_gpu(place) or needs_nvcc(place),
+    ),
+    Part(
+        "emulation",
+        "CUDA kernels in the emulation",
+        _pytest("tests/test_cuda_emulated.py", "-m", "not slow"),
+        400,
+        without_gpu,
+    ),
+)  # fmt: skip
+
+
+# --- running them ---
+
+
+def copy_tree(work: Path) -> None:
+    """The checkout's Python and C++ sources, with kernels/ under the name it is installed as."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.so", "native.json", "results")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, work / name, ignore=ignore)
+    shutil.copytree(ROOT / "kernels", work / "fastsam_kernels", ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", work)
+
+
+def run_part(part: Part, place: Place) -> Outcome:
+    """Runs it with its output appended to the log; never raises for what the part does."""
+    outcome = Outcome(part.name, part.title, LEFT_OUT)
+    outcome.reason = part.why_not(place) or ""
+    remaining = place.deadline - time.monotonic()
+    if not outcome.reason and remaining < 10:
+        outcome.reason = f"no time left of {TOTAL_SECONDS} s"
+    if outcome.reason:
+        return outcome
+    argv = list(part.argv(place))
+    outcome.command = (
+        shlex.join([Path(argv[0]).name, *argv[1:]]).replace(str(place.work), ".").replace(str(place.out), "OUT")
+    )
+    log = place.out / "log.txt"
+    with open(log, "a") as file:
+        file.write(f"\n===== {part.name}: {outcome.command}\n")
+    start, offset = time.monotonic(), log.stat().st_size
+    outcome.state, outcome.reason = _execute(argv, place, part.env, min(part.seconds, remaining))
+    outcome.seconds = round(time.monotonic() - start, 1)
+    with open(log, errors="replace") as file:
+        file.seek(offset)
+        outcome.result = last_word(file.read())
+    return outcome
+
+
+def last_word(output: str) -> str:
+    """The last line that is not blank or indented, without colours and rules."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
+    said = [line.strip("= ") for line in lines if line.strip("= ") and not line.startswith(" ")]
+    return said[-1] if said else ""
+
+
+def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: float) -> tuple[str, str]:
+    """The state and the reason. A part that runs into its limit is stopped with all that it started."""
+    arch = {"TORCH_CUDA_ARCH_LIST": place.capability} if place.capability else {}  # the others compile elsewhere
+    environment = {**os.environ, "PYTHONPATH": str(place.work), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **arch, **env}
+    with open(place.out / "log.txt", "a") as log:
+        try:
+            process = subprocess.Popen(
+                argv, cwd=place.work, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return FAILED, f"cannot be started: {error}"
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return TIMED_OUT, f"stopped after {limit:.0f} s"
+    return (OK, "") if code == 0 else (FAILED, f"exit code {code}")
+
+
+# --- what is there ---
+
+
+def ask(*argv: str) -> str:
+    """The output of a command; empty when it cannot be run or fails."""
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+FACTS = """
+import json, torch, importlib.metadata as metadata
+found = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": None, "capability": None}
+if torch.cuda.is_available():
+    found["gpu"] = torch.cuda.get_device_name()
+    found["capability"] = "%d.%d" % torch.cuda.get_device_capability()
+    properties = torch.cuda.get_device_properties(0)
+    found["multiprocessors"], found["memory_gib"] = properties.multi_processor_count, round(properties.total_memory / 2**30, 1)
+    found["l2_mib"] = properties.L2_cache_size >> 20
+try:
+    found["triton"] = metadata.version("triton")
+except metadata.PackageNotFoundError:
+    found["triton"] = None
+print(json.dumps(found))
+"""
+
+
+def facts() -> dict[str, object]:
+    """Machine, versions and commit."""
+    nvcc = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+    release = re.search(r"release ([\d.]+)", ask(nvcc, "--version")) if nvcc else None
+    fields = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,utilization.gpu,memory.used"
+    found: dict[str, object] = {
+        "commit": ask("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40") or "unknown",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "nvcc": release[1] if release else None,
+        "nvidia-smi": ask("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader") or None,
+    }
+    asked = ask(sys.executable, "-c", FACTS)
+    return found | (json.loads(asked) if asked else {"torch": None, "gpu": None, "capability": None})
+
+
+# --- the result ---
+
+
+def summary(environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
+    """The page that is printed last."""
+    shown = ("gpu", "torch", "cuda", "triton", "nvcc", "python", "nvidia-smi", "commit", "date")
+    lines = ["# fastsam on a GPU", "", *(f"- {name}: {environment.get(name)}" for name in shown), ""]
+    lines += ["| part | | s | |", "|---|---|---|---|"]
+    for o in outcomes:
+        note = "; ".join(text for text in (o.reason, o.result) if text).replace("|", "\\|")
+        lines.append(f"| {o.title} | {o.state} | {o.seconds:.0f} | {note[:160]} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(out: Path, environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
+    """After every part, so that a run that is cut short leaves what it has."""
+    page = summary(environment, outcomes)
+    (out / "summary.md").write_text(page)
+    (out / "gpu.json").write_text(
+        json.dumps({"environment": environment, "parts": [asdict(o) for o in outcomes]}, indent=1)
+    )
+    return page
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when nothing failed; parts that were left out do not count."""
+    parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
+    names = [part.name for part in PARTS]
+    parser.add_argument(
+        "--parts", default=",".join(names), help=f"comma-separated, of {', '.join(names)}; build comes always"
+    )
+    options = parser.parse_args(argv)
+    chosen = {"build", *options.parts.split(",")}
+    if unknown := chosen.difference(names):
+        parser.error(f"there is no part {sorted(unknown)[0]!r}; there are {', '.join(names)}")
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.txt").write_text("")
+    deadline, environment, outcomes = time.monotonic() + TOTAL_SECONDS, facts(), []
+    gpu, capability = (environment[name] and str(environment[name]) for name in ("gpu", "capability"))
+    page = write(out, environment, outcomes)
+    with tempfile.TemporaryDirectory(prefix="fastsam-gpu-") as folder:
+        nvcc = str(environment["nvcc"]) if environment["nvcc"] else None
+        place = Place(Path(folder), out, gpu or None, capability or None, nvcc, deadline)
+        copy_tree(place.work)
+        for part in PARTS:
+            if part.name not in chosen:
+                continue
+            print(f"{part.title} ...", flush=True)
+            outcomes.append(run_part(part, place))
+            print(f"  {outcomes[-1].state} {outcomes[-1].reason} {outcomes[-1].result}", flush=True)
+            page = write(out, environment, outcomes)
+    print(f"\n{page}\nwritten: {out}", flush=True)
+    return 1 if any(o.state in (FAILED, TIMED_OUT) for o in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Tests that need a GPU: `pytest -m gpu` (with the CUDA cases of the other tests), or `make gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from fastsam import backends
+
+HERE = Path(__file__).parent
+FUSED = [b for b in backends.table() if b.device == "cuda" and b.name != "reference"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
+
+
+@pytest.fixture(params=FUSED, ids=lambda b: f"{b.name}-cuda")
+def kernels(request: pytest.FixtureRequest) -> ModuleType:
+    """The compiled and the Triton kernels, each where it is available."""
+    if request.param.reason is not None:
+        pytest.skip(f"{request.param.name} on CUDA: {request.param.reason}")
+    return request.param.load()
+
+
+@pytest.fixture(params=[b.name for b in FUSED])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The same, by name."""
+    reason = next(b.reason for b in FUSED if b.name == request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param} on CUDA: {reason}")
+    return str(request.param)

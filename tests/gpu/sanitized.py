@@ -1,0 +1,64 @@
+"""Every compiled CUDA kernel once on small, ragged operands: what compute-sanitizer is run on.
+
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized.py` (every tensor is then an
+allocation of its own, so that an access beyond its end is seen).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from step import DEVICE, Step, hyper_of
+
+from fastsam_kernels import native
+
+LAYOUTS = {
+    "ragged": [33, 0, 4097, 5, 1],
+    "several sweeps and blocks": [70_001, 3],
+    "large table": [1 + i % 9 for i in range(80)],
+}
+
+
+def every_op(step: Step, shift: int) -> None:
+    """All ops on the operands of `step`; with `shift` the gradients lie off every alignment."""
+    rows, table, hyper = step.sumsq.numel(), step.table, step.hyper
+    grads = step.g2
+    if shift:
+        grads = [torch.cat([g.flatten()[:shift], g.flatten()])[shift:].view(g.shape) for g in grads]
+    adaptive = hyper_of(rows, ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
+    first, second, q = (torch.zeros_like(step.momentum) for _ in range(3))
+    steps = torch.zeros(rows, len(table), device=DEVICE)
+    native.norm_(step.sumsq, grads, [], table, hyper)
+    native.norm_(step.sumsq, grads, step.z, table, adaptive, accumulate=True)
+    native.perturb_(step.z, step.origin, grads, table, adaptive, step.sumsq, True)
+    native.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, False)
+    native.update_norm_(step.sumsq, step.z, step.origin, grads, table, adaptive, g1=step.g1, q=q)
+    native.update_sgd_(step.z, step.origin, grads, table, hyper, momentum=step.momentum, first=True)
+    options = {"momentum": step.momentum, "g1": step.g1, "q": q, "sumsq_v": step.sumsq, "keep": True}
+    native.update_sgd_(step.z, step.origin, grads, table, adaptive, **options)
+    adam = hyper_of(rows, BETA1=0.9, BETA2=0.99, EPS=1e-8)
+    for found in (0.0, 1.0):
+        found_inf = torch.full((1,), found, device=DEVICE)
+        native.update_adam_(step.z, step.origin, grads, table, adam, first, second, steps, found_inf=found_inf)
+    native.restore_(step.z, step.origin, table)
+    torch.cuda.synchronize()
+    assert (steps == 1).all()
+    assert all(z.isfinite().all() for z in step.z)
+
+
+def main() -> int:
+    reason = native.why_not("cuda")
+    if reason is not None:
+        print(f"native on CUDA: {reason}", file=sys.stderr)
+        return 1
+    for name, lengths in LAYOUTS.items():
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            for rows, shift in ((1, 0), (2, 1)):
+                every_op(Step(lengths, rows, dtype=dtype, master=rows == 2), shift)
+        print(f"{name}: done", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

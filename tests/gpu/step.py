@@ -1,0 +1,62 @@
+"""One SAM step over a list of tensors on the GPU, straight through the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from fastsam.arena import Arena, Layout
+from fastsam_kernels.columns import WIDTH, Column
+
+DEVICE = "cuda"
+VALUES = {"RHO": 0.05, "NU": 1e-12, "LR": 0.1, "DECAY": 1e-2, "A": 1.0, "MOMENTUM": 0.9}
+
+
+def hyper_of(rows: int = 1, device: str = DEVICE, **columns: float) -> Tensor:
+    out = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    for name, value in (VALUES | columns).items():
+        out[..., Column[name]] = value
+    return out.to(device)
+
+
+class Step:
+    """Its operands, drawn from a seed; `run` makes a step, `read` gives all that steps write."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rows: int = 1,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str = DEVICE,
+        master: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw() -> list[Tensor]:
+            shapes = [(rows, n) if rows > 1 else (n,) for n in lengths]
+            return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+        self.z, self.g1, self.g2 = draw(), draw(), draw()
+        layout = Layout.of([torch.empty(n, dtype=dtype) for n in lengths])
+        arena = Arena(layout, rows, device)
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        self.origin = arena.field("origin", compute if master else dtype)
+        self.momentum = arena.field("momentum", compute)
+        self.sumsq = torch.zeros(rows, dtype=torch.float64, device=device)
+        self.hyper, self.table = hyper_of(rows, device), layout.table
+
+    def run(self, kernels: ModuleType) -> None:
+        kernels.norm_(self.sumsq, self.g1, [], self.table, self.hyper)
+        kernels.perturb_(self.z, self.origin, self.g1, self.table, self.hyper, self.sumsq, True)
+        kernels.update_sgd_(self.z, self.origin, self.g2, self.table, self.hyper, momentum=self.momentum)
+
+    def read(self) -> list[Tensor]:
+        return [t.detach().cpu().clone() for t in (*self.z, self.origin, self.momentum, self.sumsq)]
+
+
+def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,135 @@
+"""The kernels on a GPU: launches, synchronisation, sizes that only a GPU holds, opcheck, bits."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import test_native
+import torch
+from step import DEVICE, Step, hyper_of, same
+from torch.utils._pytree import tree_map_only
+
+from fastsam_kernels import native
+
+RESNET_LIKE = [64 * 9 * (1 + i) for i in range(60)] + [1000, 512 * 1000]
+
+
+@pytest.fixture
+def compiled() -> ModuleType:
+    reason = native.why_not("cuda")
+    if reason is not None:
+        pytest.skip(f"native on CUDA: {reason}")
+    return native
+
+
+def test_three_launches_and_nothing_else(compiled: ModuleType) -> None:
+    """norm, perturb and update of 62 tensors: three kernels, no copy, no memset."""
+    step = Step(RESNET_LIKE)
+    step.run(compiled)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step.run(compiled)
+        torch.cuda.synchronize()
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(on_device) == 3 and all("fastsam" in name for name in on_device), on_device
+
+
+def test_no_step_waits_for_the_device(kernels: ModuleType) -> None:
+    step = Step([100_000, 33])
+    step.run(kernels)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step.run(kernels)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_same_bits_every_time(kernels: ModuleType, rows: int) -> None:
+    """Many blocks in whatever order: twenty runs, one result."""
+    expected = None
+    for _ in range(20):
+        step = Step([3_000_001, 77, 0, 200_000], rows)
+        step.run(kernels)
+        found = step.read()
+        assert expected is None or same(found, expected)
+        expected = found
+
+
+def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
+    """From the same norm: the rules are those of csrc/math.h on both, without contraction."""
+    if native.why_not("cpu") is not None:
+        pytest.skip(f"native on the CPU: {native.why_not('cpu')}")
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        steps = [Step([100_003, 5, 8192], 2, dtype=dtype, device=device) for device in (DEVICE, "cpu")]
+        for step in steps:
+            device = step.sumsq.device.type
+            step.sumsq.copy_(torch.tensor([3.0, 7.0]))
+            compiled.perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq, True)
+            compiled.update_sgd_(
+                step.z,
+                step.origin,
+                step.g2,
+                step.table,
+                hyper_of(2, device),
+                momentum=step.momentum,
+                first=True,
+                keep=True,
+            )
+        assert same(steps[0].read(), steps[1].read()), dtype
+
+
+def test_a_hundred_million_parameters(kernels: ModuleType) -> None:
+    """Against torch in float64: blocks of several sweeps, and thousands of partial sums."""
+    n = 100_000_003
+    step = Step([n])
+    w, g1, g2 = (t[0].double() for t in (step.z, step.g1, step.g2))
+    step.run(kernels)
+    torch.testing.assert_close(step.sumsq[0], g1.square().sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(step.z[0].double(), w - 0.1 * (g2 + 1e-2 * w), rtol=1e-6, atol=1e-6)
+    assert torch.equal(step.origin[0, :n].double(), w)
+
+
+def test_more_elements_than_an_int_counts(kernels: ModuleType) -> None:
+    n = 2**31 + 4099
+    if torch.cuda.mem_get_info()[0] < 8 * n:
+        pytest.skip(f"needs {8 * n >> 30} GiB of free GPU memory")
+    z, g = (torch.full((n,), value, dtype=torch.bfloat16, device=DEVICE) for value in (1.0, 0.5))
+    origin = torch.zeros(1, n, dtype=torch.bfloat16, device=DEVICE)
+    sumsq, table = torch.zeros(1, dtype=torch.float64, device=DEVICE), torch.tensor([[0, n, 0, 0]])
+    hyper = hyper_of(RHO=float(n) ** 0.5)  # with |g| = 0.5 each element moves by 1
+    kernels.norm_(sumsq, [g], [], table, hyper)
+    assert sumsq.item() == 0.25 * n
+    kernels.perturb_([z], origin, [g], table, hyper, sumsq, True)
+    assert (z == 2).all() and (origin == 1).all()
+    kernels.restore_([z], origin, table)
+    assert (z == 1).all()
+
+
+@pytest.mark.parametrize("name", ["norm_", "perturb_", "restore_", "update_norm_", "update_sgd_", "update_adam_"])
+def test_opcheck(compiled: ModuleType, name: str) -> None:
+    operands = test_native.Step(shapes=[(33,), (5, 7), ()])
+    op, args = test_native.calls(operands)[name]
+    moved = tree_map_only(torch.Tensor, lambda t: t if t is operands.table else t.to(DEVICE), args)
+    torch.library.opcheck(op, moved)
+
+
+def test_tickets_of_many_outputs(compiled: ModuleType) -> None:
+    """More outputs than there are tickets: a call then brings its own."""
+    g, table, hyper = torch.ones(1000, device=DEVICE), torch.tensor([[0, 1000, 0, 0]]), hyper_of()
+    sums = torch.zeros(70_000, dtype=torch.float64, device=DEVICE)
+    for i in range(0, len(sums)):
+        compiled.norm_(sums[i : i + 1], [g], [], table, hyper)
+    assert (sums == 1000).all()
+
+
+def test_another_device(compiled: ModuleType) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    step = Step([5000, 3], device="cuda:1")
+    expected = Step([5000, 3], device="cuda:0")
+    for s in (step, expected):
+        s.run(compiled)
+    assert same(step.read(), expected.read())

@@ -1,0 +1,80 @@
+"""Streams, torch.compile with its own code generator, and mixed precision, on a GPU."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+import torch
+from step import DEVICE, Step, same
+from torch import Tensor, nn
+
+from fastsam import FusedSAM
+
+
+def test_steps_on_several_streams(kernels: ModuleType) -> None:
+    """Each stream's steps are what they would be alone, bit for bit: no scratch memory is shared."""
+    together, alone = ([Step([700_000, 3, 8193], 1 + i % 2, seed=i) for i in range(6)] for _ in range(2))
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in together]
+    for _ in range(15):
+        for step, stream in zip(together, streams, strict=True):
+            with torch.cuda.stream(stream):
+                step.run(kernels)
+    torch.cuda.synchronize()
+    for step in alone:
+        for _ in range(15):
+            step.run(kernels)
+    assert all(same(a.read(), b.read()) for a, b in zip(together, alone, strict=True))
+
+
+def losses(backend: str, compile_: bool, **options: object) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(DEVICE)
+    x, y = torch.randn(64, 16, device=DEVICE), torch.randn(64, 4, device=DEVICE)
+    opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9, rho=0.1, backend=backend)
+
+    def loss_of() -> Tensor:
+        return (model(x) - y).square().mean()
+
+    def step() -> Tensor:
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        opt.first_step(zero_grad=True)
+        loss_of().backward()
+        opt.second_step()
+        return loss.detach()
+
+    fast = torch.compile(step) if compile_ else step
+    return [float((step if i < 2 else fast)()) for i in range(8)]
+
+
+def test_compiled_training_steps(backend: str) -> None:
+    torch._dynamo.reset()
+    plain, fast = losses(backend, False), losses(backend, True)
+    torch.testing.assert_close(torch.tensor(fast), torch.tensor(plain), rtol=1e-4, atol=1e-5)
+    assert len(set(plain)) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_scaler_skips_and_goes_on(backend: str, dtype: torch.dtype) -> None:
+    """With a GradScaler: a step whose second gradient overflows restores the weights; the others train."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3).to(DEVICE)
+    opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, backend=backend)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
+    x = torch.randn(16, 8, device=DEVICE)
+    for i in range(4):
+        before = model.weight.detach().clone()
+        for second in (False, True):
+            with torch.autocast(DEVICE, dtype):
+                loss = model(x).float().square().mean() * (torch.inf if i == 2 and second else 1.0)
+            opt.zero_grad()
+            scaler.scale(loss).backward()
+            if not second:
+                opt.first_step()
+        scaler.step(opt)
+        scaler.update()
+        assert torch.equal(model.weight, before) == (i == 2)
+        assert model.weight.isfinite().all()

@@ -1,0 +1,95 @@
+"""The script behind `make gpu`: parts that fail, hang or cannot run do not hide the others, and what there is gets written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import gpu
+
+
+def part(name: str, code: str, seconds: int = 60, why_not: str | None = None) -> gpu.Part:
+    return gpu.Part(
+        name, f"the part {name}", lambda place: [sys.executable, "-c", code], seconds, lambda place: why_not
+    )
+
+
+PARTS = (
+    part("build", "print('made'); print('  in some folder')"),
+    part("red", "print('1 failed, 2 passed'); raise SystemExit(1)"),
+    part("hangs", "import time; print('started', flush=True); time.sleep(60)", seconds=2),
+    part("absent", "", why_not="there is no such tool"),
+    gpu.Part("unknown", "the part unknown", lambda place: [str(place.work / "no-such-command")], 60),
+    part("green", "import fastsam, fastsam_kernels; print('========= 3 passed =========')"),
+)
+
+
+def run(out: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, list[dict[str, object]]]:
+    code = gpu.main(["--out", str(out), *arguments])
+    return code, capsys.readouterr().out, json.loads((out / "gpu.json").read_text())["parts"]
+
+
+def test_a_part_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", PARTS)
+    monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
+    started = list(Path(gpu.tempfile.gettempdir()).glob("fastsam-gpu-*"))
+    code, printed, parts = run(tmp_path / "out", capsys)
+    assert code == 1
+    assert [(p["name"], p["state"]) for p in parts] == [
+        ("build", "passed"),
+        ("red", "failed"),
+        ("hangs", "timed out"),
+        ("absent", "left out"),
+        ("unknown", "failed"),
+        ("green", "passed"),
+    ]
+    by_name = {str(p["name"]): p for p in parts}
+    assert by_name["build"]["result"] == "made" and by_name["green"]["result"] == "3 passed"
+    assert by_name["red"]["reason"] == "exit code 1" and by_name["red"]["result"] == "1 failed, 2 passed"
+    assert by_name["hangs"]["reason"] == "stopped after 2 s" and by_name["hangs"]["result"] == "started"
+    assert by_name["absent"]["reason"] == "there is no such tool"
+    assert "cannot be started" in str(by_name["unknown"]["reason"])
+    page = (tmp_path / "out" / "summary.md").read_text()
+    assert page in printed and printed.rstrip().endswith(str(tmp_path / "out")), "the summary comes last"
+    assert "started" in (tmp_path / "out" / "log.txt").read_text()
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert list(Path(gpu.tempfile.gettempdir()).glob("fastsam-gpu-*")) == started, "the copy is removed"
+
+
+def test_what_has_no_time_left_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", PARTS)
+    monkeypatch.setattr(gpu, "TOTAL_SECONDS", 5)
+    monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
+    code, _, parts = run(tmp_path, capsys, "--parts", "green")
+    assert code == 0 and [p["reason"] for p in parts] == ["no time left of 5 s"] * 2
+
+
+def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path / "out"), "--parts", "memchek"])
+    assert "there is no part 'memchek'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_real_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a GPU what needs one is left out with that reason; with one, everything but what runs elsewhere."""
+    place = gpu.Place(tmp_path, tmp_path, None, None, "13.0", 0.0)
+    reasons = {part.name: part.why_not(place) for part in gpu.PARTS}
+    assert {name for name, reason in reasons.items() if reason is None} == {"build", "compile", "emulation"}
+    monkeypatch.setattr(gpu, "_sanitizer", lambda: "/usr/bin/compute-sanitizer")
+    place.gpu = "a GPU"
+    reasons = {part.name: part.why_not(place) for part in gpu.PARTS}
+    left_out = {name for name, reason in reasons.items() if reason and "there is no bench/" not in reason}
+    assert left_out == {"compile", "emulation"}
+    for entry in gpu.PARTS:
+        assert all(isinstance(word, str) for word in entry.argv(place))
+    assert sum(p.seconds for p in gpu.PARTS if p.name not in left_out) < 2 * gpu.TOTAL_SECONDS
+    assert gpu.TOTAL_SECONDS < 9 * 60
