@@ -15,7 +15,7 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.experiment import DATA_KEYS
 from fastsam.fed.keys import RunConfig, short_name
 from fastsam.fed.settings import Settings
-from fastsam.fed.sweep import Axis, combinations, parse_axis, placed
+from fastsam.fed.sweep import Axis, check_taken, combinations, parse_axis, placed
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,7 @@ def plan(
         raise ConfigError("compare takes --algorithms A,B, not --algorithm")
     axes = tuple(parse_axis(text) for text in (sweep or source.compare.get("sweep") or []))
     _unique([axis.name for axis in axes], "swept key")
-    idle = next((axis for axis in axes if not any(axis.applies_to(name) for name in names)), None)
-    if idle is not None:
-        raise ConfigError(f"--sweep {idle.name}: none of {', '.join(names)} takes this key")
+    check_taken(axes, names)
     numbers = [_seed(s) for s in (seeds or source.compare.get("seeds") or [])] or [_only_seed(source, names, axes)]
     _unique([str(n) for n in numbers], "seed")
     runs = tuple(

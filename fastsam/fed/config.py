@@ -108,7 +108,7 @@ def algorithm_class(name: str) -> Callable[..., Any]:
         return import_object(name, "algorithm")
     if name not in registry:
         raise ConfigError(
-            f"unknown algorithm {name!r}{_nearest(name, registry)}; choose from {', '.join(registry)}, "
+            f"unknown algorithm {name!r}{nearest(name, registry)}; choose from {', '.join(registry)}, "
             "or give 'package.module:Class' or 'file.py:Class'"
         )
     return registry[name]
@@ -189,7 +189,7 @@ def check_type(key: str, value: Any, kind: Any, text: bool = False, choices: Seq
         raise ConfigError(f"{key} must be {expected}, got {value!r} ({type(value).__name__}){hint}")
     if choices and value is not None and value not in choices:
         raise ConfigError(
-            f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}{_nearest(str(value), choices)}"
+            f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}{nearest(str(value), choices)}"
         )
     return value
 
@@ -233,7 +233,7 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
         for table, content in tables.items():
             if table not in names:
                 raise ConfigError(
-                    f"unknown table [{table}]{_nearest(table, [*names, 'compare'])}; tables are named after algorithms"
+                    f"unknown table [{table}]{nearest(table, [*names, 'compare'])}; tables are named after algorithms"
                 )
             own = algorithm_options(names[table])
             for key in content:
@@ -241,15 +241,21 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
                     raise ConfigError(f"in [{table}]: {_unknown(key, names[table], own)}")
 
 
+def takers_of(option: str) -> list[str]:
+    """The built-in algorithms that have this option."""
+    return [name for name in registry if option in algorithm_options(name)]
+
+
 def _unknown(key: str, algorithm: str, own: Iterable[str]) -> str:
-    takers = [name for name in registry if key in algorithm_options(name)]
+    takers = takers_of(key)
     if takers:
         options = f"its options are {', '.join(own)}" if own else "it has no options"
         return f"{key} is an option of {', '.join(takers)}, not of {algorithm} ({options}); remove it or put it into a table [{takers[0]}]"
     others = {option for name in registry for option in algorithm_options(name)}
-    return f"unknown key {key!r}{_nearest(key, [*keys(), *own, *others])}; `fastsam run --help` lists all keys"
+    return f"unknown key {key!r}{nearest(key, [*keys(), *own, *others])}; `fastsam run --help` lists all keys"
 
 
-def _nearest(word: str, good: Iterable[str]) -> str:
+def nearest(word: str, good: Iterable[str]) -> str:
+    """The end of a message, with the word of `good` that is most like `word`; nothing where none is."""
     close = difflib.get_close_matches(word, list(good), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastsam.fed.config import ConfigError, Source, algorithm_options
+from fastsam.fed.algorithms import registry
+from fastsam.fed.config import ConfigError, Source, algorithm_options, nearest, takers_of
 from fastsam.fed.keys import keys, short_name
 
 
@@ -66,6 +67,21 @@ def _split(text: str) -> Iterator[str]:
             part = ""
         else:
             part += c
+
+
+def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
+    """Raises ConfigError for a key that none of the algorithms takes, with the algorithms that do or the nearest good key."""
+    for axis in axes:
+        if any(axis.applies_to(name) for name in algorithms):
+            continue
+        tables = {short_name(name): [*algorithm_options(name), *keys()] for name in algorithms}
+        if axis.table is not None and axis.table not in tables:
+            hint = f"; {axis.table} is not compared" if axis.table in registry else nearest(axis.table, tables)
+        elif axis.table is None and takers_of(axis.key):
+            hint = f"; it is an option of {', '.join(takers_of(axis.key))}"
+        else:
+            hint = nearest(axis.key, tables.get(axis.table or "") or [key for own in tables.values() for key in own])
+        raise ConfigError(f"--sweep {axis.name}: none of {', '.join(algorithms)} takes this key{hint}")
 
 
 def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]:
