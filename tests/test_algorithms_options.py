@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed import config
+from fastsam.fed import config, models
 from fastsam.fed.inputmap import InputMap
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits.toml"
@@ -178,6 +178,30 @@ def test_fedrobust_needs_numbers_as_inputs():
     clients = [(torch.randint(0, 7, (5, 2)), torch.arange(5) % 2)]
     with pytest.raises(ValueError, match="floating-point inputs, got torch.int64"):
         fed.run(model, clients, fed.FedRobust(), rounds=1)
+
+
+@pytest.mark.parametrize(("form", "ascent_steps"), [("full", 2), (None, 1), ("channel", 1)])
+def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
+    """Images of bytes behind `Pixels` train like the same images that were normalised before, to the bit."""
+    generator = torch.Generator().manual_seed(3)
+    images = [
+        (torch.randint(0, 256, (n, 3, 4, 4), dtype=torch.uint8, generator=generator), torch.arange(n) % 2)
+        for n in (5, 9)
+    ]
+    inner = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 2))
+    wrapped = models.Pixels(inner, (0.5, 0.4, 0.3), (0.2, 0.3, 0.25))
+    method = fed.FedRobust(form=form, ascent_steps=ascent_steps, eta_2=0.1)
+    options = {"rounds": 2, "batch_size": 4, "lr": 0.1, "executor": "sequential"}
+    ours = fed.run(wrapped, images, method, **options).model.model
+    floats = [(wrapped.normalised(x), y) for x, y in images]
+    theirs = fed.run(inner, floats, method, **options).model
+    at_rest = fed.run(wrapped, images, fed.FedAvg(), **options).model.model
+    for a, b, c in zip(ours.parameters(), theirs.parameters(), at_rest.parameters(), strict=True):
+        assert torch.equal(a, b) and not torch.equal(a, c)
+    with pytest.raises(
+        ValueError, match=r"got torch.uint8; for images of bytes the model must be a fastsam.fed.models.Pixels"
+    ):
+        fed.run(torch.nn.Sequential(wrapped), images, method, **options)
 
 
 def test_input_maps_are_checked():

@@ -46,9 +46,10 @@ class InputMap:
     def started(self, x: Tensor) -> InputMap:
         """The map with its tensors, for inputs like `x` (`[n, ...]`). Raises ValueError for inputs that are no floating-point numbers."""
         if not x.is_floating_point():
-            raise ValueError(
-                f"an input map needs floating-point inputs, got {x.dtype}; FedRobust cannot train on token ids"
-            )
+            works = "FedRobust cannot train on token ids"
+            if x.dtype == torch.uint8:
+                works = "for images of bytes the model must be a fastsam.fed.models.Pixels(model, mean, std)"
+            raise ValueError(f"an input map needs floating-point inputs, got {x.dtype}; {works}")
         inputs, channels = prod(x.shape[1:]), x.shape[1] if x.dim() > 2 else 1
         form = self.form or ("full" if inputs <= FULL_UP_TO else "channel")
         size = channels if form == "channel" else inputs

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...arena import Layout
 from ..inputmap import InputMap
+from ..models.pixels import Pixels
 from ..replica import Replica
 from .base import Loss
 
@@ -42,11 +43,16 @@ class Passes:
         return loss.detach(), self._taken()
 
     def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:
-        """As `run`, on mapped inputs; also the map after its ascent, the last step of which is taken at the same point as the gradients."""
+        """As `run`, on mapped inputs; also the map after its ascent, the last step of which is taken at the same point as the gradients.
+
+        Bytes that the model normalises (`Pixels`) are mapped behind that.
+        """
+        x, model = self.mappable(x), self.replica.module
+        inner = model.model if isinstance(model, Pixels) else model
         for step in range(map.steps):
             assert map.Lam is not None and map.delta is not None  # started
             leaves = [map.Lam.detach().requires_grad_(), map.delta.detach().requires_grad_()]
-            loss = self.loss(self.replica.module(map.with_tensors(*leaves).apply(x)), y)
+            loss = self.loss(inner(map.with_tensors(*leaves).apply(x)), y)
             if step + 1 < map.steps:
                 ascent = torch.autograd.grad(loss, leaves)
                 map = map.ascended(*ascent)
@@ -54,6 +60,11 @@ class Passes:
             loss.backward()
             map = map.ascended(*(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves))
         return loss.detach(), self._taken(), map
+
+    def mappable(self, x: Tensor) -> Tensor:
+        """What a map of the inputs is applied to: `x`, for a model in `Pixels` the numbers that it makes of bytes."""
+        model = self.replica.module
+        return model.normalised(x) if isinstance(model, Pixels) else x
 
     def mean_gradient(self, batches: Iterable[tuple[Tensor, Tensor]], samples: int, out: Tensor) -> int:
         """The mean gradient over all samples, in evaluation mode, into `out` (`[stride]`); returns the number of batches."""

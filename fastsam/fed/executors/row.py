@@ -51,7 +51,8 @@ class Row:
         self.replica.load_(start, buffers)
         self._begin(task.step)
         self.gradient = self._full_gradient() if task.step.full_gradient else None
-        self.map: InputMap | None = None if task.step.input_map is None else task.step.input_map.started(task.x)
+        map = task.step.input_map
+        self.map: InputMap | None = None if map is None else map.started(self.passes.mappable(task.x[:1]))
         if task.step.e is not None:
             self.form.shift_([task.step.e])
         self.last = len(task.batch_sizes()) - 1

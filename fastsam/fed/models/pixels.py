@@ -22,14 +22,15 @@ class Pixels(nn.Module):
         self._constants: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.model(self.normalised(x))
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """What the model gets: ``(x / 255 - mean) / std``, `[n, C, H, W]` in the type of its weights."""
         dtype = next(self.model.parameters()).dtype
-        if (
-            x.device,
-            dtype,
-        ) not in self._constants:  # made once per device: a copy to a GPU would wait for it in each step
+        if (x.device, dtype) not in self._constants:  # once per device: a copy to a GPU would wait for it in each step
             shift, scale = (
                 torch.tensor(v, dtype=dtype, device=x.device).reshape(-1, 1, 1) for v in (self.shift, self.scale)
             )
             self._constants[x.device, dtype] = shift, scale
         shift, scale = self._constants[x.device, dtype]
-        return self.model(torch.addcmul(shift, x.to(dtype), scale))
+        return torch.addcmul(shift, x.to(dtype), scale)
