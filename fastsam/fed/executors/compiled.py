@@ -24,6 +24,7 @@ from fastsam_kernels.conventions import CLIP_EPS
 from ..localstep import Direction
 from .base import LocalOptions, Setup
 from .form import Form, Kind
+from .inductor import compiling
 from .stacked import StackedPasses
 
 CHUNK = 8  # steps that are unrolled: more of them compile longer and run no faster
@@ -81,7 +82,7 @@ class Steps:
         key = (kind, names, tuple(tensors[0].shape), x.shape, y.shape, size)
         if key not in self._made:
             self._made[key] = self._compiled(partial(self._steps, kind, names, size), tensors, hyper, x, y)
-        with torch.no_grad():
+        with torch.no_grad(), compiling():
             losses, *written = self._made[key](tensors, hyper, x, y)
         for name, value in zip((n for n in names if n in _CARRIED), written, strict=True):
             fields[name].copy_(value)
