@@ -6,36 +6,42 @@ from typing import Any
 
 
 class Watched:
-    """Delegates to `inner`. servers: the server's states, the first one included. clients: the last state of each client, by id.
-    ends, steps: of the last round, by client and in order."""
+    """Delegates to `inner`. Nothing is copied: an algorithm does not write what it was handed.
+
+    _servers: the server's states, the first one included. _kept: by client, the rounds that it took part in and its states after them.
+    _steps: every local step. _ends: in the order of training, the round, what the client's row left behind, and the server's state that
+    it had received.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._servers: list[dict] = []
-        self._clients: dict[int, dict] = {}
-        self._ends: dict[int, Any] = {}
+        self._servers: list[dict[str, Any]] = []
+        self._kept: dict[int, list[tuple[int, dict[str, Any]]]] = {}
         self._steps: list[Any] = []
-        self._rounds: list[Any] = []
+        self._ends: list[tuple[int, Any, dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
+    @property
+    def _clients(self) -> dict[int, dict[str, Any]]:
+        """The last state of each client, by id."""
+        return {client: states[-1][1] for client, states in self._kept.items()}
+
     def init_server(self, w0):
         self._servers = [self._inner.init_server(w0)]
         return self._servers[0]
 
     def local_step(self, server, client, round):
-        if not self._rounds or self._rounds[-1] != round:
-            self._rounds.append(round)
-            self._ends, self._steps = {}, []
         self._steps.append(self._inner.local_step(server, client, round))
         return self._steps[-1]
 
     def close_client(self, server, client, end, round):
         state, upload = self._inner.close_client(server, client, end, round)
-        self._clients[end.client], self._ends[end.client] = state, end
+        self._kept.setdefault(end.client, []).append((round.index, state))
+        self._ends.append((round.index, end, server))
         return state, upload
 
     def step_server(self, server, sums, round):

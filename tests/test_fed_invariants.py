@@ -7,7 +7,7 @@ import math
 import oracle
 import pytest
 import torch
-from fed_record import recorded
+from fed_watch import Watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,16 +69,16 @@ def dense(row):
 
 
 def watched(algorithm, **options):
-    """The record of a run in float64."""
-    algorithm, record = recorded(algorithm)
-    fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **{"rounds": 5, "batch_size": 5, **options})
+    """What passed through an algorithm in a run in float64."""
+    record = Watched(algorithm)
+    fed.run(oracle.smooth_model(), oracle.ragged_clients(), record, **{"rounds": 5, "batch_size": 5, **options})
     return record
 
 
 def at_the_end_of(record, t, name, size):
     """The sum over all clients of what they keep under a name after round t; who never took part has zero."""
     total = torch.zeros(size, dtype=torch.float64)
-    for states in record.kept.values():
+    for states in record._kept.values():
         known = [state[name] for when, state in states if when <= t]
         total += known[-1] if known else 0
     return total
@@ -100,21 +100,21 @@ def at_the_end_of(record, t, name, size):
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server, client, rho, phi, options):
     record = watched(made(rho, phi), **options)
-    for t, state in enumerate(record.servers):
+    for t, state in enumerate(record._servers[1:]):
         mean = at_the_end_of(record, t, client, len(state[server])) / CLIENTS
         torch.testing.assert_close(state[server], mean, rtol=1e-10, atol=1e-13 / options["lr"])
-    assert record.servers[-1][server].norm() > 0
+    assert record._servers[-1][server].norm() > 0
 
 
 @settings(max_examples=5, deadline=None)
 @given(lr=st.floats(1e-3, 0.2), seed=st.integers(0, 9), epochs=st.integers(1, 3))
 def test_with_everybody_there_control_is_the_mean_gradient(lr, seed, epochs):
     """c = (w^{t-1} - w^t)/(lr*K), for equal clients and server_lr = 1."""
-    algorithm, record = recorded(fed.SCAFFOLD())
+    record = Watched(fed.SCAFFOLD())
     clients = oracle.ragged_clients(sizes=(12, 12, 12))
-    fed.run(oracle.smooth_model(), clients, algorithm, rounds=4, participation=1.0, batch_size=5, lr=lr, seed=seed,
+    fed.run(oracle.smooth_model(), clients, record, rounds=4, participation=1.0, batch_size=5, lr=lr, seed=seed,
             local_epochs=epochs)  # fmt: skip
-    for before, after in zip(record.servers, record.servers[1:]):
+    for before, after in zip(record._servers[1:], record._servers[2:]):
         torch.testing.assert_close(after["c"], (before["w"] - after["w"]) / (lr * 3 * epochs), rtol=1e-9, atol=1e-11)
 
 
@@ -123,9 +123,9 @@ def test_with_everybody_there_control_is_the_mean_gradient(lr, seed, epochs):
 @given(options=RUNS)
 def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, options):
     record = watched(getattr(fed, method)(rho=0.1), **options)
-    received = [flat(oracle.smooth_model()), *(dense(s["w"]) for s in record.servers)]
-    assert record.kept
-    for states in record.kept.values():
+    received = [flat(oracle.smooth_model()), *(dense(s["w"]) for s in record._servers[1:])]
+    assert record._kept
+    for states in record._kept.values():
         for t, state in states:
             assert torch.equal(dense(state["w_old_i"]), received[t])
             assert not torch.equal(dense(state["w_old_i"]), received[t + 1])
@@ -136,10 +136,10 @@ def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, 
 @given(rho=RHO, options=RUNS)
 def test_the_perturbation_of_fedlesam_points_to_the_old_model(method, rho, options):
     """<eps, w_old - w^t> = rho*||w_old - w^t||, and its length is rho. One client, one step a round: every gradient is at w^t + eps."""
-    algorithm, record = recorded(getattr(fed, method)(rho=rho))
+    record = Watched(getattr(fed, method)(rho=rho))
     options |= {"participation": 1.0, "local_epochs": 1, "batch_size": 64, "rounds": 5}
-    start, points, _ = spied(algorithm, oracle.ragged_clients(sizes=(20,)), **options)
-    models = [torch.zeros(73, dtype=torch.float64), start, *(dense(s["w"]) for s in record.servers)]
+    start, points, _ = spied(record, oracle.ragged_clients(sizes=(20,)), **options)
+    models = [torch.zeros(73, dtype=torch.float64), start, *(dense(s["w"]) for s in record._servers[1:])]
     assert len(points) == 5
     for z, old, w in zip(points, models, models[1:]):
         e, eps = old - w, z - w
@@ -177,16 +177,16 @@ def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, opti
 @given(rho=RHO, alpha=st.floats(0.3, 3), rule=st.sampled_from(["paper", "mu_active", "mu_all"]), options=RUNS)
 def test_the_duals_of_fedsmoo(rho, alpha, rule, options):
     """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every local step."""
-    algorithm, record = recorded(fed.FedSMOO(rho=rho, alpha=alpha, s_rule=rule))
-    _, points, _ = spied(algorithm, oracle.ragged_clients(), rounds=3, batch_size=5, **options)
-    for state in record.servers:
+    record = Watched(fed.FedSMOO(rho=rho, alpha=alpha, s_rule=rule))
+    _, points, _ = spied(record, oracle.ragged_clients(), rounds=3, batch_size=5, **options)
+    for state in record._servers[1:]:
         assert math.isclose(state["s"].norm().item(), rho, rel_tol=1e-4)
     eps, before = [z - w for w, z in zip(points[0::2], points[1::2])], {}
-    for t, end, server in record.ends:
+    for t, end, server in record._ends:
         steps, eps = eps[: end.steps], eps[end.steps :]
         old = before.get(end.client, torch.zeros(73, dtype=torch.float64))
         grown = (sum(steps) - end.steps * dense(server["s"])) / alpha
-        mine = dict(record.kept[end.client])[t]["mu_i"]
+        mine = dict(record._kept[end.client])[t]["mu_i"]
         torch.testing.assert_close(dense(mine), old + grown, rtol=1e-9, atol=1e-11)
         before[end.client] = dense(mine)
     assert not eps

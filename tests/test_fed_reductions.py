@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from fed_cases import replayed
-from fed_record import recorded
+from fed_watch import Watched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,10 +110,10 @@ def test_the_clients_of_feddyn_in_round_0_are_those_of_fedprox(phi, options):
     """h_i = 0: the proximal term is left. And FedAdam's clients are FedAvg's."""
     options |= {"rounds": 1}
     for one, other in ((fed.FedDyn(phi=phi), fed.FedProx(phi=phi)), (fed.FedAdam(), fed.FedAvg())):
-        (a, seen), (b, expected) = recorded(one), recorded(other)
-        final(a, **options), final(b, **options)
-        assert [e.client for _, e, _ in seen.ends] == [e.client for _, e, _ in expected.ends]
-        for (_, x, _), (_, y, _) in zip(seen.ends, expected.ends):
+        seen, expected = Watched(one), Watched(other)
+        final(seen, **options), final(expected, **options)
+        assert seen._ends and [e.client for _, e, _ in seen._ends] == [e.client for _, e, _ in expected._ends]
+        for (_, x, _), (_, y, _) in zip(seen._ends, expected._ends):
             assert torch.equal(x.displacement, y.displacement)
 
 
