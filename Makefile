@@ -47,6 +47,8 @@ $(VENV)/.has-fastsam: $(VENV)/.has-torch pyproject.toml setup.py $(SOURCES)
 $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml | $(VENV)/.has-fastsam
 	@echo "installing the test tools into $(VENV)"
 	@$(INSTALL) -q --no-build-isolation -e '.[test,bench,dev]'
+	@$(INSTALL) -q $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) 'torchvision>=0.25' \
+	  || echo "no torchvision for the torch in $(VENV): the tests that need it are skipped"
 	@touch $@
 
 # --- using it ---

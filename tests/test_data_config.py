@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_data_archives import small_cifar, small_emnist
+from small_archives import small_cifar, small_emnist
 from test_data_domains import SMALL, write_folders
 
 from fastsam.fed import config, data, experiment, models
@@ -27,9 +27,9 @@ def small_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "data"
     root.mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(data.SETS, "cifar10", partial(data.cifar10, archive=small_cifar(root, 10)[0]))
-    monkeypatch.setitem(data.SETS, "cifar100", partial(data.cifar100, archive=small_cifar(root, 100)[0]))
-    monkeypatch.setitem(data.SETS, "emnist", partial(data.emnist, archive=small_emnist(root)[0]))
+    small_cifar(monkeypatch, root, 10)
+    small_cifar(monkeypatch, root, 100)
+    small_emnist(monkeypatch, root)
     write_folders(root / "officehome")
     monkeypatch.setitem(data.SETS, "officehome", partial(data.officehome, folder_set=SMALL))
     return root
@@ -106,7 +106,7 @@ def test_keys_of_other_data_and_splits(tmp_path: Path, text: str, message: str) 
     [
         (
             "data = 'emnist'\ndata_options = {fractoin = 0.5}",
-            "data_options of 'emnist' has no fractoin; it takes fraction",
+            "data_options of 'emnist' has no fractoin; it takes fraction, url",
         ),
         ("data = 'cifar10'\ndata_dir = 'nowhere'", "no cifar-10-python.tar.gz of cifar10 in .*nowhere"),
         ("data = 'officehome'\ndata_dir = 'nowhere'", "no OfficeHome in .*nowhere"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_data_archives import small_cifar
+from small_archives import small_cifar
 
 from fastsam import cli
 from fastsam.fed import config, data, experiment, models
@@ -38,11 +38,11 @@ def test_its_configs_are_configs(tmp_path: Path, block: str) -> None:
 @pytest.mark.parametrize("block", PYTHON)
 def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str) -> None:
     (tmp_path / "data").mkdir()
-    archive, _ = small_cifar(tmp_path / "data", 100)
+    small_cifar(monkeypatch, tmp_path / "data", 100)
     monkeypatch.chdir(tmp_path)
 
     def small(data_dir: str, clients: int, classes_per_client: int, **options: object) -> data.FederatedData:
-        return data_cifar100(data_dir, clients=2, classes_per_client=2, archive=archive, **options)
+        return data_cifar100(data_dir, clients=2, classes_per_client=2, **options)
 
     data_cifar100 = data.cifar100
     monkeypatch.setattr(data, "cifar100", small)

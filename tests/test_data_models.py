@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -156,53 +155,6 @@ def test_resnets_other_stem_keeps_the_resolution() -> None:
 def test_images_that_do_not_fit_the_model(name: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         models.build(name, shape, 10, 0)
-
-
-def test_vit_without_torchvision_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchvision", None)
-    monkeypatch.setitem(sys.modules, "torchvision.models", None)
-    with pytest.raises(
-        ImportError, match="'vit_b_32' needs torchvision, which is not installed: pip install torchvision"
-    ):
-        models.build("vit_b_32", (3, 224, 224), 10, 0)
-
-
-def test_vit_with_a_torchvision_of_another_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text(
-        "raise RuntimeError('operator torchvision::nms does not exist')"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(
-        ImportError, match="nms does not exist.*install the build of torchvision that belongs to your torch"
-    ):
-        models.build("vit_b_32", (3, 224, 224), 10, 0)
-
-
-def torchvision_works() -> bool:
-    try:
-        import torchvision.models  # noqa: F401
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torchvision_works(), reason="torchvision cannot be imported")
-def test_vit(tmp_path: Path) -> None:
-    model = models.build("vit_b_32", (3, 224, 224), 1000, 0)
-    assert weights(model).numel() == 88_224_232
-    torch.save(model.state_dict(), tmp_path / "own.pth")
-    loaded = models.build("vit_b_32", (3, 224, 224), 65, 1, weights=str(tmp_path / "own.pth"))
-    assert torch.equal(loaded.conv_proj.weight, model.conv_proj.weight)
-    assert loaded(torch.zeros(1, 3, 224, 224)).shape == (1, 65)
-    torch.save({"conv_proj.weight": model.conv_proj.weight}, tmp_path / "part.pth")
-    with pytest.raises(ValueError, match="is no state dictionary of torchvision's vit_b_32"):
-        models.build("vit_b_32", (3, 224, 224), 65, 1, weights=str(tmp_path / "part.pth"))
-    with pytest.raises(FileNotFoundError, match="nor one of IMAGENET1K_V1"):
-        models.build("vit_b_32", (3, 224, 224), 65, 1, weights="none.pth")
 
 
 def test_outputs_must_match_the_classes() -> None:

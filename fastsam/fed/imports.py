@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -96,3 +97,32 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
                 "torch, from the same index"
             )
         raise ImportError(f"{purpose} needs {package}, {what}", name=module) from error
+
+
+# What torchvision's Python part describes to torch at its import, whether its compiled part was loaded or not.
+_DETECTION = {
+    f"torchvision::{name}": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
+}
+
+
+def vision(module: str, purpose: str) -> ModuleType:
+    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises as `optional` does.
+
+    torchvision's data sets, transforms and models are plain Python. Its compiled part, the operators of object detection, cannot be
+    loaded where the two come from different indices (a wheel for CUDA beside a CPU build of torch). torchvision tolerates that, but
+    then stops at operators that it describes to torch: "operator torchvision::nms does not exist". For exactly this error they are declared,
+    without an implementation, and the import begins anew. Called, they still raise torchvision's own error.
+    """
+    try:
+        return optional(module, "torchvision", purpose)
+    except ImportError as error:
+        if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error.__cause__)):
+            raise
+    import torch
+
+    for name, schema in _DETECTION.items():
+        if not hasattr(torch.ops.torchvision, name.partition("::")[2]):
+            torch.library.define(name, schema)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]  # the first attempt's halves
+    return optional(module, "torchvision", purpose)

@@ -1,28 +1,35 @@
-"""Published archives: found in a directory (or downloaded into it), checked against their checksum, read without unpacking.
+"""CIFAR and EMNIST through torchvision's data sets, which know the published addresses and checksums and read the files.
 
-The three formats are documented and small, so they are read here with the standard library: torchvision's wheels on the
-package index are built for CUDA and do not import beside a CPU build of torch. CIFAR's files are pickles; only the names that a
-dictionary of arrays needs can be loaded from them, so that a foreign file runs no code.
+What is added: an archive may lie in the data directory as it was published; what is downloaded or unpacked is made in a
+folder aside and moved when it is whole, so that an interrupted attempt leaves nothing that a second one stumbles over; a download
+gives up when nothing comes; and an error says which file is wrong and what would be right.
 """
 
 from __future__ import annotations
 
-import gzip
-import hashlib
+import os
 import pickle
-import shutil
+import socket
 import tarfile
-import urllib.error
-import urllib.request
 import zipfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
+from fastsam.fed.imports import vision
 
-_BLOCK = 1 << 20
+PATIENCE = 60.0  # seconds without a byte after which a download has failed; torchvision itself waits for ever
+
+# What torchvision and the readers under it raise for a file that is cut or something else.
+_UNREADABLE = (
+    RuntimeError, OSError, ValueError, LookupError, TypeError, AssertionError, EOFError,
+    pickle.PickleError, tarfile.TarError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
 
 
 class ArchiveError(ValueError):
@@ -31,145 +38,122 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class Archive:
-    """A published file. name: as its makers call it. url: where they keep it. md5: of the whole file, in hex."""
+    """A published file and the class of `torchvision.datasets` that reads it.
+
+    data: our name of the data set. reader: the class; its `url` and the attribute named `checksum` (MD5, in hex) say what is expected.
+    name: of the file. folder: what torchvision unpacks it to. place: where in a directory torchvision looks for it.
+    """
 
     data: str
+    reader: str
     name: str
-    url: str
-    md5: str
+    checksum: str
+    folder: str
+    place: str = ""
+    options: dict[str, str] = field(default_factory=dict)
 
-    def find(self, data_dir: str | Path, download: bool = False) -> Path:
-        """The path of the file in `data_dir` or a directory named after the data set in it, checked.
+    def read(self, data_dir: str | Path, download: bool = False, url: str | None = None) -> tuple[Any, Any]:
+        """Training and test part, objects of torchvision with `data` and `targets`.
 
-        download: fetch it when it is not there. Raises FileNotFoundError, ArchiveError (a wrong checksum), ConnectionError.
+        They come from `data_dir` or from a directory named after the data set in it: from the folder that torchvision has unpacked, or else
+        from the archive, which is checked and unpacked to that folder (to a temporary one where `data_dir` cannot be written).
+        download: fetch the archive when neither is there. url: from a mirror; the checksum stays the published one.
+        Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError.
         """
-        root = Path(data_dir)
-        places = [root / self.name, root / self.data / self.name]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None:
-            if not download:
-                raise FileNotFoundError(
-                    f"no {self.name} of {self.data} in {root.resolve()}; put the file there (from {self.url}), name its "
-                    "directory with data_dir, or say download=true"
+        reader = self._reader(url)
+        roots = [Path(data_dir), Path(data_dir) / self.data]
+        damaged = None
+        for root in (root for root in roots if (root / self.folder).is_dir()):
+            try:
+                advice = (
+                    f"is it cut or of another data set? Put the published {self.name} into {root}, or say download=true"
                 )
-            path = places[0]
-            self._download(path)
-        self._check(path, f"{path}: ")
-        return path
+                return self._parts(reader, root, root / self.folder, advice)
+            except ArchiveError as error:
+                damaged = error
+        found = [(root, root / place / self.name) for root in roots for place in ("", self.place)]
+        root, path = next(((root, path) for root, path in found if path.is_file()), found[0])
+        if path.is_file():
+            self._check(path, reader, f"{path}: ")
+        elif download:
+            self._download(reader, path)
+        else:
+            raise damaged or FileNotFoundError(
+                f"no {self.name} of {self.data} in {root.resolve()}; put the file there (from {reader.url}), name its "
+                "directory with data_dir, or say download=true"
+            )
+        return self._unpacked(reader, root, path)
 
-    def _check(self, path: Path, where: str) -> None:
-        digest = hashlib.md5(usedforsecurity=False)
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        if digest.hexdigest() != self.md5:
+    def _reader(self, url: str | None) -> Any:
+        made = getattr(vision("torchvision.datasets", f"the data set {self.data!r}"), self.reader)
+        return made if url is None else type(made.__name__, (made,), {"url": url})
+
+    def _parts(self, reader: Any, root: Path, where: Path, advice: str, **unpack: bool) -> tuple[Any, Any]:
+        """Both parts from torchvision's folder in `root`; `where` and `advice` are for the message of an error."""
+        try:
+            train, test = (reader(root, train=train, **self.options, **unpack) for train in (True, False))
+        except _UNREADABLE as error:
             raise ArchiveError(
-                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {digest.hexdigest()} "
-                f"({path.stat().st_size} bytes), expected {self.md5}. A cut download or another file? Remove it and fetch it from {self.url}"
+                f"{where} cannot be read as {self.data} ({type(error).__name__}: {error}); {advice}"
+            ) from error
+        return train, test
+
+    def _check(self, path: Path, reader: Any, where: str) -> None:
+        expected = getattr(reader, self.checksum)
+        found = _utils().calculate_md5(path)
+        if found != expected:
+            raise ArchiveError(
+                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {found} ({path.stat().st_size} bytes), "
+                f"expected {expected}. A cut download or another file? Remove it and fetch it from {reader.url}"
             )
 
-    def _download(self, path: Path) -> None:
+    def _download(self, reader: Any, path: Path) -> None:
+        """The archive at `path`; only a complete file ever has that name."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        try:
-            with urllib.request.urlopen(self.url, timeout=60) as source, part.open("wb") as target:
-                shutil.copyfileobj(source, target, _BLOCK)
-            self._check(part, f"the download from {self.url}: ")
-            part.replace(path)  # only a complete file ever has the archive's name
-        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-            raise ConnectionError(
-                f"{self.url} could not be downloaded ({getattr(error, 'reason', error)}); fetch it elsewhere and put it at {path}"
-            ) from error
-        finally:
-            part.unlink(missing_ok=True)
+        with TemporaryDirectory(prefix=".fastsam-", dir=path.parent) as aside:
+            part = Path(aside) / path.name
+            try:
+                with _patience(PATIENCE):
+                    _utils().download_url(reader.url, aside, path.name)
+            except (OSError, HTTPException, RuntimeError, ValueError) as error:
+                raise ConnectionError(
+                    f"{reader.url} could not be downloaded ({error}); fetch it elsewhere and put it at {path}"
+                ) from error
+            self._check(part, reader, f"the download from {reader.url}: ")
+            part.replace(path)
+
+    def _unpacked(self, reader: Any, root: Path, path: Path) -> tuple[Any, Any]:
+        """Both parts from a checked archive, which torchvision unpacks; the files stay in `root` where it can be written."""
+        keep = os.access(root, os.W_OK)
+        with TemporaryDirectory(prefix=".fastsam-", dir=root if keep else None) as aside:
+            link = Path(aside) / self.place / self.name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
+            advice = f"its checksum is right; was there no room to unpack it in {Path(aside).parent}?"
+            parts = self._parts(reader, Path(aside), path, advice, download=True)  # finds the archive: fetches nothing
+            link.unlink()
+            for file in (file for file in (Path(aside) / self.folder).rglob("*") if keep and file.is_file()):
+                target = root / file.relative_to(aside)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.replace(target)
+        return parts
 
 
-CIFAR10 = Archive(
-    "cifar10",
-    "cifar-10-python.tar.gz",
-    "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-    "c58f30108f718f92721af3b95e74349a",
-)
-CIFAR100 = Archive(
-    "cifar100",
-    "cifar-100-python.tar.gz",
-    "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-    "eb9058c3a382ffc7106e4002c42a8d85",
-)
-EMNIST = Archive(
-    "emnist", "gzip.zip", "https://biometrics.nist.gov/cs_links/EMNIST/gzip.zip", "58c8d27c78d21e728a6bc7b3cc06412e"
-)
+CIFAR10 = Archive("cifar10", "CIFAR10", "cifar-10-python.tar.gz", "tgz_md5", "cifar-10-batches-py")
+CIFAR100 = Archive("cifar100", "CIFAR100", "cifar-100-python.tar.gz", "tgz_md5", "cifar-100-python")
+EMNIST = Archive("emnist", "EMNIST", "gzip.zip", "md5", "EMNIST/raw", "EMNIST/raw", {"split": "byclass"})
 
 
-def read_cifar(path: Path, files: list[str], label: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The batches `files` of a CIFAR archive, each x uint8 [n, 3, 32, 32] (RGB), y int64 [n].
+def _utils() -> Any:
+    return vision("torchvision.datasets.utils", "an archive")
 
-    files: the ends of the members' names, "data_batch_1" or "train". label: "labels" or "fine_labels". Raises ArchiveError.
-    """
-    batches: dict[str, Any] = {}
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Connections that are opened inside fail after so long a silence."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                name = member.name.rpartition("/")[2]
-                if name in files and (file := archive.extractfile(member)) is not None:
-                    batches[name] = _Batch(file, encoding="bytes").load()
-    except (tarfile.TarError, EOFError, zlib.error, OSError, pickle.UnpicklingError) as error:
-        raise ArchiveError(f"{path} cannot be read as a CIFAR archive: {error}") from error
-    missing = [name for name in files if name not in batches]
-    if missing:
-        raise ArchiveError(f"{path} has no file {missing[0]!r}; is it the 'python version' of another data set?")
-    return [_batch_arrays(batches[name], label, f"{path}: {name}") for name in files]
-
-
-def _batch_arrays(batch: Any, label: str, where: str) -> tuple[np.ndarray, np.ndarray]:
-    if not isinstance(batch, dict) or b"data" not in batch or label.encode() not in batch:
-        names = ", ".join(sorted(map(repr, batch))) if isinstance(batch, dict) else type(batch).__name__
-        raise ArchiveError(f"{where} must hold 'data' and {label!r}, it holds {names}; is it of another data set?")
-    x, y = np.asarray(batch[b"data"]), np.asarray(batch[label.encode()])
-    if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != 3072 or y.shape != (len(x),):
-        raise ArchiveError(
-            f"{where}: expected uint8 rows of 3072 and a label for each, got {x.dtype} {list(x.shape)} and {list(y.shape)} labels"
-        )
-    return x.reshape(-1, 3, 32, 32), y.astype(np.int64)
-
-
-class _Batch(pickle.Unpickler):
-    """Loads dictionaries, lists, strings, numbers and numpy arrays, and refuses every other name."""
-
-    ALLOWED = frozenset(
-        {("multiarray", "_reconstruct"), ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # before and since numpy 2
-            module, short = "numpy.core.multiarray" if np.__version__ < "2" else "numpy._core.multiarray", "multiarray"
-        else:
-            short = module
-        if (short, name) not in self.ALLOWED:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which a batch of images does not need; not loaded")
-        return super().find_class(module, name)
-
-
-def read_idx(path: Path, member: str, dimensions: int) -> np.ndarray:
-    """An array in IDX format, gzip-compressed inside a zip archive: uint8 with so many dimensions.
-
-    member: the end of its name. Raises ArchiveError for a missing member and for one that is not what its header says.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            found = [name for name in archive.namelist() if name.rpartition("/")[2] == member]
-            if not found:
-                raise ArchiveError(f"{path} has no file {member!r}; is it the archive of another data set?")
-            with archive.open(found[0]) as file:
-                raw = gzip.decompress(file.read())
-    except (zipfile.BadZipFile, EOFError, zlib.error, OSError) as error:
-        raise ArchiveError(f"{path} cannot be read as a zip archive of gzip files: {error}") from error
-    start = 4 + 4 * dimensions
-    if len(raw) < start or raw[:4] != bytes((0, 0, 8, dimensions)):
-        raise ArchiveError(f"{path}: {member} is no IDX file of bytes in {dimensions} dimensions")
-    shape = np.frombuffer(raw, ">u4", dimensions, 4).astype(np.int64)
-    if len(raw) - start != shape.prod():
-        raise ArchiveError(
-            f"{path}: {member} says {' x '.join(map(str, shape))} bytes and holds {len(raw) - start}; it is cut"
-        )
-    return np.frombuffer(raw, np.uint8, -1, start).reshape(shape)
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

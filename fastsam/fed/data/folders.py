@@ -19,10 +19,11 @@ from fastsam.fed.checks import integer
 from fastsam.fed.data import augment as augmentation
 from fastsam.fed.data.domains import Pair, by_domain
 from fastsam.fed.data.federated import FederatedData
+from fastsam.fed.imports import vision
 
 # ImageNet's, of the three channels in 0..1.
 STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp"})
+_PURPOSE = "a data set of image folders"
 
 
 @dataclass(frozen=True)
@@ -133,27 +134,34 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
     if missing:
         there = ", ".join(repr(p.name) for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith("."))
         raise FileNotFoundError(f"{root} has no folder of the domain {missing[0]!r}; it has {there or 'none'}")
-    files = {domain: _files(path) for domain, path in found.items() if path is not None}
-    classes = sorted({file.parent.name for paths in files.values() for file in paths})
+    samples = {domain: _samples(path) for domain, path in found.items() if path is not None}
+    classes = sorted({name for labelled in samples.values() for name, _ in labelled})
     number = {name: i for i, name in enumerate(classes)}
     pairs = {}
-    for domain, paths in files.items():
+    for domain, labelled in samples.items():
         cache = root / f".fastsam-{size}" / re.sub(r"\W", "_", domain)
-        y = torch.tensor([number[path.parent.name] for path in paths])
-        pairs[domain] = (torch.from_numpy(_pixels(paths, size, cache)), y)
+        y = torch.tensor([number[name] for name, _ in labelled])
+        pairs[domain] = (torch.from_numpy(_pixels([path for _, path in labelled], size, cache)), y)
     return pairs, classes
 
 
-def _files(domain: Path) -> list[Path]:
-    files = sorted(path for path in domain.glob("*/*") if path.suffix.lower() in _SUFFIXES)
-    if not files:
-        raise ValueError(f"{domain} has no images (<class>/<image> with the ending {', '.join(sorted(_SUFFIXES))})")
-    return files
+def _samples(domain: Path) -> list[tuple[str, Path]]:
+    """Class and file of each image, in the order of torchvision's `ImageFolder`; a folder without images is no class."""
+    library = vision("torchvision.datasets", _PURPOSE)
+    try:
+        found = library.ImageFolder(domain, allow_empty=True)
+        samples = [(found.classes[label], Path(path)) for path, label in found.samples]
+    except FileNotFoundError:  # not a single folder
+        samples = []
+    if not samples:
+        endings = ", ".join(library.folder.IMG_EXTENSIONS)
+        raise ValueError(f"{domain} has no images (<class>/<image> with the ending {endings})")
+    return samples
 
 
 def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
     """uint8 [n, 3, size, size] of the files, from `cache` when it was made of the same ones (names, sizes, times)."""
-    listing = [(f"{p.parent.name}/{p.name}", p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    listing = [(p.relative_to(cache.parent.parent).as_posix(), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     made_of = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     array, stamp = cache.with_suffix(".npy"), cache.with_suffix(".json")
     shape = (len(files), 3, size, size)
@@ -176,16 +184,11 @@ def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
 
 def _image(path: Path, size: int) -> Any:
     """The shorter side resized to ``size * 256 / 224`` (bilinear), the centre of size x size, [3, size, size] uint8."""
-    from PIL import Image
-
+    folder = vision("torchvision.datasets.folder", _PURPOSE)
+    transforms = vision("torchvision.transforms.functional", _PURPOSE)
     try:
-        with Image.open(path) as opened:
-            picture = opened.convert("RGB")
+        picture = folder.default_loader(path)
     except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are cut or no images
         raise ValueError(f"{path} is no complete image: {error}") from error
-    width, height = picture.size
-    factor = round(size * 256 / 224) / min(width, height)
-    width, height = max(size, round(width * factor)), max(size, round(height * factor))
-    picture = picture.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - size) // 2, (height - size) // 2
-    return np.asarray(picture.crop((left, top, left + size, top + size))).transpose(2, 0, 1)
+    picture = transforms.center_crop(transforms.resize(picture, round(size * 256 / 224)), [size, size])
+    return transforms.pil_to_tensor(picture).numpy()

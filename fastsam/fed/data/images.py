@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsam.fed.checks import number
 from fastsam.fed.data import archives, augment
-from fastsam.fed.data.archives import Archive, ArchiveError
+from fastsam.fed.data.archives import ArchiveError
 from fastsam.fed.data.federated import FederatedData, split_data
 from fastsam.fed.data.partition import SPLITS, options_of
 
@@ -30,20 +30,20 @@ def cifar10(
     augment: str = "auto",
     mean: tuple[float, float, float] = CIFAR10_STATISTICS[0],
     std: tuple[float, float, float] = CIFAR10_STATISTICS[1],
-    archive: Archive = archives.CIFAR10,
+    url: str | None = None,
     **options: Any,
 ) -> FederatedData:
     """CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 - mean) / std``.
 
     data_dir: holds `cifar-10-python.tar.gz`, or gets it with `download`. split, clients, seed and `options`: see `split_data`;
-    alpha for the splits that take one. augment: "auto" is the simulators' `FlipCrop`. archive: the file that is expected.
-    Raises FileNotFoundError, ArchiveError, ConnectionError, and what the split raises.
+    alpha for the splits that take one. augment: "auto" is the simulators' `FlipCrop`. url: a mirror to download from.
+    Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError, and what the split raises.
     """
-    path = archive.find(data_dir, download)
-    *batches, test = archives.read_cifar(path, [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"], "labels")
-    train = np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
-    pair = _scaled(train, mean, std), _scaled(test, mean, std)
-    return _dealt(pair, 10, "CIFAR-10", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options)
+    parts = archives.CIFAR10.read(data_dir, download, url)
+    train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
+    return _dealt(
+        (train, test), 10, "CIFAR-10", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
+    )
 
 
 def cifar100(
@@ -56,17 +56,18 @@ def cifar100(
     augment: str = "auto",
     mean: tuple[float, float, float] = CIFAR100_STATISTICS[0],
     std: tuple[float, float, float] = CIFAR100_STATISTICS[1],
-    archive: Archive = archives.CIFAR100,
+    url: str | None = None,
     **options: Any,
 ) -> FederatedData:
     """CIFAR-100 with its 100 fine classes, from `cifar-100-python.tar.gz`; otherwise as `cifar10`.
 
     The simulators' IID split of it gives each client the same number of samples of each class: ``split="iid", balanced=True``.
     """
-    path = archive.find(data_dir, download)
-    train, test = archives.read_cifar(path, ["train", "test"], "fine_labels")
-    pair = _scaled(train, mean, std), _scaled(test, mean, std)
-    return _dealt(pair, 100, "CIFAR-100", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options)
+    parts = archives.CIFAR100.read(data_dir, download, url)
+    train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
+    return _dealt(
+        (train, test), 100, "CIFAR-100", "flip_crop", augment, split, alpha, clients=clients, seed=seed, **options
+    )
 
 
 def emnist(
@@ -78,7 +79,7 @@ def emnist(
     download: bool = False,
     augment: str = "auto",
     fraction: float = 0.1,
-    archive: Archive = archives.EMNIST,
+    url: str | None = None,
     **options: Any,
 ) -> FederatedData:
     """EMNIST ByClass (Cohen et al., 2017): 62 classes of characters; x [n, 1, 28, 28] float32.
@@ -89,25 +90,35 @@ def emnist(
     data_dir: holds the archive's `gzip.zip`. Otherwise as `cifar10`.
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
-    path = archive.find(data_dir, download)
-    (train_x, train_y), (test_x, test_y) = (_emnist_part(path, part, fraction) for part in ("train", "test"))
+    parts = zip(archives.EMNIST.read(data_dir, download, url), ("training", "test"), strict=True)
+    (train_x, train_y), (test_x, test_y) = (_emnist_part(part, what, fraction) for part, what in parts)
     statistics = _statistics(train_x)
     pair = _scaled((train_x, train_y), *statistics), _scaled((test_x, test_y), *statistics)
     return _dealt(pair, 62, "EMNIST", "none", augment, split, alpha, clients=clients, seed=seed, **options)
 
 
-def _emnist_part(path: Path, part: str, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    images = archives.read_idx(path, f"emnist-byclass-{part}-images-idx3-ubyte.gz", 3)
-    labels = archives.read_idx(path, f"emnist-byclass-{part}-labels-idx1-ubyte.gz", 1)
-    if images.shape[1:] != (28, 28) or len(images) != len(labels):
-        raise ArchiveError(
-            f"{path}: expected images of 28 x 28 with a label each, got {list(images.shape)} and {len(labels)} labels"
-        )
+def _cifar_part(part: Any) -> tuple[np.ndarray, np.ndarray]:
+    """x uint8 [n, 3, 32, 32] and y int64 [n] in the order of the files; torchvision has the channels last."""
+    return _checked(part, part.data.transpose(0, 3, 1, 2), np.asarray(part.targets), (3, 32, 32))
+
+
+def _emnist_part(part: Any, what: str, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = _checked(part, part.data.numpy(), part.targets.numpy(), (28, 28))
     taken = int(fraction * len(labels))
     if taken == 0:
-        raise ValueError(f"fraction={fraction!r} of the {len(labels)} {part} images of EMNIST is none; take more")
+        raise ValueError(f"fraction={fraction!r} of the {len(labels)} {what} images of EMNIST is none; take more")
     chosen = np.sort(np.random.RandomState(20).permutation(len(labels))[:taken])
-    return images[chosen].transpose(0, 2, 1)[:, None], labels[chosen].astype(np.int64)
+    return images[chosen].transpose(0, 2, 1)[:, None], labels[chosen]
+
+
+def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """What torchvision does not compare."""
+    if x.dtype != np.uint8 or x.shape[1:] != shape or y.shape != (len(x),):
+        raise ArchiveError(
+            f"{type(part).__name__} in {part.root}: expected bytes of {list(shape)} with a label each, "
+            f"got {x.dtype} {list(x.shape)} and {list(y.shape)} labels; is it another data set?"
+        )
+    return x, y.astype(np.int64)
 
 
 def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:

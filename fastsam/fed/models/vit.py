@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.imports import optional
+from fastsam.fed.imports import vision
 
 
 def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None, **options: Any) -> nn.Module:
@@ -18,15 +18,23 @@ def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None
     state dictionary of this model (.pth), or a name that torchvision knows ("IMAGENET1K_V1", downloaded by it). The head
     is always new, for `classes`. options: torchvision's own, such as dropout.
     Raises ImportError without torchvision; ValueError for images that are not square with sides divisible by 32, and for
-    weights that do not fit; FileNotFoundError.
+    weights that do not fit; FileNotFoundError; ConnectionError.
     """
     if len(in_shape) != 3 or in_shape[0] != 3 or in_shape[1] != in_shape[2] or in_shape[1] % 32:
         raise ValueError(
             f"the model 'vit_b_32' takes images [3, H, H] with H divisible by 32, got samples of the shape {tuple(in_shape)}"
         )
-    library = optional("torchvision.models", "torchvision", "the model 'vit_b_32'")
+    library = vision("torchvision.models", "the model 'vit_b_32'")
     named = weights is not None and weights in library.ViT_B_32_Weights.__members__
-    model = library.vit_b_32(weights=weights if named else None, image_size=in_shape[1], **options)
+    try:
+        model = library.vit_b_32(weights=weights if named else None, image_size=in_shape[1], **options)
+    except OSError as error:
+        if not named:
+            raise
+        url = library.ViT_B_32_Weights[str(weights)].url
+        raise ConnectionError(
+            f"the weights {weights} could not be fetched from {url} ({error}); fetch the file elsewhere and say weights = '<file>'"
+        ) from error
     if weights is not None and not named:
         _load(model, weights, list(library.ViT_B_32_Weights.__members__))
     model.heads.head = nn.Linear(model.heads.head.in_features, classes)

@@ -1,0 +1,155 @@
+"""Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the published ones."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import http.server
+import io
+import pickle
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastsam.fed.data import archives
+from fastsam.fed.imports import vision
+
+Content = dict[str, tuple[np.ndarray, list[int]]]
+RNG = np.random.default_rng(5)
+
+
+def torchvision(module: str = "torchvision.datasets") -> Any:
+    """The module; the test is skipped, with the reason, where torchvision is not there."""
+    try:
+        return vision(module, "this test")
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
+
+
+def python2_string(text: bytes) -> bytes:
+    """As Python 2 pickled a str: SHORT_BINSTRING or BINSTRING."""
+    return (b"U" + bytes([len(text)]) if len(text) < 256 else b"T" + len(text).to_bytes(4, "little")) + text
+
+
+def python2_pickle(data: np.ndarray, labels: dict[str, list[int]]) -> bytes:
+    """A batch as CIFAR's makers pickled it: protocol 2 of Python 2, an array of numpy 1."""
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + python2_string(b"b") + b"\x87R"
+    shape = b"".join(b"J" + n.to_bytes(4, "little") for n in data.shape) + b"\x86"
+    dtype = b"cnumpy\ndtype\n" + python2_string(b"u1") + b"K\x00K\x01\x87R(K\x03" + python2_string(b"|") + b"NNN"
+    dtype += b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    array += b"(K\x01" + shape + dtype + b"I00\n" + python2_string(data.tobytes()) + b"tb"
+    items = python2_string(b"data") + array
+    for name, values in labels.items():
+        items += python2_string(name.encode()) + b"](" + b"".join(b"K" + bytes([v]) for v in values) + b"e"
+    return b"\x80\x02}(" + items + b"u."
+
+
+def tar(path: Path, files: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+
+def cifar_files(classes: int, pickled: Callable[..., bytes] = python2_pickle) -> tuple[dict[str, bytes], Content]:
+    """The files of an archive of 12 images a batch, and the images and labels in them."""
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
+    meta = ("batches.meta", "label_names") if classes == 10 else ("meta", "fine_label_names")
+    files = {"readme.html": b"<html>", meta[0]: pickle.dumps({meta[1]: [str(i) for i in range(classes)]}, 2)}
+    content = {}
+    for name in names:
+        x, y = RNG.integers(0, 256, (12, 3072), dtype=np.uint8), RNG.integers(0, classes, 12).tolist()
+        y[:2] = [0, classes - 1]
+        kinds = {"labels": y} if classes == 10 else {"coarse_labels": [v // 5 for v in y], "fine_labels": y}
+        files[name] = pickled(x, kinds)
+        content[name] = (x.reshape(-1, 3, 32, 32), y)
+    return files, content
+
+
+def expect_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int, files: dict[str, bytes]) -> Path:
+    """The archive of these files in `root`, with the checksums that torchvision will now expect."""
+    archive, base = (archives.CIFAR10, "CIFAR10") if classes == 10 else (archives.CIFAR100, "CIFAR100")
+    tar(root / archive.name, {f"{archive.folder}/{name}": content for name, content in files.items()})
+    reader = getattr(torchvision(), base)
+    for kind in ("train_list", "test_list"):
+        names = [name for name, _ in getattr(reader, kind)]
+        monkeypatch.setattr(reader, kind, [[name, md5(files.get(name, b""))] for name in names])
+    meta = reader.meta["filename"]
+    monkeypatch.setattr(reader, "meta", reader.meta | {"md5": md5(files.get(meta, b""))})
+    monkeypatch.setattr(reader, "tgz_md5", md5((root / archive.name).read_bytes()))
+    return root / archive.name
+
+
+def small_cifar(monkeypatch: pytest.MonkeyPatch, root: Path, classes: int) -> Content:
+    """CIFAR-10 or CIFAR-100 with 12 images a batch in `root`; returns what is in it."""
+    files, content = cifar_files(classes)
+    expect_cifar(monkeypatch, root, classes, files)
+    return content
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes((0, 0, 8, array.ndim)) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def emnist_files(n: int = 200, kind: str = "byclass") -> tuple[dict[str, bytes], Content]:
+    files, content = {}, {}
+    for part, count in (("train", n), ("test", n // 4)):
+        x = RNG.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        y = RNG.integers(0, 62, count).astype(np.uint8)
+        y[0] = 61
+        for what, array in (("images-idx3", x), ("labels-idx1", y)):
+            files[f"emnist-{kind}-{part}-{what}-ubyte.gz"] = gzip.compress(idx(array))
+        content[part] = (x, y.tolist())
+    return files, content
+
+
+def expect_emnist(monkeypatch: pytest.MonkeyPatch, root: Path, files: dict[str, bytes]) -> Path:
+    path = root / archives.EMNIST.name
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(f"gzip/{name}", content)
+    monkeypatch.setattr(torchvision().EMNIST, "md5", md5(path.read_bytes()))
+    return path
+
+
+def small_emnist(monkeypatch: pytest.MonkeyPatch, root: Path) -> Content:
+    """EMNIST with 200 training and 50 test images in `root`; returns what is in it."""
+    files, content = emnist_files()
+    expect_emnist(monkeypatch, root, files)
+    return content
+
+
+@contextmanager
+def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
+    """The address of a server of the files in `folder`; declared_length: what it says of their size, whatever is sent."""
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+        def send_header(self, key: str, value: str) -> None:
+            wrong = key == "Content-Length" and declared_length is not None
+            super().send_header(key, str(declared_length) if wrong else value)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
