@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import backends
 from ..arena import Arena, Layout
-from . import executors, sampling, trial
+from . import executors, memory, sampling, trial
 from .algorithms.base import Algorithm, Round, check_algorithm, check_server
 from .atomic import write_json
 from .centralised import in_turn, pooled
@@ -64,6 +64,7 @@ def run(
     executor: str = "sequential",
     slots: int | None = None,
     compile: bool = False,
+    memory_format: str = "auto",
     max_excluded: float = 1.0,
     clip_update: float | None = None,
     measures: Sequence[str] | Measures = (),
@@ -95,6 +96,8 @@ def run(
     device: default that of the model. backend: of the kernels (`fastsam info`). executor: how a cohort is trained:
     "auto" (a rule on model and device picks), "sequential", "threads" (the same bits), "vmap" (stacked clients, the same bits for the same
     slots). slots: clients that train at once, None for as many as serve best. compile: stacked clients through torch.compile.
+    memory_format: order in which 4-d weights are stored while training: "preserve" (that of the model), "channels_last", or "auto" (a rule
+    on model and device picks). The model that comes back has its own order again.
     max_excluded: share of a round's clients that may be excluded (something of them is not finite) before the run stops; with 1.0 only
     when nobody is left. clip_update: largest norm of a client's displacement, None for no limit; a longer one is shortened before anything
     is made of it, so what an algorithm derives (control variates, duals) follows the shortened one.
@@ -113,8 +116,8 @@ def run(
         rounds=rounds, local_epochs=local_epochs, batch_size=batch_size, lr=lr, lr_decay=lr_decay, participation=participation,
         sampler=sampler, weighting=weighting, shuffle=shuffle, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm,
         clip_scope=clip_scope, server_lr=server_lr, seed=seed, validation=validation, eval_every=eval_every, target=target,
-        buffers=buffers, executor=executor, slots=slots, compile=compile, max_excluded=max_excluded,
-        clip_update=clip_update, checkpoint_every=checkpoint_every,
+        buffers=buffers, executor=executor, slots=slots, compile=compile, memory_format=memory_format,
+        max_excluded=max_excluded, clip_update=clip_update, checkpoint_every=checkpoint_every,
     )  # fmt: skip
     check_algorithm(algorithm)
     dtype = check_model(model)
@@ -126,13 +129,15 @@ def run(
         "hyperparameters": hyperparameters(algorithm),
         "backend": backend,
     }
+    trained = memory.arranged(model, settings.memory_format, place, stacked=executor == "vmap" or compile)
+    memory.keep_freed(place)
     with join() as ranks, repeatable(place):
-        tried = trial.attempt(model, population, loss, batch_size)
+        tried = trial.attempt(trained, population, loss, batch_size)
         trial.check_buffers(tried, buffers)
-        loop = _loop(model, population, algorithm, settings, loss, tried, backend)
+        loop = _loop(trained, population, algorithm, settings, loss, tried, backend)
         loop.ranks = ranks
         loop.measures = make(
-            measures, measure_options or {}, buffers, model=model, layout=loop.view.layout, population=loop.population, loss=loss,
+            measures, measure_options or {}, buffers, model=trained, layout=loop.view.layout, population=loop.population, loss=loss,
             batch_size=batch_size, rounds=rounds, seed=seed, classifies=tried.classifies,
         )  # fmt: skip
         run_dir, resume = ranks.share((None if run_dir is None else str(run_dir), resume))
@@ -141,7 +146,8 @@ def run(
             numbers = loop.chosen.numbers
             if numbers != "exact" and ranks.size > 1:  # who is stacked with whom depends on how a cohort is dealt out
                 numbers += f", {ranks.size} ranks"
-            identity = _identity(facts, settings, model, population, loss, place) | {"numbers": numbers}
+            own = {"numbers": numbers, "memory_format": memory.order(trained)}
+            identity = _identity(facts, settings, model, population, loss, place) | own
         if ranks.size > 1:
             ranks.agree(identity | settings.of_this_call() | {"weights": digest(model)})
         if run_dir is not None:

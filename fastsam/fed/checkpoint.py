@@ -31,6 +31,8 @@ from .ranks import Ranks
 FORMAT, VERSION = "fastsam run", 1
 _OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
 
+_SINCE = {"memory_format": "preserve"}  # keys of the identity that older directories lack, and what their runs did
+
 State = dict[str, Tensor]
 
 
@@ -212,7 +214,8 @@ class RunDirectory:
         return state
 
     def _check_identity(self, stored: Mapping[str, Any]) -> None:
-        found = difference(stored, self.identity)
+        lacking = {key: value for key, value in _SINCE.items() if key in self.identity and key not in stored}
+        found = difference({**stored, **lacking}, self.identity)
         if found is not None:
             key, before, now = found
             raise RunDirectoryError(

@@ -11,6 +11,7 @@ from .checks import choice, integer, number
 from .evaluate import VALIDATION
 from .executors import LocalOptions
 from .identity import describe
+from .memory import FORMATS
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Settings:
     executor: str
     slots: int | None
     compile: bool
+    memory_format: str
     max_excluded: float
     clip_update: float | None
     checkpoint_every: int
@@ -66,6 +68,7 @@ class Settings:
         choice("buffers", self.buffers, (None, "average", "keep"))
         choice("executor", self.executor, executors.names())
         choice("compile", self.compile, (True, False))
+        choice("memory_format", self.memory_format, FORMATS)
         self._set("max_excluded", number("max_excluded", self.max_excluded, at_least=0, at_most=1))
         if self.clip_update is not None:
             self._set("clip_update", number("clip_update (None for no limit)", self.clip_update, above=0))
@@ -84,8 +87,8 @@ class Settings:
         """The local learning rate of round `index` (from 0)."""
         return self.lr * self.lr_decay**index
 
-    # Keywords that may change when a run is resumed: the bits of the rounds do not depend on them.
-    FREE = ("rounds", "target", "checkpoint_every", "executor", "slots", "compile", "max_excluded")
+    # Keywords that may change when a run is resumed: the bits of the rounds do not depend on them, or the identity has what they came to.
+    FREE = ("rounds", "target", "checkpoint_every", "executor", "slots", "compile", "memory_format", "max_excluded")
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues."""
