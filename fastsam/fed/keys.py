@@ -13,6 +13,7 @@ from fastsam.fed.data import SETS, dealing, partition
 from fastsam.fed.evaluate import VALIDATION
 from fastsam.fed.imports import is_import_path
 from fastsam.fed.measures import NAMES as MEASURES
+from fastsam.fed.memory import FORMATS
 from fastsam.fed.models import MODELS
 
 
@@ -76,6 +77,7 @@ class RunConfig:
     executor: str = "sequential"
     slots: int | None = None
     compile: bool = False
+    memory_format: str = "auto"
     max_excluded: float = 1.0
     clip_update: float | None = None
     checkpoint_every: int = 1
@@ -144,6 +146,7 @@ HELP = {
     "executor": "how the clients of a round are trained; auto: a rule on model and device picks",
     "slots": "clients that may train at once; none: as many as serve best",
     "compile": "stacked clients through torch.compile",
+    "memory_format": "order in which 4-d weights are stored in training; auto: a rule on model and device picks",
     "max_excluded": "share of a round's clients that may be excluded (not finite) before the run stops; 1: all but one",
     "clip_update": "shorten a client's displacement to this norm; none: no limit",
     "checkpoint_every": "rounds between checkpoints",
@@ -158,6 +161,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "buffers": ("average", "keep"),
     "backend": backends.NAMES,
     "executor": executors.names(),
+    "memory_format": FORMATS,
 }
 
 
