@@ -16,6 +16,8 @@ from ..replica import Replica
 from .base import Setup
 from .form import Form, Rows
 from .passes import Gradients, Passes
+from .simplify import strided
+from .traced import Traced
 
 MAPS_INPUTS = "the algorithm trains a map of each client's inputs, which is not stacked"
 _CACHE = 4 * 2**20  # bytes of weights
@@ -28,22 +30,32 @@ class StackedPasses:
     """Losses `[rows]` and gradients `[rows, *shape]` of stacked clients.
 
     Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each row's own, and the
-    backward pass is a plain one over the batched operations.
+    backward pass is a plain one over the batched operations. Both are recorded once per shape and replayed (see `Traced`).
     """
 
     def __init__(self, replica: Replica, layout: Layout, setup: Setup) -> None:
         self.module, self.layout, self.loss = replica.module, layout, setup.loss
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.own = replica.parameters
-        self._all = tuple(range(len(layout.segments)))
-        self._subtables: dict[tuple[int, ...], Tensor] = {self._all: layout.table}
+        self._subtables: dict[tuple[int, ...], Tensor] = {tuple(range(len(layout.segments))): layout.table}
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(setup.loss, in_dims=(0, 0), randomness="error")
+        self.traced = Traced(self.gradients, replica.module, layout)
 
     def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of the gradients."""
+        found = self.traced.run(form.leaves, x, y)
+        if found is None:
+            return self.plain(form, x, y)
+        losses, grads, slots = found
+        return losses, Gradients(grads, slots, self._table(slots))
+
+    def plain(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+        """What `run` means: through the model's Python, torch.vmap and autograd."""
         losses, grads = self.gradients(form.leaves, x, y)
-        return losses, self._taken(grads)
+        slots = tuple(i for i, g in enumerate(grads) if g is not None)
+        present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
+        return losses, Gradients(present, slots, self._table(slots))
 
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of memory."""
@@ -72,14 +84,10 @@ class StackedPasses:
                 for held, name in places:
                     held[name] = parameter
 
-    def _taken(self, grads: Sequence[Tensor | None]) -> Gradients:
-        slots = self._all
-        if any(g is None for g in grads):
-            slots = tuple(i for i, g in enumerate(grads) if g is not None)
-            if slots not in self._subtables:
-                self._subtables[slots] = self.layout.subtable(slots)
-        present = [_dense(g, s) for g, s in zip(grads, self.layout.segments, strict=True) if g is not None]
-        return Gradients(present, slots, self._subtables[slots])
+    def _table(self, slots: tuple[int, ...]) -> Tensor:
+        if slots not in self._subtables:
+            self._subtables[slots] = self.layout.subtable(slots)
+        return self._subtables[slots]
 
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
@@ -101,9 +109,7 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
 def _dense(g: Tensor, segment: Segment) -> Tensor:
     """`g` `[rows, *shape]` with the elements of a row in the parameter's own order: as kernels read them."""
     strides = (segment.length, *segment.stride)
-    if g.stride() == strides:
-        return g
-    return torch.empty_strided(g.shape, strides, dtype=g.dtype, device=g.device).copy_(g)
+    return g if g.stride() == strides else strided(g, strides)
 
 
 def slots_of(setup: Setup) -> int:
@@ -139,7 +145,7 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     form.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-    losses, stacked = StackedPasses(replica, layout, setup).run(form, x, y)
+    losses, stacked = StackedPasses(replica, layout, setup).plain(form, x, y)
     plain = Passes(replica, layout, setup.loss)
     for row, batch in enumerate(batches):
         replica.row.copy_(form.z[row])

@@ -1,0 +1,293 @@
+"""Replayed passes of stacked clients: the losses and gradients of the plain ones, for whatever model; and when nothing is replayed."""
+
+from __future__ import annotations
+
+import logging
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fastsam import fed
+from fastsam.arena import Arena, Layout
+from fastsam.fed.executors import Setup
+from fastsam.fed.executors.base import LocalOptions
+from fastsam.fed.executors.form import Form, Rows
+from fastsam.fed.executors.program import Recorder, aten
+from fastsam.fed.executors.simplify import simplified
+from fastsam.fed.executors.stacked import StackedPasses
+from fastsam.fed.executors.traced import Traced
+from fastsam.fed.replica import Replica, trainable
+
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}
+
+
+def stacked(model, loss=F.cross_entropy, rows=5):
+    """Passes of `rows` rows, each with other weights, and their form."""
+    layout = Layout.of(trainable(model))
+    setup = Setup(model, layout, loss, LocalOptions(), torch.device("cpu"), "auto")
+    replica = Replica(model, layout, Arena(layout).field("w", setup.dtype)[0])
+    form = Form(Rows(setup, rows), slice(0, rows))
+    form.z.copy_(torch.stack([(1 - 0.1 * i) * replica.row for i in range(rows)]))
+    return StackedPasses(replica, layout, setup), form
+
+
+def same(passes, form, x, y, tolerance=None):
+    """The pass, and its program's outputs beside those of the plain one."""
+    found = passes.traced.run(form.leaves, x, y)
+    assert found is not None, "nothing is replayed"
+    losses, grads, slots = found
+    plain, expected = passes.plain(form, x, y)
+    tolerance = tolerance or TOLERANCE[plain.dtype]
+    assert slots == expected.slots
+    assert torch.allclose(losses, plain, rtol=tolerance, atol=tolerance)
+    for i, g, e in zip(slots, grads, expected.tensors, strict=True):
+        segment = passes.layout.segments[i]
+        assert g.stride() == (segment.length, *segment.stride)
+        assert (g - e).abs().max() <= tolerance * max(1, float(e.abs().max()))
+    return found
+
+
+ACTIVATIONS = [nn.Tanh, nn.ReLU, lambda: nn.ReLU(inplace=True), nn.GELU, nn.SiLU, nn.Identity]
+
+
+@st.composite
+def mlps(draw):
+    torch.manual_seed(draw(st.integers(0, 1000)))
+    widths = draw(st.lists(st.integers(1, 9), min_size=2, max_size=4))
+    layers = []
+    for i, o in pairwise(widths):
+        layers += [nn.Linear(i, o, bias=draw(st.booleans())), draw(st.sampled_from(ACTIVATIONS))()]
+        if draw(st.booleans()):
+            layers.append(nn.LayerNorm(o))
+    if draw(st.booleans()) and len(layers) > 3:
+        layers[0].requires_grad_(False)
+    classes = draw(st.sampled_from([2, 7, 10, 20]))
+    return widths[0], nn.Sequential(*layers, nn.Linear(widths[-1], classes)), classes
+
+
+LOSSES = [
+    F.cross_entropy,
+    lambda out, y: F.cross_entropy(out, y.abs() % 2, label_smoothing=0.1),
+    lambda out, y: (out - y[:, None].to(out.dtype)).square().mean(),
+    lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], (y > 0).to(out.dtype)),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(mlps(), st.sampled_from(LOSSES), st.sampled_from([torch.float32, torch.float64]), st.integers(1, 6), st.data())
+def test_a_replay_is_the_plain_pass(made, loss, dtype, rows, data):
+    width, model, classes = made
+    passes, form = stacked(model.to(dtype), loss, rows)
+    batch = data.draw(st.sampled_from([1, 3, 16, 40]))
+    for _ in range(3):
+        x, y = torch.randn(rows, batch, width, dtype=dtype), torch.randint(0, classes, (rows, batch))
+        if loss is F.cross_entropy and batch > 1:
+            y[:, 1::2][torch.rand_like(y[:, 1::2], dtype=dtype) < 0.3] = -100
+        same(passes, form, x, y)
+        form.z.mul_(0.99)
+    assert passes.traced.reason is None
+
+
+class Everything(nn.Module):
+    """Tied, frozen, unused, 0-dim, channels-last and embedded parameters, and a constant buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.a, self.b = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.b.weight, self.unused = self.a.weight, nn.Linear(2, 2)
+        self.conv, self.pool = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last), nn.MaxPool2d(2, 1)
+        self.norm, self.out, self.scale = nn.GroupNorm(2, 4), nn.Linear(24, 3), nn.Parameter(torch.tensor(1.5))
+        self.out.bias.requires_grad_(False)
+        self.register_buffer("mask", torch.linspace(0.5, 1, 24))
+
+    def forward(self, x):
+        x = torch.tanh(self.b(torch.tanh(self.a(self.words(x))))) * self.scale
+        x = self.norm(self.conv(x.transpose(1, 2).unflatten(1, (2, 3))))
+        return self.out(self.mask * F.pad(self.pool(x), (0, 4)).flatten(1)[:, :24])
+
+
+def test_unusual_parameters_and_buffers_that_change():
+    passes, form = stacked(Everything().double())
+    for _ in range(3):
+        x, y = torch.randint(0, 11, (5, 7, 4)), torch.randint(0, 3, (5, 7))
+        *_, slots = same(passes, form, x, y)
+        assert len(slots) == len(form.leaves) - 2  # without the unused layer
+        passes.module.mask.mul_(0.9)
+
+
+def test_gradients_are_not_memory_of_the_weights():
+    """The gradient of half a square is the weight itself; the update writes it."""
+    model = nn.Linear(4, 1, bias=False)
+    passes, form = stacked(model, lambda out, y: out.sum() * 0)
+
+    def plain(weights, x, y):
+        loss = weights[0].square().flatten(1).sum(1) / 2
+        return loss.detach(), torch.autograd.grad(loss.sum(), weights)
+
+    traced = Traced(plain, model, passes.layout)
+    for _ in range(2):
+        _, (g,), _ = traced.run(form.leaves, torch.zeros(5, 1), torch.zeros(5, 1))
+    before = g.clone()
+    form.z.add_(1)
+    assert torch.equal(g, before)
+
+
+def program_of(passes, form, x, y):
+    recorder = Recorder()
+    with recorder:
+        losses, grads = passes.gradients(form.leaves, x, y)
+    strides = [losses.stride(), *passes.traced.strides]
+    return recorder, simplified(recorder.calls, [*form.leaves, x, y], [losses, *grads], strides)
+
+
+def test_what_is_left_of_a_pass():
+    """The five products of a two-layer network with its biases, its weights' gradients where they belong, and no call that does nothing."""
+    passes, form = stacked(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), rows=20)
+    x, y = torch.randn(20, 16, 64), torch.randint(0, 10, (20, 16))
+    recorder, program = program_of(passes, form, x, y)
+    ops = [call.op for call in program.needed()]
+    assert ops.count(aten.baddbmm.default) == 2 and ops.count(aten.bmm.default) == 3
+    gone = (aten.detach, aten.expand, aten._unsafe_view, aten.mul, aten.ones_like, aten.add)
+    assert not [op for op in ops if op.overloadpacket in gone and op is not aten.expand.default]
+    assert len(ops) < 0.7 * len(recorder.calls)
+    assert [v.call.op for v in program.outputs[1::2]] == [aten.bmm.default] * 2
+
+
+# --- what is kept ---
+
+
+def test_the_least_recently_used_shape_goes_first():
+    passes, form = stacked(nn.Linear(3, 2))
+    traced = Traced(passes.gradients, passes.module, passes.layout, kept=2)
+
+    def run(batch):
+        assert traced.run(form.leaves, torch.randn(5, batch, 3), torch.zeros(5, batch, dtype=torch.int64)) is not None
+        return [key[0][1] for key in traced._passes]
+
+    assert [run(n) for n in (1, 2, 1, 3, 2)] == [[1], [1, 2], [2, 1], [1, 3], [3, 2]]
+
+
+def test_training_and_evaluation_are_two_passes():
+    class Halves(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.training else 0.5)
+
+    passes, form = stacked(Halves(3, 2))
+    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    for mode in (True, False, True):
+        passes.module.train(mode)
+        same(passes, form, x, y)
+
+
+def test_the_models_code_runs_once_for_a_replay_after_it_was_compared():
+    class Seen(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            Seen.calls += 1
+            return super().forward(x)
+
+    passes, form = stacked(Seen(3, 2))
+    for expected in (1, 2, 2, 2):
+        passes.run(form, torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64))
+        assert Seen.calls == expected
+
+
+# --- what is not replayed ---
+
+
+class Changing(nn.Linear):
+    """A forward pass with a side effect, given by name."""
+
+    def __init__(self, how):
+        super().__init__(3, 2)
+        self.how, self.calls, self.seen, self.rate, self.inner = how, 0, [], 1.0, nn.Identity()
+
+    def forward(self, x):
+        {
+            "counter": lambda: setattr(self, "calls", self.calls + 1),
+            "list": lambda: self.seen.append(1),
+            "inner": lambda: setattr(self.inner, "rate", x.shape[0]),
+            "python": random.random,
+            "numpy": np.random.rand,
+        }[self.how]()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("counter", "calls"), ("list", "seen"), ("inner", "inner.rate"), ("python", "Python's"), ("numpy", "numpy's")],
+)
+def test_a_forward_that_changes_pythons_state_is_not_replayed(how, words, caplog):
+    passes, form = stacked(Changing(how))
+    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    with caplog.at_level(logging.INFO, "fastsam.fed"):
+        for _ in range(3):
+            assert passes.traced.run(form.leaves, x, y) is None
+    assert words in passes.traced.reason
+    assert caplog.text.count("not replayed: the model's forward pass changes") == 1
+
+
+def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
+    outside = [1.0]
+
+    class Schedule(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * outside[0]
+
+    passes, form = stacked(Schedule(3, 2))
+    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    assert passes.traced.run(form.leaves, x, y) is not None
+    outside[0] = 2.0
+    with caplog.at_level(logging.INFO, "fastsam.fed"):
+        losses, gradients = passes.run(form, x, y)
+    plain, expected = passes.plain(form, x, y)
+    assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
+    assert "not a function of its inputs" in caplog.text
+
+
+class Writes(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        out[:, :1].mul_(2)
+        return out
+
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * float(self.fixed.max())
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Writes, "writes"), (Looks, "values of tensors")])
+def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
+    model = kind(3, 2)
+    model.register_buffer("fixed", torch.ones(2))
+    passes, form = stacked(model)
+    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
+    with caplog.at_level(logging.INFO, "fastsam.fed"):
+        for _ in range(3):
+            losses, gradients = passes.run(form, x, y)
+    plain, expected = passes.plain(form, x, y)
+    assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
+    assert caplog.text.count(words) == 1
+
+
+def test_a_run_is_the_same_with_and_without_replays(monkeypatch):
+    def weights():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        data = [(torch.randn(n, 6).double(), torch.randint(0, 3, (n,))) for n in (9, 20, 20, 13)]
+        result = fed.run(model, data, fed.MimeLite(), rounds=2, participation=1.0, batch_size=4, executor="vmap")
+        return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+
+    ours = weights()
+    monkeypatch.setattr(Traced, "run", lambda self, weights, x, y: None)
+    assert torch.allclose(ours, weights(), rtol=1e-12, atol=1e-13)
