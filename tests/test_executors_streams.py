@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import oracle
 import pytest
 import torch
@@ -12,8 +14,8 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import LocalOptions, Setup, Task, streams
-from fastsam.fed.localstep import Direction, LocalStep
+from fastsam.fed.executors import LocalOptions, Setup, Task, Work, streams
+from fastsam.fed.localstep import Direction, LocalStep, RowEnd, RowEnds
 
 EXECUTORS = ("streams", "graph")
 CASES = {
@@ -233,10 +235,14 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor:
     ends = made.train(start, [], iter(tasks))
     next(ends)
     ends.close()
-    again = sorted(made.train(start, [], iter(tasks)), key=lambda end: end.client)
-    plain = executors.registry["sequential"](setup).train(start, [], iter(tasks))
+    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda end: end.client)
+    plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     for a, b in zip(again, plain, strict=True):
         assert torch.equal(a.displacement, b.displacement) and a.loss == b.loss and a.steps == b.steps
+
+
+def ends_of(groups: Iterable[RowEnds]) -> list[RowEnd]:
+    return [end for group in groups for end in group.each()]
 
 
 def oracle_tasks() -> tuple[list[Task], torch.Tensor, Setup]:
@@ -247,7 +253,8 @@ def oracle_tasks() -> tuple[list[Task], torch.Tensor, Setup]:
     loss = torch.nn.functional.cross_entropy
     setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)
     step = LocalStep(Direction.GRADIENT, rho=0.05)
-    tasks = [Task(i, 0, x, y, step, 0.1, 2, 5, True, 100 + i) for i, (x, y) in enumerate(clients)]
+    work = Work(0, 0.1, 2, 5, True, 100)
+    tasks = [Task(i, work, x, y, step) for i, (x, y) in enumerate(clients)]
     return tasks, start, setup
 
 

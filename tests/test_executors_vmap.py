@@ -11,8 +11,9 @@ from test_executors_exact import FIRST, SIZES, digest, run
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.executors import Task, compiled, stacked
+from fastsam.fed.executors import Task, Work, compiled, stacked
 from fastsam.fed.executors.feed import Feed
+from fastsam.fed.store import stored as store_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
 STACKED = [method for method in FIRST.values() if method != "fedrobust"]
@@ -125,27 +126,26 @@ def test_ignored_labels_do_not_count():
     )
 
 
-def task(client, n, **options):
-    base = {
-        "round": 0,
-        "step": fed.LocalStep(),
-        "lr": 0.1,
-        "epochs": 2,
-        "batch_size": 3,
-        "shuffle": True,
-        "seed": client,
-    }
-    x = torch.arange(n, dtype=torch.float64)[:, None] + 1000 * client
-    return Task(client=client, x=x, y=torch.arange(n), **(base | options))
+def tasks_of(n, stored, **options):
+    """Three tasks of n samples, in a store or each on its own."""
+    work = {"round": 0, "lr": 0.1, "epochs": 2, "batch_size": 3, "shuffle": True, "seed": 5} | options
+    pairs = [(torch.arange(n, dtype=torch.float64)[:, None] + 1000 * i, torch.arange(n)) for i in range(3)]
+    store = None
+    if stored:
+        pairs, store = store_of(pairs)
+    begins = (0, 0, 0) if store is None else store.begins
+    made = Work(**work, store=store)
+    return [Task(i, made, *pair, fed.LocalStep(), begin=begins[i]) for i, pair in enumerate(pairs)]
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"shuffle": False}, {"batch_size": 1, "epochs": 1}, {"batch_size": 200}], ids=str
 )
 @pytest.mark.parametrize("n", [1, 7, 100])
-def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options):
+def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
     """n = 100 in batches of 1 or 3 is more than one block of batches."""
-    tasks = [task(i, n, **options) for i in range(3)]
+    tasks = tasks_of(n, stored, **options)
     feed = Feed(tasks)
     for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
         for name in (0, 1):

@@ -12,7 +12,7 @@ values its step is 2e-10 of a typical displacement). The range is checked before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -39,17 +39,15 @@ class FixedPointSum:
 
     def problem(self, x: Tensor, factor: float) -> str | None:
         """Why `factor * x` cannot be added; None when it can."""
-        if x.numel() == 0:
-            return None
-        low, high = (v.item() for v in torch.aminmax(x.detach()))
-        largest = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.nan
-        if math.isnan(largest):
+        return None if x.numel() == 0 else self._of_size(_largest(x), factor)
+
+    def _of_size(self, largest: float, factor: float) -> str | None:
+        """Why a vector whose largest element has this size cannot be added."""
+        if not math.isfinite(largest):
             return "is not finite"
-        return (
-            None
-            if largest * factor <= self.bound
-            else f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
-        )
+        if largest * factor <= self.bound:
+            return None
+        return f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
 
     def add_(self, x: Tensor, factor: float) -> None:
         """Adds `factor * x`; `problem(x, factor)` must be None. The product is rounded to float64."""
@@ -58,6 +56,19 @@ class FixedPointSum:
         self._pending += 1
         if self._pending >= _CARRY_EVERY:
             self.carry_()
+
+    def add_rows_(self, rows: Tensor, begins: Tensor | None, factor: float) -> list[str | None]:
+        """Adds `factor * row` for every row of `rows` (`[n, ...]`; less `begins`, where given). Returns for each why it was left out, or None."""
+        x = rows.detach() if begins is None else rows.detach() - begins
+        flat = x.reshape(len(x), -1)
+        if not flat.shape[1]:
+            return [None] * len(x)
+        largest = flat.abs().amax(1).tolist() if len(x) > 1 else [_largest(flat)]
+        problems = [self._of_size(size, factor) for size in largest]
+        for row, problem in zip(x, problems, strict=True):
+            if problem is None:
+                self.add_(row, factor)
+        return problems
 
     def carry_(self) -> None:
         """Moves what is over in the low limb to the high one; the number they stand for stays."""
@@ -80,6 +91,34 @@ class FixedPointSum:
         """The sum as float64."""
         self.carry_()
         return (self.high.double() + self.low.double() * 2.0**-LOW_BITS) * 2.0**-HIGH_BITS
+
+
+def _largest(x: Tensor) -> float:
+    """The size of the largest element; NaN when one is NaN."""
+    low, high = (v.item() for v in torch.aminmax(x.detach()))
+    return high if math.isnan(high) else max(-low, high)
+
+
+def _not_finite(numbers: Mapping[str, Sequence[float]], n: int) -> list[str | None]:
+    """For each of n clients which of its numbers is not finite, or None."""
+    problems: list[str | None] = [None] * n
+    for name, values in numbers.items():
+        if not all(map(math.isfinite, values)):
+            problems = [
+                p if p or math.isfinite(v) else f"the {name} is not finite"
+                for p, v in zip(problems, values, strict=True)
+            ]
+    return problems
+
+
+def _by_weight(weights: Sequence[int], problems: Sequence[str | None]) -> Iterator[tuple[int, list[int]]]:
+    """Each weight with the places of those clients that have it and no problem."""
+    for weight in set(weights):
+        chosen = [
+            i for i, (w, problem) in enumerate(zip(weights, problems, strict=True)) if w == weight and not problem
+        ]
+        if chosen:
+            yield weight, chosen
 
 
 @dataclass(frozen=True)
@@ -129,6 +168,33 @@ class RoundSums:
             self._numbers.setdefault(name, []).append(value)
         self.clients, self.weight = self.clients + 1, self.weight + weight
         return None
+
+    def add_rows_(
+        self,
+        weights: Sequence[int],
+        name: str,
+        rows: Tensor,
+        begins: Tensor | None,
+        numbers: Mapping[str, Sequence[float]],
+    ) -> list[str | None]:
+        """As `add_` for n clients with one vector each for the mean `name`: `rows` (`[n, stride]`), less `begins` where given.
+
+        Returns for each why it was left out, or None.
+        """
+        problems = _not_finite(numbers, len(weights))
+        total = self._sum("mean", name, rows[0])
+        for weight, chosen in _by_weight(weights, problems):
+            some, origin = rows, begins
+            if len(chosen) < len(weights):
+                some = rows[chosen]
+                origin = begins[chosen] if begins is not None and begins.dim() == rows.dim() else begins
+            for i, problem in zip(chosen, total.add_rows_(some, origin, weight * self._unit), strict=True):
+                problems[i] = problem and f"its {name!r} {problem}"
+        added = [i for i, problem in enumerate(problems) if problem is None]
+        for number, values in numbers.items():
+            self._numbers.setdefault(number, []).extend(values[i] for i in added)
+        self.clients, self.weight = self.clients + len(added), self.weight + sum(weights[i] for i in added)
+        return problems
 
     def parts(self) -> SumParts:
         """What other ranks must know of these sums before they are added up."""

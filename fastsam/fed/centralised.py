@@ -22,10 +22,10 @@ def pooled(population: Population, participation: float, seed: int) -> Populatio
     x, y = (torch.cat([pair[i] for pair in population.clients]) for i in (0, 1))
     blocks = min(max(1, round(1 / participation)), len(y))
     if blocks == 1:
-        return replace(population, clients=[(x, y)], priors=None)
+        return replace(population, clients=[(x, y)], priors=None, store=None)
     order = seeds.permutation(len(y), seed, "pool", 0).to(y.device)
     parts = [(x.index_select(0, part), y.index_select(0, part)) for part in order.tensor_split(blocks)]
-    return replace(population, clients=parts, priors=None)
+    return replace(population, clients=parts, priors=None, store=None)
 
 
 def in_turn(blocks: int) -> Callable[[int, torch.Generator], list[int]]:

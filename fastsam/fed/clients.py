@@ -13,17 +13,14 @@ import torch
 from torch import Tensor
 
 from .executors.base import Augment
-
-Pair = tuple[Tensor, Tensor]
-
-_ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
+from .store import ALIGNMENT, Pair, Store, stored
 
 
 @dataclass(frozen=True)
 class Population:
     """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if one did.
 
-    augment: what makes training inputs out of stored ones, or None.
+    augment: what makes training inputs out of stored ones, or None. store: where the clients' samples lie, where they are in one.
     """
 
     clients: list[Pair]
@@ -31,6 +28,7 @@ class Population:
     classes: int | None
     priors: np.ndarray | None
     augment: Augment | None = None
+    store: Store | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -68,12 +66,14 @@ def prepare(clients: Any, test: Any, dtype: torch.dtype, device: torch.device) -
         test = getattr(clients, "test", None)
     checked = None if test is None else _pair(test, "the test set", dtype, device)
     priors = getattr(clients, "priors", None)
+    pairs, store = stored(pairs)
     return Population(
         pairs,
         checked,
         getattr(clients, "classes", None),
         None if priors is None else np.asarray(priors),
         getattr(clients, "augment", None),
+        store,
     )
 
 
@@ -111,7 +111,7 @@ def _tensor(part: Any, who: str) -> Tensor:
 
 def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     placed = tensor.to(device).contiguous()
-    return placed if placed.data_ptr() % _ALIGNMENT == 0 else placed.clone()
+    return placed if placed.data_ptr() % ALIGNMENT == 0 else placed.clone()
 
 
 def check_labels(population: Population, classes: int) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import seeds
 from .aggregate import RoundSums, SumParts
 from .algorithms.base import Algorithm, Round, State, Upload
 from .checkpoint import RunState
 from .clients import Population
-from .executors import Task
-from .localstep import RowEnd
+from .executors import Task, Work
+from .localstep import LocalStep, RowEnd, RowEnds
 from .measures.base import Measures
 from .ranks import Ranks
 from .settings import Settings
@@ -24,6 +23,7 @@ from .settings import Settings
 log = logging.getLogger("fastsam.fed")
 
 _NAMED = 3  # excluded clients that the log names, a round
+_NOTHING: frozenset[int] = frozenset()
 BUFFERS = "model buffers"  # the name under which buffers enter the sums
 
 
@@ -61,54 +61,76 @@ class Cohort:
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
-        self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
+        self.weights = {i: sizes[i] for i in active} if settings.weighting == "samples" else dict.fromkeys(active, 1)
         self.sums = RoundSums(len(active), max(self.weights.values()))
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.steps = self.backprops = 0
-        self._open: dict[int, State] = {}
+        self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
+        self._first: tuple[State, LocalStep] | None = None
+        default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
+        self._plain = default and measures is None and settings.clip_update is None
 
     def tasks(self, longest_first: bool = False) -> Iterator[Task]:
         """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first."""
-        settings, t = self.settings, self.about.index
-        sizes = self.population.sizes
+        settings, population = self.settings, self.population
+        work = Work(
+            self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
+            population.augment, population.store,
+        )  # fmt: skip
+        sizes = population.sizes
         for i in sorted(self.mine, key=lambda i: -sizes[i]) if longest_first else self.mine:
-            known = self.before.clients.get(i)
-            state = self.algorithm.init_client(self.before.server) if known is None else known
+            step = self._opened(i)
+            x, y = population.clients[i]
+            begin = 0 if population.store is None else population.store.begins[i]
+            yield Task(i, work, x, y, step, self._snapshots(sizes[i]), begin)
+
+    def _opened(self, i: int) -> LocalStep:
+        """The constants of a client. Those that take part for the first time have one state, and so one LocalStep: algorithms are pure."""
+        state = self.before.clients.get(i)
+        if state is not None:
+            step = self.algorithm.local_step(self.before.server, state, self.about)
+        else:
+            if self._first is None:
+                state = self.algorithm.init_client(self.before.server)
+                self._first = state, self.algorithm.local_step(self.before.server, state, self.about)
+            state, step = self._first
+        if state:
             self._open[i] = state
-            x, y = self.population.clients[i]
-            yield Task(
-                client=i,
-                round=t,
-                x=x,
-                y=y,
-                step=self.algorithm.local_step(self.before.server, state, self.about),
-                lr=self.about.lr,
-                epochs=settings.local_epochs,
-                batch_size=settings.batch_size,
-                shuffle=settings.shuffle,
-                seed=seeds.derive(settings.seed, "client", t, i),
-                augment=self.population.augment,
-                snapshots=self._snapshots(sizes[i]),
-            )
+        return step
 
     def _snapshots(self, samples: int) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
         if self.measures is None:
-            return frozenset()
+            return _NOTHING
         steps = self.settings.local_epochs * -(-samples // self.settings.batch_size)
         return frozenset(self.measures.snapshots(self.about.index, steps))
 
-    def close(self, end: RowEnd) -> None:
-        """Takes one end: the client's new state and its part of the sums, or its exclusion."""
-        self.steps += end.steps
-        self.backprops += end.backprops
+    def close(self, ends: RowEnds) -> None:
+        """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
+        self.steps += sum(ends.steps)
+        self.backprops += sum(ends.backprops)
+        averaged = self.settings.buffers == "average" and ends.buffers is not None
+        if self._plain and ends.dual is None and ends.gradient is None and not averaged:
+            self._close_plain(ends)
+        else:
+            for end in ends.each():
+                self._close_one(end)
+
+    def _close_plain(self, ends: RowEnds) -> None:
+        """Federated averaging's `close_client` for all of them at once: the displacement into a mean, and the state as it was."""
+        weights = [self.weights[i] for i in ends.clients]
+        numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
+        problems = self.sums.add_rows_(weights, "delta", ends.rows, ends.begins, numbers)
+        for i, problem in zip(ends.clients, problems, strict=True):
+            self._keep(i, self._open.pop(i, {}), problem)
+
+    def _close_one(self, end: RowEnd) -> None:
         if self.settings.clip_update is not None:
             end = replace(end, displacement=shortened(end.displacement, self.settings.clip_update))
         # A copy of the dict: what comes back is then a new state, even if the algorithm wrote into what it was given.
-        state, upload = self.algorithm.close_client(
-            self.before.server, dict(self._open.pop(end.client)), end, self.about
-        )
+        known = dict(self._open.pop(end.client, {}))
+        state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
         if not isinstance(state, dict) or not isinstance(upload, Upload):
             raise ValueError(
                 f"close_client must return (client state, Upload), got ({type(state).__name__}, {type(upload).__name__})"
@@ -121,14 +143,18 @@ class Cohort:
             numbers |= self.measures.client(self.before.server, end, self.about)
         problem = _problem(end, [*mean.values(), *upload.total.values()])
         problem = problem or self.sums.add_(self.weights[end.client], mean, upload.total, numbers)
+        self._keep(end.client, state, problem)
+
+    def _keep(self, client: int, state: State, problem: str | None) -> None:
+        """A client's new state, or, with a problem, its exclusion."""
         if problem is not None:
-            self.excluded[end.client] = problem
+            self.excluded[client] = problem
             if len(self.excluded) <= _NAMED:  # the round's record names all of them
-                log.warning("round %d: client %d is excluded: %s", self.about.index + 1, end.client, problem)
+                log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
         elif state:
-            self.clients[end.client] = state
+            self.clients[client] = state
         else:
-            self.clients.pop(end.client, None)
+            self.clients.pop(client, None)
 
     def join(self, ranks: Ranks) -> None:
         """Adds up what all ranks have; collective. Raises RankError when one has died."""

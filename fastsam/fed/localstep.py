@@ -14,9 +14,10 @@ An algorithm chooses the constants; an executor runs the step; neither knows the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from torch import Tensor
 
@@ -132,3 +133,61 @@ class RowEnd:
     gradient: Tensor | None = None
     input_map: InputMap | None = None
     snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
+
+
+@dataclass
+class RowEnds:
+    """What n clients leave behind together. To be read before the next group is asked for: their rows may then be used again.
+
+    rows: `[n, stride]`. begins: `[stride]` or `[n, stride]`, where the rows began, so that `w_K - w^t` is `rows - begins`; None: the rows
+    are displacements. losses: `[n]` float64. buffers: `[n, ...]`. dual, eps, gradient: `[n, stride]`. The rest, and the meaning of all of
+    them, as in `RowEnd`; what is None is so for all n.
+    """
+
+    clients: Sequence[int]
+    rows: Tensor
+    begins: Tensor | None
+    steps: Sequence[int]
+    backprops: Sequence[int]
+    losses: Tensor
+    seen: Sequence[int]
+    buffers: Tensor | None = None
+    dual: Tensor | None = None
+    eps: Tensor | None = None
+    gradient: Tensor | None = None
+    snapshots: Sequence[Mapping[int, Snapshot]] | None = None
+    single: RowEnd | None = None  # the one that this is a group of
+
+    @classmethod
+    def of(cls, end: RowEnd) -> RowEnds:
+        """A group of one."""
+        vectors = {
+            name: None if getattr(end, name) is None else getattr(end, name)[None]
+            for name in ("buffers", "dual", "eps", "gradient")
+        }
+        return cls(
+            (end.client,), end.displacement[None], None, (end.steps,), (end.backprops,), end.loss[None], (end.seen,),
+            snapshots=(end.snapshots,), single=end, **vectors,
+        )  # fmt: skip
+
+    @cached_property
+    def displacement(self) -> Tensor:
+        """`[n, stride]`."""
+        return self.rows if self.begins is None else self.rows - self.begins
+
+    def each(self) -> Iterator[RowEnd]:
+        """One after the other. What a client may keep is a copy: it holds no other client's memory."""
+        if self.single is not None:
+            yield self.single
+            return
+
+        def own(rows: Tensor | None, i: int) -> Tensor | None:
+            return None if rows is None else rows[i].clone()
+
+        for i, (client, moved, loss) in enumerate(
+            zip(self.clients, self.displacement.unbind(), self.losses.clone().unbind(), strict=True)
+        ):
+            yield RowEnd(
+                client, moved, self.steps[i], self.backprops[i], loss, self.seen[i], own(self.buffers, i), own(self.dual, i),
+                own(self.eps, i), own(self.gradient, i), None, {} if self.snapshots is None else self.snapshots[i],
+            )  # fmt: skip

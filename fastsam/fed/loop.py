@@ -88,8 +88,8 @@ class Loop:
         mine = [i for i in active if dealt[i] == self.ranks.rank]
         cohort = Cohort(self.algorithm, self.population, settings, state, about, active, self.measures, mine)
         executor, sorts = self.chosen.executor, self.chosen.longest_first
-        for end in executor.train(state.server["w"], state.buffers, cohort.tasks(sorts)):
-            cohort.close(end)
+        for ends in executor.train(state.server["w"], state.buffers, cohort.tasks(sorts)):
+            cohort.close(ends)
         cohort.join(self.ranks)
         cohort.check()
         server = check_server(

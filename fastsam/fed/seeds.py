@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import torch
@@ -23,3 +24,12 @@ def generator(*parts: int | str) -> torch.Generator:
 def permutation(n: int, *parts: int | str) -> Tensor:
     """A random order of `range(n)`, int64 `[n]` on the CPU."""
     return torch.randperm(n, generator=generator(*parts))
+
+
+def permutations(n: int, seeds: Iterable[int], *parts: int | str) -> Tensor:
+    """`permutation(n, seed, *parts)` for each seed, int64 `[seeds, n]` on the CPU."""
+    made, orders = torch.Generator(), []
+    for seed in seeds:
+        made.manual_seed(derive(seed, *parts))
+        orders.append(torch.randperm(n, generator=made))
+    return torch.stack(orders)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from . import auto
 from .auto import AUTO, Choice
-from .base import Augment, ClientError, Executor, LocalOptions, Setup, Task
+from .base import Augment, ClientError, Executor, LocalOptions, Setup, Task, Work
 from .graph import Graph
 from .sequential import Sequential
 from .streams import Streams
@@ -46,6 +46,7 @@ __all__ = [
     "Task",
     "Threads",
     "Vmap",
+    "Work",
     "choose",
     "names",
     "registry",

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ...arena import Layout
 from .. import seeds
-from ..localstep import LocalStep, RowEnd
+from ..localstep import LocalStep, RowEnds
+from ..store import Store
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -70,26 +71,67 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One client's work in one round.
+class Work:
+    """What all tasks of a round have in common.
 
-    x, y: its data, on the device of the executor. seed: what all random numbers of this work derive from.
     shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
-    augment: makes training inputs out of stored ones, of the same shape. snapshots: local steps before which the row is to be kept.
+    seed: of the run. augment: makes training inputs out of stored ones, of the same shape. store: where the samples of all clients lie.
     """
 
-    client: int
     round: int
-    x: Tensor
-    y: Tensor
-    step: LocalStep
     lr: float
     epochs: int
     batch_size: int
     shuffle: bool
     seed: int
     augment: Augment | None = None
+    store: Store | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """One client's work in one round.
+
+    x, y: its data, on the device of the executor; in the store of the round, where there is one, from the sample `begin` on.
+    snapshots: local steps before which the row is to be kept.
+    """
+
+    client: int
+    work: Work
+    x: Tensor
+    y: Tensor
+    step: LocalStep
     snapshots: frozenset[int] = frozenset()
+    begin: int = 0
+
+    @property
+    def seed(self) -> int:
+        """What all random numbers of this work derive from."""
+        return seeds.derive(self.work.seed, "client", self.work.round, self.client)
+
+    @property
+    def round(self) -> int:
+        return self.work.round
+
+    @property
+    def lr(self) -> float:
+        return self.work.lr
+
+    @property
+    def epochs(self) -> int:
+        return self.work.epochs
+
+    @property
+    def batch_size(self) -> int:
+        return self.work.batch_size
+
+    @property
+    def shuffle(self) -> bool:
+        return self.work.shuffle
+
+    @property
+    def augment(self) -> Augment | None:
+        return self.work.augment
 
     @property
     def samples(self) -> int:
@@ -138,8 +180,9 @@ class Executor(Protocol):
     `slots` (its rows) and `numbers` (what its bits depend on; an exact executor, with the bits of the plain one, has none).
     """
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnd]:
-        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any order.
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
+        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any order,
+        in groups of one or more clients.
 
         `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises.
         """

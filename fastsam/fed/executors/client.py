@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..localstep import Snapshot
@@ -11,29 +11,31 @@ from .feed import Batch, Feed
 from .form import Kind
 
 
-@dataclass
+@dataclass(slots=True)
 class Client:
-    """A task in a slot. Its batches come from a feed that it shares with its neighbours, or are its own."""
+    """A task in a slot. Its batches come from a feed that it shares with its neighbours (`row` in it), or are its own.
+
+    epoch: steps of an epoch. shapes: what rows must have in common to take a step together: for a whole batch, and for the last one of
+    an epoch.
+    """
 
     task: Task
     slot: int
     kind: Kind
+    epoch: int
+    shapes: tuple[object, object]
+    feed: Feed | None
+    row: int
+    own: Iterator[Batch] | None
     steps: int
     k: int = 0
     extra_backprops: int = 0
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
 
-    def share(self, feed: Feed | None, row: int) -> None:
-        self.feed, self.row = feed, row
-        self.own = self.task.batches() if feed is None else None
-        self.epoch = -(-self.task.samples // self.task.batch_size)
-
     @property
-    def shape(self) -> tuple[object, ...]:
+    def shape(self) -> object:
         """Rows whose next step is alike in this take it together."""
-        task = self.task
-        size = min(task.batch_size, task.samples - (self.k % self.epoch) * task.batch_size)
-        return (self.kind, size, task.x.shape[1:], task.y.shape[1:])
+        return self.shapes[(self.k + 1) % self.epoch == 0]
 
     @property
     def done(self) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import seeds
-from .base import BLOCK, Task
+from .base import BLOCK, Task, sent
 
 Batch = tuple[Tensor, Tensor]
 
@@ -38,31 +38,28 @@ class Feed:
 
     def _gathered(self) -> Iterator[Batch]:
         """Blocks `[rows, samples, ...]`."""
-        first, tasks, n = self.tasks[0], self.tasks, self.tasks[0].samples
-        step = BLOCK * self.size
+        first, n = self.tasks[0], self.tasks[0].samples
         for epoch in range(first.epochs):
-            orders = (
-                torch.stack([seeds.permutation(n, t.seed, "shuffle", epoch) for t in tasks]) if first.shuffle else None
-            )
-            for at in range(0, n, step):
-                if orders is None:
-                    yield self._each(lambda x, at=at: x[at : at + step])  # type: ignore[misc]
-                elif n <= step:
-                    yield self._mixed(orders)
-                else:
-                    part = iter(list(orders[:, at : at + step].to(first.y.device)) * 2)
-                    yield self._each(lambda x, part=part: x.index_select(0, next(part)))  # type: ignore[misc]
+            if first.shuffle:
+                orders = seeds.permutations(n, [t.seed for t in self.tasks], "shuffle", epoch)
+            else:
+                orders = torch.arange(n).expand(len(self.tasks), n)
+            for block in orders.split(BLOCK * self.size, 1):
+                yield self._taken(block)
 
-    def _each(self, taken: Callable[[Tensor], Tensor]) -> Batch:
-        """What `taken` makes of each row's samples, then of their labels."""
-        return torch.stack([taken(t.x) for t in self.tasks]), torch.stack([taken(t.y) for t in self.tasks])
-
-    def _mixed(self, orders: Tensor) -> Batch:
-        """Whole epochs: one gather over the samples of all rows."""
-        rows, n = orders.shape
-        wanted = (orders + torch.arange(rows)[:, None] * n).flatten().to(self.tasks[0].y.device)
-        x, y = (torch.cat([getattr(t, name) for t in self.tasks]).index_select(0, wanted) for name in ("x", "y"))
-        return x.unflatten(0, (rows, n)), y.unflatten(0, (rows, n))
+    def _taken(self, orders: Tensor) -> Batch:
+        """The samples of each row at `orders` (`[rows, samples]`): one gather, where they all lie in one store."""
+        tasks, store, device = self.tasks, self.tasks[0].work.store, self.tasks[0].y.device
+        if store is not None:
+            wanted = sent((orders + torch.tensor([t.begin for t in tasks])[:, None]).flatten(), device)
+            x, y = (part.index_select(0, wanted).unflatten(0, orders.shape) for part in (store.x, store.y))
+            return x, y
+        wanted = sent(orders.contiguous(), device)
+        x, y = (part.new_empty(*orders.shape, *part.shape[1:]) for part in (tasks[0].x, tasks[0].y))
+        for row, task in enumerate(tasks):
+            torch.index_select(task.x, 0, wanted[row], out=x[row])
+            torch.index_select(task.y, 0, wanted[row], out=y[row])
+        return x, y
 
 
 def alike(task: Task) -> tuple[object, ...]:

@@ -140,8 +140,10 @@ class Form:
     def shift_(self, directions: Sequence[Tensor]) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, one e (`[stride]`) per row."""
         p = self.field("p")
-        for row, e in zip(p, directions, strict=True):
-            row.copy_(e)
+        if all(e is directions[0] for e in directions):
+            p.copy_(directions[0])
+        else:
+            torch.stack(list(directions), out=p)
         self.kernels.norm_(self.sumsq, [p], [], self.layout.table, self.hyper)
         norm, rho = self.sumsq.sqrt(), self.hyper[:, 0, Column.RHO]
         scale = torch.where(self.sumsq.isfinite() & (norm > 0), rho / (norm + NU), torch.zeros_like(norm))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from ..localstep import RowEnd
+from ..localstep import RowEnds
 from .base import Setup, Task
 from .row import Row
 
@@ -17,7 +17,7 @@ class Sequential:
     def __init__(self, setup: Setup) -> None:
         self.row = Row(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnd]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
         """See `Executor.train`."""
         row = self.row
         with row.random.guarded():
@@ -25,7 +25,7 @@ class Sequential:
                 self._attempt(task, start, buffers)
                 if row.random.found():  # the first client whose model draws: again, with the seeds of its own passes
                     self._attempt(task, start, buffers)
-                yield row.close()
+                yield RowEnds.of(row.close())
 
     def _attempt(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         self.row.open_(task, start, buffers)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from ..localstep import RowEnd
+from ..localstep import RowEnd, RowEnds
 from .base import Setup, Task
 from .cuda import Cuda, tensors, vectors, why_not
 from .randomness import NoRandomness
@@ -68,7 +68,7 @@ class Streams:
         """Why it cannot train this; None when it can."""
         return why_not(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnd]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnds]:
         """See `Executor.train`."""
         with self.random.guarded():
             self.random.start_round()
@@ -81,7 +81,7 @@ class Streams:
                     self.cuda.current().wait_stream(lane.stream)
                     lane.busy = False
 
-    def _ends(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[RowEnd]:
+    def _ends(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[RowEnds]:
         more = True
         while True:
             for slot in range(self.slots):
@@ -97,7 +97,7 @@ class Streams:
             for lane in self.step(busy):
                 end = lane.close()
                 self.random.check(end.client)
-                yield end
+                yield RowEnds.of(end)
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         """Queues a step of each; those that had none left."""

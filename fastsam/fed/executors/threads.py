@@ -10,7 +10,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from ..localstep import RowEnd
+from ..localstep import RowEnd, RowEnds
 from .base import Setup, Task
 from .randomness import NoRandomness
 from .row import Row
@@ -41,7 +41,7 @@ class Threads:
         self.random = NoRandomness(setup.device)
         self.rows: list[Row] = []
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnd]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnds]:
         """See `Executor.train`."""
         with self.random.guarded():
             self.random.start_round()
@@ -51,7 +51,7 @@ class Threads:
             finally:
                 team.dismiss()
 
-    def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[RowEnd]:
+    def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[RowEnds]:
         more, out = True, 0
         while True:
             while more and out < _AHEAD * self.slots:
@@ -70,7 +70,7 @@ class Threads:
             if isinstance(end, BaseException):
                 raise end
             self.random.check(end.client)
-            yield end
+            yield RowEnds.of(end)
 
     def _row(self, number: int) -> Row:
         """Rows are made when they are needed: a small cohort costs no more than its clients."""

@@ -8,7 +8,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..localstep import RowEnd, Snapshot
+from ..localstep import LocalStep, RowEnds, Snapshot
 from ..replica import Replica, buffer_displacement
 from . import compiled, stacked
 from .base import Setup, Task
@@ -50,9 +50,11 @@ class Vmap:
         self.losses = torch.zeros(self.slots, dtype=torch.float64, device=setup.device)
         self.random = NoRandomness(setup.device)
         self._forms: dict[tuple[int, int], Form] = {}
+        self._kinds: dict[Kind, Kind] = {}
+        self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnd]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
         """See `Executor.train`."""
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
@@ -75,40 +77,62 @@ class Vmap:
 
     def _opened(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Client]:
         """Tasks in the free slots, as many as there are of both."""
-        opened = []
-        for slot, task in zip(free, tasks, strict=False):
-            check_vectors(task.step, self.start)
-            if task.step.input_map is not None:
-                raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
-            steps = task.epochs * -(-task.samples // task.batch_size)
-            opened.append(Client(task, slot, Kind.of(task.step), steps))
-        for _, pairs in groupby(enumerate(opened), key=lambda pair: (pair[1].slot - pair[0], pair[1].kind)):
-            neighbours = [client for _, client in pairs]
-            self._begin(neighbours)
-            for _, group in groupby(neighbours, key=lambda client: alike(client.task)):
-                clients = list(group)
-                feed = Feed([c.task for c in clients]) if len(clients) > 1 and clients[0].task.augment is None else None
-                for row, client in enumerate(clients):
-                    client.share(feed, row)
+        taken = list(zip(free, tasks, strict=False))
+        kinds = {id(task.step): self._kind(task.step) for _, task in taken}
+        opened: list[Client] = []
+        for _, pairs in groupby(enumerate(taken), key=lambda pair: (pair[1][0] - pair[0], kinds[id(pair[1][1].step)])):
+            neighbours = [slot_and_task for _, slot_and_task in pairs]
+            kind, began = kinds[id(neighbours[0][1].step)], len(opened)
+            for _, group in groupby(neighbours, key=lambda pair: alike(pair[1])):
+                opened += self._joined(list(group), kind)
+            self._begin(opened[began:])
         return opened
 
+    def _kind(self, step: LocalStep) -> Kind:
+        """Raises ValueError for a step that stacked rows cannot take."""
+        check_vectors(step, self.start)
+        if step.input_map is not None:
+            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
+        kind = Kind.of(step)
+        return self._kinds.setdefault(kind, kind)
+
+    def _joined(self, group: Sequence[tuple[int, Task]], kind: Kind) -> list[Client]:
+        """Neighbours that are alike: several of them share a feed, where nothing augments."""
+        first = group[0][1]
+        whole, rest = divmod(first.samples, first.batch_size)
+        sizes = (first.batch_size if whole else rest, rest or first.batch_size)
+        keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
+        numbers = [self._shapes.setdefault(key, len(self._shapes)) for key in keys]
+        epoch = whole + (rest > 0)
+        feed = Feed([task for _, task in group]) if len(group) > 1 and first.augment is None else None
+        return [
+            Client(
+                task, slot, kind, epoch, (numbers[0], numbers[1]), feed, row, task.batches() if feed is None else None,
+                epoch * task.epochs,
+            )
+            for row, (slot, task) in enumerate(group)
+        ]  # fmt: skip
+
     def _begin(self, clients: list[Client]) -> None:
-        """Neighbouring rows of one kind, from the start of their round."""
-        form, kind = self._form(clients), clients[0].kind
-        steps = [client.task.step for client in clients]
-        numbers = [self.rows.numbers(step, c.task.lr) for step, c in zip(steps, clients, strict=True)]
+        """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at once."""
+        form, kind, first = self._form(clients), clients[0].kind, clients[0].task
+        shared = all(client.task.step is first.step for client in clients)
+        steps = [first.step] if shared else [client.task.step for client in clients]
+        numbers = [self.rows.numbers(step, first.lr) for step in steps]
         form.hyper.copy_(torch.tensor(numbers, dtype=torch.float64)[:, None])
         self.losses[form.part] = 0
         form.arrange(kind)
         form.begin_(self.start)
         for name in ("q", "mu", "s"):
             vectors = [getattr(step, name) for step in steps]
-            if vectors[0] is not None:
+            if vectors[0] is not None and shared:
+                form.field(name).copy_(vectors[0])
+            elif vectors[0] is not None:
                 torch.stack(vectors, out=form.field(name))
         if any(step.full_gradient for step in steps):
             self._full_gradients([c for c in clients if c.task.step.full_gradient])
         if kind.constant:
-            form.shift_([step.e for step in steps if step.e is not None])
+            form.shift_([client.task.step.e for client in clients if client.task.step.e is not None])
 
     def _full_gradients(self, clients: list[Client]) -> None:
         """Each client's mean gradient over all its samples, in evaluation mode, into the field "gradient"."""
@@ -144,7 +168,7 @@ class Vmap:
     def _tick(self, clients: list[Client]) -> None:
         """One local step of every client."""
         self.busy = len(clients)
-        groups: dict[tuple[object, ...], list[Client]] = {}
+        groups: dict[object, list[Client]] = {}
         for client in clients:
             groups.setdefault(client.shape, []).append(client)
         for group in groups.values():
@@ -263,35 +287,39 @@ class Vmap:
 
     # --- the end ---
 
-    def _closed(self, clients: list[Client]) -> Iterator[RowEnd]:
-        """What finished clients leave behind; computed for all of them before the first is handed out."""
-        if not clients:
-            return iter(())
-        index = self._index(clients)
-        z = self.rows.field("z").index_select(0, index)
-        origins = [self.start if c.task.step.e is None else self.rows.field("begin")[c.slot] for c in clients]
-        same = all(origin is self.start for origin in origins)
-        moved = z.sub_(self.start if same else torch.stack(origins)).unbind()
-        losses = self.losses.index_select(0, index).unbind()
-        buffers = buffer_displacement(self.buffers, self.buffers) if self.buffers else None
-        return iter([self._end(c, m, loss, buffers) for c, m, loss in zip(clients, moved, losses, strict=True)])
+    def _closed(self, clients: list[Client]) -> Iterator[RowEnds]:
+        """What finished clients leave behind, of those that leave the same things together."""
+        groups: dict[tuple[bool, ...], list[Client]] = {}
+        for client in clients:
+            step = client.task.step
+            groups.setdefault((step.e is None, step.mu is None, step.full_gradient), []).append(client)
+        for group in groups.values():
+            yield self._ends(group)
 
-    def _end(self, client: Client, moved: Tensor, loss: Tensor, buffers: Tensor | None) -> RowEnd:
-        task, step = client.task, client.task.step
+    def _ends(self, clients: list[Client]) -> RowEnds:
+        step = clients[0].task.step
+        slots = [c.slot for c in clients]
+        neighbours = slots[-1] - slots[0] + 1 == len(slots)
+        index = None if neighbours else self._index(clients)
+
+        def rows(of: Tensor) -> Tensor:
+            return of[slots[0] : slots[-1] + 1] if index is None else of.index_select(0, index)
 
         def kept(name: str, wanted: bool) -> Tensor | None:
-            return self.rows.field(name)[client.slot].clone() if wanted else None
+            return rows(self.rows.field(name)) if wanted else None
 
-        return RowEnd(
-            client=task.client,
-            displacement=moved,
-            steps=client.k,
-            backprops=client.k * step.backprops + client.extra_backprops,
-            loss=loss,
-            seen=task.samples * task.epochs,
-            buffers=buffers,
+        buffers = buffer_displacement(self.buffers, self.buffers) if self.buffers else None
+        return RowEnds(
+            clients=[c.task.client for c in clients],
+            rows=rows(self.rows.field("z")),
+            begins=self.start if step.e is None else rows(self.rows.field("begin")),
+            steps=[c.k for c in clients],
+            backprops=[c.k * c.task.step.backprops + c.extra_backprops for c in clients],
+            losses=rows(self.losses),
+            seen=[c.task.samples * c.task.epochs for c in clients],
+            buffers=None if buffers is None else buffers.expand(len(clients), -1),
             dual=kept("mu", step.mu is not None),
             eps=kept("eps", step.mu is not None),
             gradient=kept("gradient", step.full_gradient),
-            snapshots=client.snapshots,
+            snapshots=[c.snapshots for c in clients],
         )
