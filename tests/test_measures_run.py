@@ -19,8 +19,8 @@ from fastsam.fed.aggregate import RoundSums
 from fastsam.fed.algorithms import Round
 from fastsam.fed.clients import Population
 from fastsam.fed.localstep import RowEnd, Snapshot
-from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
-from fastsam.fed.measures.hook import RoundMeasures, accuracy, check, kept_steps
+from fastsam.fed.measures import NAMES, Objective, Options, check, diagnostics, sharpness, unit
+from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
 from fastsam.fed.replica import trainable
 
 ADDED = {key for keys in NAMES.values() for key in keys}

@@ -14,16 +14,12 @@ from bench.fed.workload import Workload
 MODEL: dict[str, Any] = {}  # of an actor's process: client apps are functions
 
 
-def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: none."""
+def client_app(workload: Workload) -> Any:
+    """The app that trains one client; the model and the data stay in its process."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.simulation import run_simulation
 
-    client, server = ClientApp(), ServerApp()
-    trained = workload.make_model()
+    client = ClientApp()
 
     @client.train()
     def _(message: Message, context: Context) -> Message:
@@ -39,6 +35,18 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
         return Message(content=RecordDict(content), reply_to=message)
 
+    return client
+
+
+def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
+    """option: none."""
+    from flwr.app import ArrayRecord, Context
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    server, trained = ServerApp(), workload.make_model()
+
     class Ticking(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             done = super().aggregate_train(server_round, replies)
@@ -52,7 +60,6 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         result = strategy.start(grid=grid, initial_arrays=ArrayRecord(trained.state_dict()), num_rounds=rounds)
         trained.load_state_dict(result.arrays.to_torch_state_dict())
 
-    run_simulation(
-        server, client, workload.clients, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
-    )
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server, client_app(workload), workload.clients, backend_config=resources)
     return trained

@@ -6,7 +6,8 @@ The functions take flat weights and an `Objective`, the loss over fixed data; `f
 from __future__ import annotations
 
 from .base import Measures
-from .hook import NAMES, Options, check, make
+from .hook import make
 from .objective import Objective, subset, unit
+from .options import NAMES, Options, check
 
 __all__ = ["NAMES", "Measures", "Objective", "Options", "check", "make", "subset", "unit"]
