@@ -56,7 +56,7 @@ class Call:
 def mapped(tree: Any, f: Callable[[Any], Any]) -> Any:
     """`tree` (tuples, lists, dicts) with `f` of every leaf."""
     if isinstance(tree, (tuple, list)):
-        return type(tree)(mapped(t, f) for t in tree)
+        return type(tree)([mapped(t, f) for t in tree])
     if isinstance(tree, dict):
         return {k: mapped(t, f) for k, t in tree.items()}
     return f(tree)

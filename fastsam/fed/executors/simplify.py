@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ _RESHAPES = (
     aten.squeeze.dim,
     aten.squeeze.dims,
 )
-_COPIES = (aten.clone.default, aten._to_copy.default)
-_ONES = (aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor)
 _FACTORIES = (
     aten.ones_like.default,
     aten.zeros_like.default,
@@ -60,7 +58,7 @@ def simplified(
 
 
 def _emitted(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Value | None]:
-    for rule in (_constant, _alias, _identity, _reshape, _narrow_log_softmax, _narrow_log_softmax_backward):
+    for rule in _RULES.get(op, ()):
         found = rule(program, op, args, kwargs)
         if found is not None:
             return [found]
@@ -79,8 +77,7 @@ def _emit(program: Program, op: Any, *args: Any, **kwargs: Any) -> Value:
 def _constant(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
     """What depends on shapes alone: the seed of the backward pass."""
     call = Call(op, args, kwargs)
-    known = op in (aten.expand.default, *_RESHAPES, *_COPIES) and all(v.constant for v in call.values())
-    if not known and op not in _FACTORIES:
+    if op not in _FACTORIES and not all(v.constant for v in call.values()):
         return None
     call.evaluate()
     (value,) = call.outs
@@ -91,10 +88,6 @@ def _constant(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _alias(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
     """A view of all of its argument as it is: `detach`, `view` and `expand` to the same shape."""
-    returns = op._schema.returns
-    views = op is aten._unsafe_view.default or (len(returns) == 1 and returns[0].alias_info is not None)
-    if not views or op in _COPIES or not isinstance(args[0], Value):
-        return None
     try:
         made, whole = _tensor(op, args, kwargs), args[0].tensor
     except RuntimeError:
@@ -103,25 +96,27 @@ def _alias(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return args[0] if same and made.is_conj() == whole.is_conj() and made.is_neg() == whole.is_neg() else None
 
 
-def _identity(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
-    """Copies in the same order of memory, since nothing is written in place; transposed and back; times one."""
-    if op in _COPIES:
-        made = _tensor(op, args, kwargs)
-        same = _geometry(made)[1:] == _geometry(args[0].tensor)[1:] and made.device == args[0].tensor.device
-        return args[0] if same else None
-    if op is aten.transpose.int and isinstance(args[0], Value) and args[0].call is not None:
-        inner = args[0].call
-        dims, n = {d % args[0].tensor.dim() for d in args[1:]}, args[0].tensor.dim()
-        return inner.args[0] if inner.op is op and {d % n for d in inner.args[1:]} == dims else None
-    if op in _ONES and len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1] == 1:
-        return args[0] if args[0].tensor.is_floating_point() else None
-    return None
+def _copy(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
+    """A copy in the same order of memory: nothing is written in place."""
+    made, whole = _tensor(op, args, kwargs), args[0].tensor
+    same = _geometry(made)[1:] == _geometry(whole)[1:] and made.device == whole.device
+    return args[0] if same else None
+
+
+def _times_one(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
+    one = len(args) == 2 and not kwargs and type(args[1]) in (int, float) and args[1] == 1
+    return args[0] if one and args[0].tensor.is_floating_point() else None
+
+
+def _back(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
+    """Transposed and back."""
+    inner, n = args[0].call, args[0].tensor.dim()
+    again = inner is not None and inner.op is op and {d % n for d in inner.args[1:]} == {d % n for d in args[1:]}
+    return inner.args[0] if again else None
 
 
 def _reshape(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
     """One view of contiguous memory, whatever chain of them it was."""
-    if op not in _RESHAPES:
-        return None
     root = args[0]
     if not root.tensor.is_contiguous():
         if op not in (aten.view.default, aten._unsafe_view.default):
@@ -163,7 +158,7 @@ def _narrow(value: Value, dim: int) -> bool:
 
 def _narrow_log_softmax(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
     """Over the first dimension of the transposed matrix."""
-    if op is not aten._log_softmax.default or not _narrow(args[0], args[1]):
+    if not _narrow(args[0], args[1]):
         return None
     shape = list(args[0].tensor.shape)
     flat = _emit(program, aten.view.default, args[0], [-1, shape[-1]])
@@ -177,10 +172,8 @@ def _narrow_log_softmax_backward(
     program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Value | None:
     """`g - exp(log_softmax) * sum(g)`, which is its definition, in vectorised operations."""
-    if op is not aten._log_softmax_backward_data.default or not _narrow(args[1], args[2]):
-        return None
     g, outputs, dim, dtype = args
-    if not dtype == g.tensor.dtype == outputs.tensor.dtype:
+    if not _narrow(outputs, dim) or not dtype == g.tensor.dtype == outputs.tensor.dtype:
         return None
     total = _emit(program, aten.sum.dim_IntList, g, [dim], True)
     return _emit(program, aten.addcmul.default, g, _emit(program, aten.exp.default, outputs), total, value=-1)
@@ -188,6 +181,23 @@ def _narrow_log_softmax_backward(
 
 def _contiguous(program: Program, value: Value) -> Value:
     return _emit(program, aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+_RULES: dict[Any, tuple[Callable[..., Value | None], ...]] = {
+    **dict.fromkeys(_FACTORIES, (_constant,)),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.slice.Tensor, aten.permute.default), (_alias,)),
+    **dict.fromkeys(_RESHAPES, (_constant, _alias, _reshape)),
+    aten.expand.default: (_constant, _alias),
+    aten.clone.default: (_constant, _copy),
+    aten._to_copy.default: (_constant, _copy),
+    aten.transpose.int: (_back,),
+    **dict.fromkeys((aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor), (_times_one,)),
+    aten._log_softmax.default: (_narrow_log_softmax,),
+    aten._log_softmax_backward_data.default: (_narrow_log_softmax_backward,),
+}
+
+
+# --- the whole program ---
 
 
 def _fuse_sums(program: Program) -> None:

@@ -149,7 +149,7 @@ def _state(module: nn.Module) -> dict[str, object]:
         for key, value in held.items()
     }
     found["Python's random numbers"] = random.getstate()
-    found["numpy's random numbers"] = repr(np.random.get_state())
+    found["numpy's random numbers"] = [_seen(v) for v in np.random.get_state()]
     return found
 
 
@@ -158,6 +158,8 @@ def _seen(value: object) -> object:
         return (type(value), repr(value))
     if isinstance(value, Tensor):
         return (id(value), value._version)
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
     if isinstance(value, (list, tuple)):
         return [_seen(v) if isinstance(v, _PLAIN) else id(v) for v in value]
     return (id(value), len(value)) if hasattr(value, "__len__") else id(value)
