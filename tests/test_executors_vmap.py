@@ -152,16 +152,6 @@ def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
             assert torch.equal(feed.get(k)[name], torch.stack([batch[name] for batch in batches]))
 
 
-def test_a_maximum_that_rounding_moves_is_no_reason_to_refuse():
-    """Max-pooling picks another element of two that are equal to rounding: single elements of the gradient then differ, the loss does not."""
-    for seed in range(4):
-        torch.manual_seed(seed)
-        layers = (nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.MaxPool2d(2))
-        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 25, 3))
-        data = [(torch.randn(16, 1, 28, 28), torch.randint(0, 3, (16,))) for _ in range(2)]
-        fed.run(model, data, fed.FedAvg(), rounds=1, participation=1.0, executor="vmap")
-
-
 # --- what is refused ---
 
 
