@@ -21,8 +21,14 @@ def arranged(model: nn.Module, asked: str, device: torch.device, stacked: bool) 
     """The model to train on `device`: `model` itself, or a copy of it whose 4-d parameters are stored in channels_last order.
 
     asked: one of `FORMATS`; "auto" is the rule below. stacked: whether several clients go through one call of the model.
-    Values and ties stay; buffers, and tensors of other ranks, keep their order.
+    Values and ties stay; buffers, and tensors of other ranks, keep their order. Raises ValueError for stacked clients in channels_last:
+    in float64 torch gives wrong gradients of grouped convolutions in that order for batches of one sample, once they are mapped.
     """
+    if stacked and asked == CHANNELS_LAST:
+        raise ValueError(
+            "memory_format='channels_last' is for executors that train one client after the other in a row; stacked clients "
+            "(executor='vmap', compile=True) would gain nothing. Use memory_format='auto', or executor='threads' or 'sequential'"
+        )
     if asked == "auto":
         asked, reason = rule(model, device, stacked)
         log.info("memory format %r: %s", asked, reason)
