@@ -144,7 +144,11 @@ def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
             wrong = key == "Content-Length" and declared_length is not None
             super().send_header(key, str(declared_length) if wrong else value)
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, *arguments: Any) -> None:
+            """Of a client that asks and goes away, as torchvision does to find out whether an address redirects."""
+
+    server = Server(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

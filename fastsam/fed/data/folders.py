@@ -1,4 +1,7 @@
-"""OfficeHome, DomainNet and other image folders by domain: read once, cropped to one size, kept as bytes in files mapped into memory."""
+"""OfficeHome, DomainNet and other image folders by domain: read once, cropped to one size, kept as bytes in files mapped into memory.
+
+torchvision unpacks the archives, lists the folders, reads the images and crops them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,7 @@ import torch
 
 from fastsam.fed.checks import integer
 from fastsam.fed.data import augment as augmentation
+from fastsam.fed.data.archives import ArchiveError
 from fastsam.fed.data.domains import Pair, by_domain
 from fastsam.fed.data.federated import FederatedData
 from fastsam.fed.imports import vision
@@ -28,13 +35,17 @@ _PURPOSE = "a data set of image folders"
 
 @dataclass(frozen=True)
 class FolderSet:
-    """A published data set of image folders ``<folder>/<domain>/<class>/<image>``; folders: what the directory may be called."""
+    """A published data set of image folders ``<folder>/<domain>/<class>/<image>``.
+
+    folders: what the directory may be called. archives: the names of the zip files, and the folder that each has at its top.
+    """
 
     name: str
     folders: tuple[str, ...]
     domains: tuple[str, ...]
     classes: int
     source: str
+    archives: dict[str, str]
 
 
 OFFICEHOME = FolderSet(
@@ -43,13 +54,16 @@ OFFICEHOME = FolderSet(
     ("Art", "Clipart", "Product", "Real World"),
     65,
     "https://www.hemanthdv.org/officeHomeDataset.html",
+    {"OfficeHomeDataset_10072016.zip": "OfficeHomeDataset_10072016"},
 )
+_DOMAINNET_DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 DOMAINNET = FolderSet(
     "DomainNet",
     ("domainnet", "DomainNet", "domain_net"),
-    ("clipart", "infograph", "painting", "quickdraw", "real", "sketch"),
+    _DOMAINNET_DOMAINS,
     345,
     "https://ai.bu.edu/M3SDA/",
+    {f"{domain}.zip": domain for domain in _DOMAINNET_DOMAINS},
 )
 
 
@@ -65,10 +79,12 @@ def officehome(
 ) -> FederatedData:
     """OfficeHome (Venkateswara et al., 2017): 15,588 images, 65 classes, domains Art, Clipart, Product and Real World.
 
-    data_dir: holds the unpacked folder. x are bytes, uint8 [n, 3, size, size]: the shorter side resized to ``size * 256 / 224``,
-    the centre cropped; `FederatedData.pixels` has ImageNet's mean and standard deviation. The first call reads the images and
-    leaves ``.fastsam-<size>`` beside the domains, which later ones map into memory. augment: "auto" is none. Otherwise as `by_domain`.
-    Raises FileNotFoundError for a missing folder or domain; ValueError for another number of classes, and an image that cannot be read.
+    data_dir: holds the published zip file, which is unpacked there once, or the folder itself. x are bytes, uint8 [n, 3, size, size]:
+    the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has ImageNet's mean and standard
+    deviation. The first call reads the images and leaves ``.fastsam-<size>`` beside the domains, which later ones map into memory.
+    augment: "auto" is none. Otherwise as `by_domain`.
+    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ArchiveError for a zip file that is cut or
+    another one; ValueError for another number of classes, and an image that cannot be read.
     """
     root = _root(folder_set, Path(data_dir))
     pairs, classes = read_domains(root, folder_set.domains, size)
@@ -104,14 +120,42 @@ def domainnet(
 
 
 def _root(folder_set: FolderSet, data_dir: Path) -> Path:
-    """The directory that holds the domains: `data_dir` itself, or a folder of the data set's name in it."""
-    for root in (data_dir, *(data_dir / name for name in folder_set.folders)):
-        if root.is_dir() and any(_named(root, domain) for domain in folder_set.domains):
-            return root
+    """The directory that holds the domains: `data_dir`, or folders of the data set's names in it. Archives are unpacked where domains are missing."""
+    names = ("", *folder_set.folders)
+
+    def holding(enough: Callable[[Iterable[object]], bool]) -> Path | None:
+        places = (data_dir / outer / inner for outer in names for inner in names)
+        domains = folder_set.domains
+        return next((p for p in places if p.is_dir() and enough(_named(p, domain) for domain in domains)), None)
+
+    if (root := holding(all)) is not None:
+        return root
+    for place in (data_dir / name for name in names):
+        for archive, folder in folder_set.archives.items():
+            if (place / archive).is_file() and not (place / folder).exists():
+                _unpack(place / archive, folder, folder_set)
+    if (root := holding(any)) is not None:
+        return root
     raise FileNotFoundError(
-        f"no {folder_set.name} in {data_dir.resolve()}; unpack it there (from {folder_set.source}), so that there is "
-        f"{folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with data_dir"
+        f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from {folder_set.source}) or unpack it, so "
+        f"that there is {folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with data_dir"
     )
+
+
+def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
+    """The folder at the top of a zip file, beside it; it has its name when it is whole."""
+    utils = vision("torchvision.datasets.utils", _PURPOSE)
+    with TemporaryDirectory(prefix=".fastsam-", dir=archive.parent) as aside:
+        try:
+            utils.extract_archive(archive, aside)
+        except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            raise ArchiveError(
+                f"{archive} cannot be unpacked ({type(error).__name__}: {error}); a cut download? Fetch it again from {folder_set.source}"
+            ) from error
+        if not (Path(aside) / folder).is_dir():
+            there = ", ".join(sorted(p.name for p in Path(aside).iterdir())) or "nothing"
+            raise ArchiveError(f"{archive} must hold a folder {folder}, it holds {there}; is it another data set?")
+        (Path(aside) / folder).rename(archive.with_name(folder))
 
 
 def _named(root: Path, domain: str) -> Path | None:
