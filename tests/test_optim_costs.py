@@ -69,11 +69,11 @@ def test_a_step_is_three_kernels_whatever_the_number_of_tensors(
 
 @native
 def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, called = model(20), []
+    params, called, real = model(20), [], direct._function
+    monkeypatch.setattr(direct, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
     step(opt, params)
-    real = direct._function
-    monkeypatch.setattr(direct, "_function", lambda name: called.append(name) or real(name))
+    called.clear()
     step(opt, params, 1)
     assert called == ["norm_perturb", "update_sgd"]
 

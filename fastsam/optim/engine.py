@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import ops
-from . import memory, parameters
+from . import parameters
 from .bucket import Bucket, Selection
 from .checkpoint import Weights, restore_weights, saved_weights
-from .memory import Steady, Watch, parameters_of
+from .memory import Steady, Watch, look_of, parameters_of
 from .rules import Group, Rule, rule_of
 from .scalars import Scalars
 from .update import FusedUpdate, State
@@ -175,10 +175,11 @@ class Engine:
 
     def _steady_after(self, calls: Sequence[Call]) -> Steady | None:
         """For the next `look`, where the parameters have one dtype and this one took their very gradients."""
-        if len(calls) == 1 and memory.TensorGuards is not None:
+        if len(calls) == 1:
             bucket, selection, grads = calls[0]
             if selection is bucket.whole and all(map(is_, grads, [p.grad for p in bucket.params])):
-                return Steady(bucket.params, grads, self.base.param_groups, self.base.state)
+                look = look_of(bucket.params, grads, self.base.state, bucket.direct(selection))
+                return None if look is None else Steady(self.base.param_groups, look)
         return None
 
     @torch._disable_dynamo
