@@ -61,6 +61,8 @@ def speed(options: Options) -> Iterator[Case]:
         for algorithm in ("fedavg", "fedsam"):
             load = Workload(model, algorithm, device=options.device)
             entries = [Entry("bare loop", "bare", load), Entry("bare loop, flat", "bare-flat", load)]
+            if model == "cnn":
+                entries += [Entry("bare loop, channels_last", "bare-channels-last", load)]
             entries += [Entry(f"fastsam, {e}", f"fastsam-{e}", load) for e in executors if e != "threads"]
             entries += [Entry("fastsam, auto", "fastsam", load)]
             if not cuda:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import stat
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from bench import federated
-from bench.fed import on_gpu, report, share
+from bench.fed import bare, on_gpu, report, share
 from bench.fed import race as races
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
@@ -145,8 +146,8 @@ def test_one_real_race() -> None:
         f.seconds is not None and f.seconds.median > 0 and f.peak_mib and f.peak_mib > 50 for f in result.figures
     )
     # 2 rounds from the same weights on the same data: not the same clients, so not the same loss, but near
-    bare, ours = (f.loss for f in result.figures)
-    assert bare is not None and ours is not None and abs(bare - ours) < 0.2 < ours < 2.3
+    plain, ours = (f.loss for f in result.figures)
+    assert plain is not None and ours is not None and abs(plain - ours) < 0.2 < ours < 2.3
 
 
 # ---- the workload ------------------------------------------------------------------------------------------------------
@@ -190,6 +191,20 @@ def test_both_bare_loops_take_the_same_steps(sharp: bool) -> None:
         for _ in range(3):
             plain.step(x, y)
         assert not torch.allclose(ends[0], torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
+
+
+def test_the_bare_loop_in_channels_last_is_the_bare_loop_in_another_order() -> None:
+    ends = []
+    for option in ("tensors", "channels_last"):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = bare.train(Workload("cnn", clients=4, cohort=2), 1, lambda: None, option)
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert model[3].weight.stride() == (288, 1, 96, 32)
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(
+        ends[0], torch.cat([p.detach().flatten() for p in Workload("cnn").make_model().parameters()])
+    )
 
 
 def test_every_contender_has_a_module_and_every_peer_its_requirements() -> None:

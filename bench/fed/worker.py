@@ -22,6 +22,7 @@ from bench.fed.workload import Workload
 CONTENDERS = {
     "bare": ("bare", "tensors"),
     "bare-flat": ("bare", "flat"),
+    "bare-channels-last": ("bare", "channels_last"),
     "flower": ("flower", ""),
     "pfl": ("apple", ""),
     "fedlab": ("fedlab_loop", ""),
