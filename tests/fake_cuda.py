@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,11 +27,28 @@ class FakeStream:
         self.clock: dict[FakeStream, int] = {}
 
     def wait_stream(self, other: FakeStream) -> None:
-        for stream, count in other.clock.items():
+        self.wait_event(FakeEvent(other.clock))
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent(dict(self.clock))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        for stream, count in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), count)
+
+    def synchronize(self) -> None:
+        """The host waits: what it queues from now on, and what it reads itself, comes after what is done here."""
+        FakeCuda.active.wait_stream(self)
 
     def done(self, stream: FakeStream, count: int) -> bool:
         return self.clock.get(stream, 0) >= count
+
+
+@dataclass(frozen=True)
+class FakeEvent:
+    """What was done when it was recorded."""
+
+    clock: dict[FakeStream, int]
 
 
 class Replayed:

@@ -1,4 +1,5 @@
-"""Federated rounds on one GPU, within a time: executors by number of clients, FedLESAM's Table 8 setting, and a trace of what overlaps.
+"""Federated rounds on one GPU, within a time: executors by number of clients, where client states live, FedLESAM's Table 8
+setting, and a trace of what overlaps.
 
 Everything runs in this process: a GPU's times are steady, and it is ours alone while it is lent. A series that would not be done in time
 is left out, and named.
@@ -25,6 +26,8 @@ from fastsam.fed import models
 
 TABLE8 = ("fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fedlesam", "fedlesam-s", "fedlesam-d")
 CLIENTS = (1, 2, 4, 8, 16, 32, 64, 100)
+STATES = "SCAFFOLD, states of 100 clients by parameters"
+STATE_WIDTHS = (32, 4096, 32768)  # of an MLP: 2 thousand, 300 thousand and 2 million parameters
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,12 @@ def measure(device: str, seconds: float, out: Path | None) -> dict[str, Any]:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         trace = _guarded(lambda: overlap(device, out)) or {}
-    for series in chain(by_clients(device, Until(until.left * 0.55)), table8(device, until)):
+    parts = (
+        by_clients(device, Until(until.left * 0.5)),
+        client_states(device, Until(until.left * 0.65)),
+        table8(device, until),
+    )
+    for series in chain(*parts):
         found.append(series)
         print(_line(series), flush=True)
     return {"series": [asdict(s) for s in found], "overlap": trace}
@@ -65,6 +73,8 @@ def measure(device: str, seconds: float, out: Path | None) -> dict[str, Any]:
 
 def _line(series: Series) -> str:
     value = series.problem if series.seconds is None else f"{1e3 * series.seconds:.1f} ms a round"
+    if series.title == STATES and series.seconds is not None:
+        value += f", {100 / series.seconds:.0f} states/s"
     return f"{series.title}: {series.name}, {series.at}: {value}"
 
 
@@ -91,6 +101,23 @@ def by_clients(device: str, until: Until) -> Iterator[Series]:
             yield _series(
                 title, executor, n, until, lambda load=load, how=how: _rounds(*_parts(load), "fedavg", 4, **how)
             )
+
+
+def client_states(device: str, until: Until) -> Iterator[Series]:
+    """A round of 100 clients of SCAFFOLD with their states on the device and in host memory, small and large models, one step each.
+
+    One batch a client: as little work as there can be to hide the copies behind. A round reads and writes one state per client.
+    """
+    for width in STATE_WIDTHS:
+        model, data = _parts(Workload(f"mlp:{width}", clients=100, device=device))
+        data = [(x[:BATCH], y[:BATCH]) for x, y in data]
+        at = sum(p.numel() for p in model.parameters())
+        for where in ("device", "host"):
+            how = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
+            yield _series(
+                STATES, where, at, until,
+                lambda model=model, data=data, how=how: _rounds(model, data, "scaffold", 4, **how),
+            )  # fmt: skip
 
 
 def table8(device: str, until: Until) -> Iterator[Series]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import backends
 from ..arena import Arena, Layout
-from . import executors, memory, sampling, trial
+from . import clientstate, executors, memory, sampling, trial
 from .algorithms.base import Algorithm, Round, check_algorithm, check_server
 from .atomic import write_json
 from .centralised import in_turn, pooled
@@ -65,6 +65,7 @@ def run(
     slots: int | None = None,
     compile: bool = False,
     memory_format: str = "auto",
+    client_state: str = "auto",
     max_excluded: float = 1.0,
     clip_update: float | None = None,
     measures: Sequence[str] | Measures = (),
@@ -98,6 +99,8 @@ def run(
     slots). slots: clients that train at once, None for as many as serve best. compile: stacked clients through torch.compile.
     memory_format: order in which 4-d weights are stored while training: "preserve" (that of the model), "channels_last", or "auto" (a rule
     on model and device picks). The model that comes back has its own order again.
+    client_state: where the states of clients are kept between their rounds: "host" (pinned memory), "device", or "auto", which picks by their
+    size; the bits do not depend on it.
     max_excluded: share of a round's clients that may be excluded (something of them is not finite) before the run stops; with 1.0 only
     when nobody is left. clip_update: largest norm of a client's displacement, None for no limit; a longer one is shortened before anything
     is made of it, so what an algorithm derives (control variates, duals) follows the shortened one.
@@ -116,7 +119,7 @@ def run(
         rounds=rounds, local_epochs=local_epochs, batch_size=batch_size, lr=lr, lr_decay=lr_decay, participation=participation,
         sampler=sampler, weighting=weighting, shuffle=shuffle, momentum=momentum, weight_decay=weight_decay, clip_norm=clip_norm,
         clip_scope=clip_scope, server_lr=server_lr, seed=seed, validation=validation, eval_every=eval_every, target=target,
-        buffers=buffers, executor=executor, slots=slots, compile=compile, memory_format=memory_format,
+        buffers=buffers, executor=executor, slots=slots, compile=compile, memory_format=memory_format, client_state=client_state,
         max_excluded=max_excluded, clip_update=clip_update, checkpoint_every=checkpoint_every,
     )  # fmt: skip
     check_algorithm(algorithm)
@@ -188,7 +191,9 @@ def _loop(
         tuple(population.sizes),
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
-    return Loop(population, algorithm, settings, chosen, evaluator, view, state)
+    nbytes = len(population.clients) * clientstate.vectors(algorithm, state.server) * w0.nbytes
+    states = clientstate.make(settings.client_state, place, nbytes, chosen.slots)
+    return Loop(population, algorithm, settings, chosen, evaluator, view, state, states)
 
 
 def _of_the_finished(loop: Loop) -> dict[str, Any]:
@@ -197,6 +202,7 @@ def _of_the_finished(loop: Loop) -> dict[str, Any]:
     return {
         "executor": loop.chosen.name,
         "slots": loop.chosen.slots,
+        "client_state": loop.states.where,
         "parameters": loop.view.layout.numel,
         "validation": loop.evaluator.mode,
         "target": loop.settings.target,
@@ -222,11 +228,13 @@ def _open(
 ) -> RunDirectory:
     """The run directory, new or continued; in the latter case the loop takes over its state."""
     ranks = loop.ranks
-    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks)
+    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt)
     ranks.gather(None)  # everybody has looked before anybody writes
     if found is None:
         directory.start(
-            loop.state, identity if config is None else config, environment(place) | {"executor": loop.chosen.record()}
+            loop.state,
+            identity if config is None else config,
+            environment(place) | {"executor": loop.chosen.record(), "client_state": loop.states.record()},
         )
         return directory
     if found.round > loop.settings.rounds:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .atomic import make_directory, write_bytes, write_json
-from .identity import difference
+from .manifest import (
+    FORMAT,
+    VERSION,
+    RunDirectoryError,
+    check_identity,
+    hashed,
+    read_history,
+    read_manifest,
+    read_tensors,
+)
 from .ranks import Ranks
 
-FORMAT, VERSION = "fastsam run", 1
 _OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
 
-_SINCE = {"memory_format": "preserve"}  # keys of the identity that older directories lack, and what their runs did
-
 State = dict[str, Tensor]
-
-
-class RunDirectoryError(RuntimeError):
-    """A run directory that exists or belongs to another run, or a checkpoint that is cut or foreign. Nothing in it was changed."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,15 @@ class RunState:
 class RunDirectory:
     """Writes a run's files. Made by `open`."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], device: torch.device, ranks: Ranks) -> None:
-        self.path, self.identity, self.device, self.ranks = path, dict(identity), device, ranks
+    def __init__(
+        self,
+        path: Path,
+        identity: Mapping[str, Any],
+        device: torch.device,
+        ranks: Ranks,
+        adopt: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.path, self.identity, self.device, self.ranks, self.adopt = path, dict(identity), device, ranks, adopt
         self.saved_round = -1  # none yet
         self._metrics_bytes = 0
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
@@ -75,14 +83,17 @@ class RunDirectory:
         resume: bool,
         identity: Mapping[str, Any],
         device: torch.device,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
+        adopt: Callable[[Tensor], Tensor],
     ) -> tuple[RunDirectory, RunState | None]:
         """The directory, and the state to continue from, on `device` (None: a new run). Writes nothing.
+
+        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU.
 
         Raises RunDirectoryError: the directory is not empty and `resume` is False; it is no run directory; its run had another identity
         (the message names the key); a file of the checkpoint is missing, cut or not ours.
         """
-        directory = cls(Path(path), identity, device, Ranks() if ranks is None else ranks)
+        directory = cls(Path(path), identity, device, ranks, adopt)
         if directory.path.exists() and not directory.path.is_dir():
             raise RunDirectoryError(f"{path} is a file, not a run directory; choose another run_dir")
         found = sorted(os.listdir(directory.path)) if directory.path.exists() else []
@@ -153,7 +164,7 @@ class RunDirectory:
             "version": VERSION,
             "round": state.round,
             "metrics_bytes": len(metrics),
-            "metrics_hash": _hash(metrics),
+            "metrics_hash": hashed(metrics),
             "server": server,
             "clients": {str(i): name for i, name in sorted(clients.items())},
             "files": {name: self._hashes[name] for name in sorted(names)},
@@ -196,14 +207,14 @@ class RunDirectory:
             {k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata
         )
         write_bytes(self._manifest.parent / name, data)
-        self._hashes[name] = _hash(data)
+        self._hashes[name] = hashed(data)
         return name
 
     def _load(self) -> RunState:
-        manifest = self._read_manifest()
+        manifest, folder = read_manifest(self._manifest), self._manifest.parent
         try:
-            self._check_identity(manifest["identity"])
-            stored = {name: self._read(name, digest) for name, digest in manifest["files"].items()}
+            check_identity(self.path, manifest["identity"], self.identity)
+            stored = {n: read_tensors(folder / Path(n).name, digest) for n, digest in manifest["files"].items()}
             state = self._assemble(manifest, stored)
         except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
             raise RunDirectoryError(
@@ -213,86 +224,35 @@ class RunDirectory:
         self._hashes = dict(manifest["files"])
         return state
 
-    def _check_identity(self, stored: Mapping[str, Any]) -> None:
-        lacking = {key: value for key, value in _SINCE.items() if key in self.identity and key not in stored}
-        found = difference({**stored, **lacking}, self.identity)
-        if found is not None:
-            key, before, now = found
-            raise RunDirectoryError(
-                f"the run in {self.path} cannot be resumed with another {key}: "
-                f"it was started with {_short(before)}, now it is {_short(now)}. "
-                "Resume it as it was started, or choose another run_dir"
-            )
-
     def _assemble(self, manifest: Mapping[str, Any], stored: Mapping[str, tuple[State, dict[str, str]]]) -> RunState:
-        server, _ = stored[manifest["server"]]
-        clients: dict[int, State] = {}
-        homes = {int(i): int(i) % self.ranks.size for i in manifest["clients"]}
-        for i, name in manifest["clients"].items():
-            if homes[int(i)] != self.ranks.rank:
-                continue
-            tensors, metadata = stored[name]
-            clients[int(i)] = {n: tensors[key] for n, key in json.loads(metadata["places"])[i].items()}
-            self._clients[int(i)] = (clients[int(i)], name)
+        server = {key: t.to(self.device) for key, t in stored[manifest["server"]][0].items()}
         buffers = sum(key.startswith("buffer.") for key in server)
+        homes = {int(i): int(i) % self.ranks.size for i in manifest["clients"]}
         return RunState(
             manifest["round"],
             {key.removeprefix("server."): t for key, t in server.items() if key.startswith("server.")},
             [server[f"buffer.{i}"] for i in range(buffers)],
-            clients,
-            self._read_history(manifest),
+            self._adopted(manifest["clients"], stored, homes),
+            read_history(self.path / "metrics.jsonl", manifest),
             homes if self.ranks.size > 1 else {},
         )
 
-    def _read_manifest(self) -> dict[str, Any]:
-        try:
-            manifest = json.loads(self._manifest.read_text(encoding="utf-8"))
-            missing = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"} - set(
-                manifest
-            )
-        except (OSError, ValueError, TypeError) as error:
-            raise RunDirectoryError(
-                f"{self._manifest} cannot be read ({error}); the directory was left as it is"
-            ) from error
-        if manifest.get("format") != FORMAT or missing:
-            raise RunDirectoryError(
-                f"{self._manifest} is not the manifest of a fastsam run; the directory was left as it is"
-            )
-        if manifest.get("version") != VERSION:
-            raise RunDirectoryError(
-                f"{self._manifest} has version {manifest.get('version')}, this fastsam reads version {VERSION}"
-            )
-        return manifest
-
-    def _read(self, name: str, digest: str) -> tuple[State, dict[str, str]]:
-        path = self._manifest.parent / Path(name).name
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise RunDirectoryError(
-                f"the checkpoint file {path} cannot be read ({error}); the directory was left as it is"
-            ) from error
-        if _hash(data) != digest:
-            raise RunDirectoryError(
-                f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is"
-            )
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return {name: t.to(self.device) for name, t in safetensors.torch.load(data).items()}, header.get(
-            "__metadata__", {}
-        )
-
-    def _read_history(self, manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-        metrics = self.path / "metrics.jsonl"
-        data = metrics.read_bytes()[: manifest["metrics_bytes"]] if metrics.exists() else b""
-        if _hash(data) != manifest["metrics_hash"]:
-            raise RunDirectoryError(
-                f"{metrics} is cut or was changed (the {manifest['round']} rounds of the checkpoint are not in it); "
-                "the directory was left as it is"
-            )
-        history = [json.loads(line) for line in data.decode().splitlines()]
-        if len(history) != manifest["round"]:
-            raise ValueError(f"{len(history)} rounds are recorded, the manifest says {manifest['round']!r}")
-        return history
+    def _adopted(
+        self, files: Mapping[str, str], stored: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
+    ) -> dict[int, State]:
+        """The states of the clients whose home is this rank. What several of them share in a file they share here."""
+        made: dict[tuple[str, str], Tensor] = {}
+        places = {name: json.loads(stored[name][1]["places"]) for name in set(files.values())}
+        for i, name in files.items():
+            if homes[int(i)] != self.ranks.rank:
+                continue
+            state = {}
+            for n, key in places[name][i].items():
+                if (name, key) not in made:
+                    made[name, key] = self.adopt(stored[name][0][key])
+                state[n] = made[name, key]
+            self._clients[int(i)] = (state, name)
+        return {i: state for i, (state, _) in self._clients.items()}
 
     def rewind(self) -> None:
         """Cuts metrics.jsonl back to the checkpoint that was loaded: the rounds after it are computed again."""
@@ -316,12 +276,3 @@ class RunDirectory:
         }
         write_bytes(self.path / "model.safetensors", safetensors.torch.save(tensors))
         write_json(self.path / "summary.json", summary)
-
-
-def _hash(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

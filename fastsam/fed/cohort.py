@@ -14,6 +14,7 @@ from .aggregate import RoundSums, SumParts
 from .algorithms.base import Algorithm, Round, State, Upload
 from .checkpoint import RunState
 from .clients import Population
+from .clientstate import OnDevice
 from .executors import Task, Work
 from .localstep import LocalStep, RowEnd, RowEnds
 from .measures.base import Measures
@@ -53,11 +54,13 @@ class Cohort:
         before: RunState,
         about: Round,
         active: Sequence[int],
+        states: OnDevice,
         measures: Measures | None = None,
         mine: Sequence[int] | None = None,
     ) -> None:
         self.algorithm, self.population, self.settings = algorithm, population, settings
         self.before, self.about, self.active = before, about, active
+        self.states = states
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
@@ -71,15 +74,20 @@ class Cohort:
         default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
         self._plain = default and measures is None and settings.clip_update is None
 
-    def tasks(self, longest_first: bool = False) -> Iterator[Task]:
-        """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first."""
+    def tasks(self, longest_first: bool = False, later: Sequence[int] = ()) -> Iterator[Task]:
+        """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first.
+
+        later: who is likely to be in the next round, for states that are fetched ahead.
+        """
         settings, population = self.settings, self.population
         work = Work(
             self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
             population.augment, population.store,
         )  # fmt: skip
         sizes = population.sizes
-        for i in sorted(self.mine, key=lambda i: -sizes[i]) if longest_first else self.mine:
+        order, later = self._ordered(self.mine, longest_first), self._ordered(later, longest_first)
+        self.states.begin(self.before.clients, order, later)
+        for i in order:
             step = self._opened(i)
             x, y = population.clients[i]
             begin = 0 if population.store is None else population.store.begins[i]
@@ -89,6 +97,7 @@ class Cohort:
         """The constants of a client. Those that take part for the first time have one state, and so one LocalStep: algorithms are pure."""
         state = self.before.clients.get(i)
         if state is not None:
+            state = self.states.get(i, state)
             step = self.algorithm.local_step(self.before.server, state, self.about)
         else:
             if self._first is None:
@@ -98,6 +107,10 @@ class Cohort:
         if state:
             self._open[i] = state
         return step
+
+    def _ordered(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
+        sizes = self.population.sizes
+        return sorted(clients, key=lambda i: -sizes[i]) if longest_first else clients
 
     def _snapshots(self, samples: int) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
@@ -152,7 +165,7 @@ class Cohort:
             if len(self.excluded) <= _NAMED:  # the round's record names all of them
                 log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
         elif state:
-            self.clients[client] = state
+            self.clients[client] = self.states.put(client, state)
         else:
             self.clients.pop(client, None)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastsam import backends
-from fastsam.fed import executors
+from fastsam.fed import clientstate, executors
 from fastsam.fed.data import SETS, dealing, partition
 from fastsam.fed.evaluate import VALIDATION
 from fastsam.fed.imports import is_import_path
@@ -78,6 +78,7 @@ class RunConfig:
     slots: int | None = None
     compile: bool = False
     memory_format: str = "auto"
+    client_state: str = "auto"
     max_excluded: float = 1.0
     clip_update: float | None = None
     checkpoint_every: int = 1
@@ -147,6 +148,7 @@ HELP = {
     "slots": "clients that may train at once; none: as many as serve best",
     "compile": "stacked clients through torch.compile",
     "memory_format": "order in which 4-d weights are stored in training; auto: a rule on model and device picks",
+    "client_state": "where the states of clients are kept between their rounds; auto: a rule on their size picks",
     "max_excluded": "share of a round's clients that may be excluded (not finite) before the run stops; 1: all but one",
     "clip_update": "shorten a client's displacement to this norm; none: no limit",
     "checkpoint_every": "rounds between checkpoints",
@@ -162,6 +164,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "backend": backends.NAMES,
     "executor": executors.names(),
     "memory_format": FORMATS,
+    "client_state": clientstate.CHOICES,
 }
 
 

@@ -13,6 +13,7 @@ from . import sampling
 from .algorithms.base import Algorithm, Round, check_server
 from .checkpoint import RunDirectory, RunState
 from .clients import Population
+from .clientstate import OnDevice
 from .cohort import BUFFERS, Cohort
 from .evaluate import Evaluator
 from .executors import Choice
@@ -40,11 +41,13 @@ class Loop:
         evaluator: Evaluator,
         view: Replica,
         state: RunState,
+        states: OnDevice,
         measures: Measures | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.population, self.algorithm, self.settings = population, algorithm, settings
         self.chosen, self.evaluator, self.view, self.state = chosen, evaluator, view, state
+        self.states = states
         self.measures, self.ranks = measures, Ranks() if ranks is None else ranks
         self.sampler = sampling.make(settings.sampler, len(population.clients), settings.participation)
 
@@ -84,11 +87,13 @@ class Loop:
             t, settings.lr_of(t), settings.local_epochs, clients, len(active), settings.server_lr, settings.lr_of(0)
         )
         dealt = self.ranks.deal(active, {i: self.population.sizes[i] for i in active}, state.homes)
-        state = replace(state, clients=self.ranks.moved(state.clients, dealt, state.homes))
+        state = replace(state, clients=self.ranks.moved(state.clients, dealt, state.homes, self.states.adopt))
         mine = [i for i in active if dealt[i] == self.ranks.rank]
-        cohort = Cohort(self.algorithm, self.population, settings, state, about, active, self.measures, mine)
+        cohort = Cohort(
+            self.algorithm, self.population, settings, state, about, active, self.states, self.measures, mine
+        )
         executor, sorts = self.chosen.executor, self.chosen.longest_first
-        for ends in executor.train(state.server["w"], state.buffers, cohort.tasks(sorts)):
+        for ends in executor.train(state.server["w"], state.buffers, cohort.tasks(sorts, self._next(t))):
             cohort.close(ends)
         cohort.join(self.ranks)
         cohort.check()
@@ -108,7 +113,15 @@ class Loop:
             record |= {"backprops": cohort.backprops, "excluded": cohort.excluded_list()}
             record |= {"seconds_training": trained, "seconds": time.perf_counter() - began}
         history = [*state.history, self.ranks.share(record)]
+        self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, history, cohort.homes)
+
+    def _next(self, t: int) -> list[int]:
+        """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""
+        settings = self.settings
+        if not self.states.looks_ahead or callable(settings.sampler) or t + 1 >= settings.rounds:
+            return []
+        return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed)
 
     def _evaluate(self, w: Tensor, buffers: list[Tensor], completed: int) -> dict[str, float | None]:
         if completed % self.settings.eval_every and completed != self.settings.rounds:

@@ -14,7 +14,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -58,9 +58,16 @@ class Ranks:
         return dealt
 
     def moved(
-        self, states: Mapping[int, State], dealt: Mapping[int, int], homes: Mapping[int, int]
+        self,
+        states: Mapping[int, State],
+        dealt: Mapping[int, int],
+        homes: Mapping[int, int],
+        adopt: Callable[[Tensor], Tensor],
     ) -> dict[int, State]:
-        """The states that this rank holds when every client of `dealt` is where it was dealt to; collective."""
+        """The states that this rank holds when every client of `dealt` is where it was dealt to; collective.
+
+        adopt: makes a tensor of a state where this rank keeps states out of one on the CPU.
+        """
         held = dict(states)
         for i, to in sorted(dealt.items()):
             home = homes.get(i, to)
@@ -69,7 +76,7 @@ class Ranks:
             if self.rank == home:
                 self._send(held.pop(i), to)
             elif self.rank == to:
-                held[i] = self._receive(home)
+                held[i] = {name: adopt(t) for name, t in self._receive(home).items()}
         return held
 
     def agree(self, facts: Mapping[str, Any]) -> None:
@@ -113,19 +120,14 @@ class Ranks:
 
     def _send(self, state: State, to: int) -> None:
         with _told():
-            dist.send_object_list([{name: t.cpu() for name, t in state.items()}, _device_of(state)], dst=to)
+            # Copies: of a view, the whole of the memory would be sent.
+            dist.send_object_list([{name: t.detach().to("cpu", copy=True) for name, t in state.items()}], dst=to)
 
     def _receive(self, source: int) -> State:
-        found: list[Any] = [None, None]
+        found: list[Any] = [None]
         with _told():
             dist.recv_object_list(found, src=source)
-        state, device = found
-        here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-        return {name: t.to(here) for name, t in state.items()}
-
-
-def _device_of(state: State) -> str:
-    return next((t.device.type for t in state.values()), "cpu")
+        return found[0]
 
 
 @contextmanager

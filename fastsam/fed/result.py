@@ -35,7 +35,8 @@ class Result:
         client_best are clients. rounds_to_target: completed rounds when the test accuracy first reached the target;
         seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation
         and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
-        measures: each one's value in the last measured round. state_megabytes: what server and clients keep between rounds at the end.
+        measures: each one's value in the last measured round. state_megabytes: what server and clients keep between rounds at the end;
+        client_state: where the clients' part of it is, "device" or "host" memory.
         client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm declares.
         """
         return summary(self.history, self._facts)
@@ -68,7 +69,10 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "backprops": sum(r["backprops"] for r in history),
         "excluded": sum(len(r["excluded"]) for r in history),
         "measures": _measured(history),
-        **{key: facts[key] for key in ("state_megabytes", "client_megabytes", "executor", "backend", "seed")},
+        **{
+            key: facts[key]
+            for key in ("state_megabytes", "client_state", "client_megabytes", "executor", "backend", "seed")
+        },
     }
 
 

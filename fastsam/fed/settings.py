@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from . import executors, sampling
+from . import clientstate, executors, sampling
 from .checks import choice, integer, number
 from .evaluate import VALIDATION
 from .executors import LocalOptions
@@ -41,6 +41,7 @@ class Settings:
     slots: int | None
     compile: bool
     memory_format: str
+    client_state: str
     max_excluded: float
     clip_update: float | None
     checkpoint_every: int
@@ -69,6 +70,7 @@ class Settings:
         choice("executor", self.executor, executors.names())
         choice("compile", self.compile, (True, False))
         choice("memory_format", self.memory_format, FORMATS)
+        choice("client_state", self.client_state, clientstate.CHOICES)
         self._set("max_excluded", number("max_excluded", self.max_excluded, at_least=0, at_most=1))
         if self.clip_update is not None:
             self._set("clip_update", number("clip_update (None for no limit)", self.clip_update, above=0))
@@ -88,7 +90,9 @@ class Settings:
         return self.lr * self.lr_decay**index
 
     # Keywords that may change when a run is resumed: the bits of the rounds do not depend on them, or the identity has what they came to.
-    FREE = ("rounds", "target", "checkpoint_every", "executor", "slots", "compile", "memory_format", "max_excluded")
+    FREE = (
+        "rounds", "target", "checkpoint_every", "executor", "slots", "compile", "memory_format", "client_state", "max_excluded",
+    )  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Keys that say where and how a run is computed, not what: they are no deviation from a paper.
 TECHNICAL = frozenset(
-    {"name", "data_dir", "download", "device", "backend", "executor", "slots", "compile", "memory_format", "checkpoint_every",
-     "eval_every", "measures", "measure_options", "seed", "target"}
+    {"name", "data_dir", "download", "device", "backend", "executor", "slots", "compile", "memory_format", "client_state",
+     "checkpoint_every", "eval_every", "measures", "measure_options", "seed", "target"}
 )  # fmt: skip
 
 _NAMED = 4  # places that a change names before it counts the others
