@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_archives import torchvision
 
 from fastsam.fed import models
 from fastsam.fed.data import by_domain, digits_domains, domainnet, folders, officehome
@@ -103,6 +104,7 @@ def test_digits_transforms() -> None:
 def write_folders(
     root: Path, domains: tuple[str, ...] = ("Art", "Clipart", "Product", "Real World"), classes: int = 3
 ) -> None:
+    torchvision()
     rng = np.random.default_rng(1)
     for domain in domains:
         for c in range(classes):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_archives import torchvision
 
 from fastsam import cli
 from fastsam.fed import experiment, reproduce
@@ -91,6 +92,7 @@ def test_a_directory_of_something_else(finished: Path, words: list[str], message
 )
 def test_a_missing_archive_is_told_first(name: str, words: list[str], tmp_path: Path, capsys: Any) -> None:
     """The paper's scale without its data: the folder to fill is named, and nothing is left behind."""
+    torchvision()
     where = tmp_path / "archives"
     run_dir = tmp_path / "out"
     assert cli.main(["reproduce", name, "--data-dir", str(where), "--run-dir", str(run_dir)]) == 1
