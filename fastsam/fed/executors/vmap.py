@@ -168,10 +168,7 @@ class Vmap:
     def _tick(self, clients: list[Client]) -> None:
         """One local step of every client."""
         self.busy = len(clients)
-        groups: dict[object, list[Client]] = {}
-        for client in clients:
-            groups.setdefault(client.shape, []).append(client)
-        for group in groups.values():
+        for group in self._alike(clients):
             if self.compiled is not None and self._chunk(self.compiled, group):
                 continue
             x, y = self._batch(group)
@@ -179,10 +176,22 @@ class Vmap:
             form.arrange(group[0].kind)
             losses = self._step(group, form, x, y)
             self._return(group, form)
-            at = form.part if form.rows is self.rows else self._index(group)
-            self.losses[at] += losses.double() * y.shape[1]
+            counted = losses.double() * y.shape[1]
+            if form.rows is self.rows:
+                self.losses[form.part].add_(counted)
+            else:
+                self.losses.index_add_(0, self._index(group), counted)
             for client in group:
                 client.k += 1
+
+    def _alike(self, clients: list[Client]) -> Iterable[list[Client]]:
+        """Those whose next batches have one shape."""
+        if _one_feed(clients):
+            return [clients]
+        groups: dict[object, list[Client]] = {}
+        for client in clients:
+            groups.setdefault(client.shape, []).append(client)
+        return groups.values()
 
     def _chunk(self, steps: compiled.Steps, clients: list[Client]) -> bool:
         """Several steps at once, compiled: where all busy rows began together and stay alike, and their number of samples is a common one.
@@ -212,14 +221,10 @@ class Vmap:
 
     def _batch(self, clients: list[Client]) -> Batch:
         """The next batches, stacked."""
-        feed, k = clients[0].feed, clients[0].k
+        feed = clients[0].feed
         try:
-            if (
-                feed is not None
-                and len(clients) == len(feed.tasks)
-                and all(c.feed is feed and c.k == k for c in clients)
-            ):
-                return feed.get(k)
+            if feed is not None and _one_feed(clients):
+                return feed.get(clients[0].k)
             x, y = zip(*(client.batch() for client in clients), strict=True)
         except Exception as error:
             raise failed(clients, error) from error
@@ -323,3 +328,9 @@ class Vmap:
             gradient=kept("gradient", step.full_gradient),
             snapshots=[c.snapshots for c in clients],
         )
+
+
+def _one_feed(clients: Sequence[Client]) -> bool:
+    """Whether they are exactly the clients of one feed: these begin, step and end together, so the first one and their number tell."""
+    feed = clients[0].feed
+    return feed is not None and len(clients) == len(feed.tasks)
