@@ -61,20 +61,47 @@ inline InnerArgs inner_args(const Tensor& out, const Tensors& x, const Tensors& 
   return args;
 }
 
-inline FixedPointArgs fixed_point_args(const Tensor& high, const Tensor& low, const Tensor& x, double factor) {
-  for (const Tensor* limb : {&high, &low}) {
-    STD_TORCH_CHECK(limb->scalar_type() == ScalarType::Long && limb->is_contiguous() && limb->numel() == x.numel(),
-                    "high and low must be contiguous int64 of ", x.numel(), " elements");
+// Whether the last `dims` dimensions lie as in a contiguous tensor.
+inline bool dense_at_end(const Tensor& tensor, int64_t dims) {
+  int64_t expected = 1;
+  for (int64_t i = tensor.dim() - 1; i >= tensor.dim() - dims; --i) {
+    if (tensor.size(i) != 1 && tensor.stride(i) != expected) return false;
+    expected *= tensor.size(i);
   }
-  const Type type = type_of(x, "x");
-  STD_TORCH_CHECK((type == Type::f32 || type == Type::f64) && x.is_contiguous(),
-                  "x must be contiguous, float32 or float64");
-  return FixedPointArgs{x.numel(),
-                        type,
-                        x.data_ptr(),
-                        static_cast<int64_t*>(high.data_ptr()),
-                        static_cast<int64_t*>(low.data_ptr()),
-                        factor * kHighUnit};
+  return true;
+}
+
+inline FixedPointArgs fixed_point_args(const Tensor& high, const Tensor& low, const Tensor& x, double factor,
+                                       const OptionalTensor& base, const OptionalTensor& largest) {
+  FixedPointArgs args;
+  args.n = high.numel();
+  args.type = type_of(x, "x");
+  for (const Tensor* limb : {&high, &low}) {
+    STD_TORCH_CHECK(limb->scalar_type() == ScalarType::Long && limb->is_contiguous() && limb->numel() == args.n,
+                    "high_ and low_ must be contiguous int64 of ", args.n, " elements");
+  }
+  const bool several = x.dim() > high.dim();
+  args.rows = several ? x.size(0) : 1;
+  args.row_stride = several ? x.stride(0) : 0;
+  STD_TORCH_CHECK((args.type == Type::f32 || args.type == Type::f64) && x.numel() == args.rows * args.n &&
+                      (x.numel() == 0 || dense_at_end(x, several ? x.dim() - 1 : x.dim())),
+                  "x must be float32 or float64, of dense rows of ", args.n, " elements");
+  args.x = x.data_ptr();
+  if (base.has_value()) {
+    STD_TORCH_CHECK(type_of(*base, "base") == args.type && base->numel() == args.n && base->is_contiguous(),
+                    "base must be contiguous, in the dtype of x, of ", args.n, " elements");
+    args.base = base->data_ptr();
+  }
+  if (largest.has_value()) {
+    STD_TORCH_CHECK(
+        largest->scalar_type() == ScalarType::Double && largest->numel() == args.rows && largest->is_contiguous(),
+        "largest_ must be contiguous float64 [", args.rows, "]");
+    args.largest = static_cast<double*>(largest->data_ptr());
+  }
+  args.high = static_cast<uint64_t*>(high.data_ptr());
+  args.low = static_cast<int64_t*>(low.data_ptr());
+  args.scale = factor * kHighUnit;
+  return args;
 }
 
 }  // namespace fastsam

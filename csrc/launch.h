@@ -98,11 +98,13 @@ struct InnerArgs {
 };
 
 struct FixedPointArgs {
-  int64_t n = 0;
+  int64_t n = 0, rows = 0, row_stride = 0;  // elements of a row, rows of x, elements from one to the next
   Type type = Type::f32;
-  const void* x = nullptr;
-  int64_t *high = nullptr, *low = nullptr;
-  double scale = 0.0;  // factor * 2^28
+  const void *x = nullptr, *base = nullptr;
+  uint64_t* high = nullptr;
+  int64_t* low = nullptr;
+  double* largest = nullptr;  // [rows]
+  double scale = 0.0;         // factor * 2^28
 };
 
 // The operands of form U; update_norm_, update_sgd_ and update_adam_ share them.
@@ -129,7 +131,8 @@ void restore_range(const RestoreArgs&, bool stream, int64_t begin, int64_t end);
 void dual_norm_range(const DualArgs&, double* partials, int64_t begin, int64_t end);
 void dual_perturb_range(const DualArgs&, bool stream, int64_t begin, int64_t end);
 void inner_range(const InnerArgs&, double* partials, int64_t begin, int64_t end);  // two partial sums per chunk
-void accumulate_range(const FixedPointArgs&, int64_t begin, int64_t end);          // the elements [begin, end)
+// The elements [begin, end) of all rows; largest: [rows], the bits of the largest |x - base| among them.
+void accumulate_range(const FixedPointArgs&, uint64_t* largest, int64_t begin, int64_t end);
 void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
 void update_sgd_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);
 void update_adam_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);  // reads steps, does not count them
@@ -143,6 +146,7 @@ int64_t norm_partials_cuda(const Call&);
 int64_t update_norm_partials_cuda(const Call&);
 int64_t dual_norm_partials_cuda(const Call&);
 int64_t inner_partials_cuda(const Call&);
+int64_t accumulate_partials_cuda(const FixedPointArgs&);  // none without `largest`
 int norm_cuda(const NormArgs&, double* partials, unsigned* tickets, void* stream);
 int perturb_cuda(const PerturbArgs&, void* stream);             // whatever the seed, rounds to nearest
 int perturb_stochastic_cuda(const PerturbArgs&, void* stream);  // with a seed
@@ -150,7 +154,7 @@ int restore_cuda(const RestoreArgs&, void* stream);
 int dual_norm_cuda(const DualArgs&, double* partials, unsigned* tickets, void* stream);
 int dual_perturb_cuda(const DualArgs&, void* stream);
 int inner_cuda(const InnerArgs&, double* partials, unsigned* tickets, void* stream);
-int accumulate_cuda(const FixedPointArgs&, void* stream);
+int accumulate_cuda(const FixedPointArgs&, double* partials, unsigned* tickets, void* stream);  // one ticket
 int update_norm_cuda(const UpdateArgs&, double* partials, unsigned* tickets, void* stream);
 int update_sgd_cuda(const UpdateArgs&, void* stream);
 int update_adam_cuda(const UpdateArgs&, unsigned* tickets, void* stream);  // counts the steps

@@ -101,12 +101,33 @@ struct DualRule {
 // ---- fixed point ---------------------------------------------------------------------------------------------------
 
 constexpr double kHighUnit = 0x1.0p28, kLowUnit = 0x1.0p52;
+constexpr int kLowBits = 52;
+constexpr double kLargestValue = 0x1.0p62;  // in units of 2^-28
 
-// `value` in units of 2^-28: its whole part to one limb, the rest, in units of 2^-80, to the other.
-FASTSAM_HD void add_fixed_point(double value, int64_t& high, int64_t& low) {
-  const double whole = floor(value);
-  high += static_cast<int64_t>(whole);
-  low += static_cast<int64_t>((value - whole) * kLowUnit);
+// `value` in units of 2^-28: its whole part to one limb, the rest, in units of 2^-80, to the other; both rounded
+// towards zero, so that -value takes out what value added. High limbs wrap: what is beyond them comes back with the
+// carries, or is taken out again.
+FASTSAM_HD void add_fixed_point(double value, uint64_t& high, int64_t& low) {
+  const double kept = fabs(value) <= kLargestValue ? value : 0.0;  // not where it is NaN
+  const int64_t whole = static_cast<int64_t>(kept);
+  high += static_cast<uint64_t>(whole);
+  low += static_cast<int64_t>((kept - static_cast<double>(whole)) * kLowUnit);
+}
+
+// Moves what is over in the low limb to the high one.
+FASTSAM_HD void carry_fixed_point(uint64_t& high, int64_t& low) {
+  high += static_cast<uint64_t>(low >> kLowBits);
+  low &= (int64_t{1} << kLowBits) - 1;
+}
+
+// The bits of |x|: they are in the order of the numbers, and those of what is not finite come last.
+FASTSAM_HD uint32_t magnitude_bits(float x) { return bit_cast<uint32_t>(x) & 0x7FFFFFFFu; }
+FASTSAM_HD uint64_t magnitude_bits(double x) { return bit_cast<uint64_t>(x) & 0x7FFFFFFFFFFFFFFFu; }
+
+// The number of these bits; NaN where it is not finite.
+FASTSAM_HD double magnitude_of(uint32_t bits) { return bit_cast<float>(bits < 0x7F800000u ? bits : 0x7FC00000u); }
+FASTSAM_HD double magnitude_of(uint64_t bits) {
+  return bit_cast<double>(bits < 0x7FF0000000000000u ? bits : 0x7FF8000000000000u);
 }
 
 // ---- update: form U and SGD ----------------------------------------------------------------------------------------

@@ -54,10 +54,9 @@ void inner(const Tensor out, const Tensors x, const Tensors y, const Tensor tabl
   }
 }
 
-void accumulate(const Tensor high, const Tensor low, const Tensor x, double factor) {
-  const FixedPointArgs args = fixed_point_args(high, low, x, factor);
-  const auto range = [&](int64_t begin, int64_t end) { accumulate_range(args, begin, end); };
-  args.n <= kGrain ? range(0, args.n) : torch::stable::parallel_for(0, args.n, kGrain, range);
+void accumulate(const Tensor high, const Tensor low, const Tensor x, double factor, const OptionalTensor base,
+                const OptionalTensor largest) {
+  run_accumulate(fixed_point_args(high, low, x, factor, base, largest));
 }
 
 void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
@@ -100,7 +99,9 @@ STABLE_TORCH_LIBRARY(fastsam, m) {
       "dual_perturb_(Tensor(a!)[] z, Tensor origin, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor "
       "hyper, Tensor sumsq, Tensor(c!)? eps) -> ()");
   m.def("inner_(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate) -> ()");
-  m.def("accumulate_(Tensor(a!) high, Tensor(b!) low, Tensor x, float factor) -> ()");
+  m.def(
+      "accumulate_(Tensor(a!) high_, Tensor(b!) low_, Tensor x, float factor, Tensor? base=None, Tensor(c!)? "
+      "largest_=None) -> ()");
   m.def(
       "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] "
       "g1, Tensor? q, "

@@ -69,7 +69,16 @@ class Kernels(Protocol):
         self, out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False
     ) -> None: ...
 
-    def accumulate_(self, high: Tensor, low: Tensor, x: Tensor, factor: float) -> None: ...
+    def accumulate_(
+        self,
+        high_: Tensor,
+        low_: Tensor,
+        x: Tensor,
+        factor: float,
+        *,
+        base: Tensor | None = None,
+        largest_: Tensor | None = None,
+    ) -> None: ...
 
     def update_norm_(
         self,

@@ -7,7 +7,7 @@ when they made them (the optimizer, the executors) call `bind(...)` once and ski
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -162,22 +162,44 @@ def inner_(
     bind(backend, out.device, dtype).inner_(out, x, y, table, accumulate)
 
 
-def accumulate_(high: Tensor, low: Tensor, x: Tensor, factor: float, *, backend: str = "auto") -> None:
-    """Adds `factor * x` to fixed-point numbers, see `fastsam_kernels.reference.accumulate_`.
+def accumulate_(
+    high_: Tensor,
+    low_: Tensor,
+    x: Tensor,
+    factor: float,
+    *,
+    base: Tensor | None = None,
+    largest_: Tensor | None = None,
+    backend: str = "auto",
+) -> None:
+    """Adds `factor * (x - base)` to fixed-point numbers, row by row, see `fastsam_kernels.reference.accumulate_`.
 
     Raises ValueError on arguments that do not fit together.
     """
-    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous():
-        raise ValueError(
-            f"accumulate_: x must be contiguous, float32 or float64, got {x.dtype} {list(x.shape)} with strides {x.stride()}"
-        )
-    for name, limb in (("high", high), ("low", low)):
-        if limb.dtype != torch.int64 or limb.shape != x.shape or limb.device != x.device or not limb.is_contiguous():
-            raise ValueError(
-                f"accumulate_: {name} must be contiguous torch.int64 {list(x.shape)} on {x.device}, "
-                f"got {limb.dtype} {list(limb.shape)} with strides {limb.stride()} on {limb.device}"
-            )
-    bind(backend, x.device, x.dtype).accumulate_(high, low, x, factor)
+    shape = list(high_.shape)
+    several = x.dim() > high_.dim()
+    dense = x.numel() == 0 or (x[0] if several else x).is_contiguous()
+    fits = list(x.shape[several:]) == shape and x.device == high_.device
+    if x.dtype not in (torch.float32, torch.float64) or not fits or not dense:
+        _misfit("x", f"float32 or float64 {shape} or rows of it, dense, on {high_.device}", x)
+    for name, limb in (("high_", high_), ("low_", low_)):
+        _contiguous(name, limb, torch.int64, shape, x.device)
+    if base is not None:
+        _contiguous("base", base, x.dtype, shape, x.device)
+    if largest_ is not None:
+        _contiguous("largest_", largest_, torch.float64, [x.shape[0] if several else 1], x.device)
+    bind(backend, x.device, x.dtype).accumulate_(high_, low_, x, factor, base=base, largest_=largest_)
+
+
+def _contiguous(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int], device: torch.device) -> None:
+    fits = tensor.dtype == dtype and list(tensor.shape) == shape and tensor.device == device
+    if not fits or not tensor.is_contiguous():
+        _misfit(name, f"contiguous {dtype} {shape} on {device}", tensor)
+
+
+def _misfit(name: str, expected: str, got: Tensor) -> NoReturn:
+    found = f"{got.dtype} {list(got.shape)} with strides {got.stride()} on {got.device}"
+    raise ValueError(f"accumulate_: {name} must be {expected}, got {found}")
 
 
 def update_norm_(

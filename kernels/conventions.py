@@ -6,6 +6,7 @@ import torch
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of weights and gradients
 HIGH_BITS, LOW_BITS = 28, 52  # of the two limbs of a fixed-point number, below the point and below each other
+LIMIT = 2.0**34  # of what is added to such a number: its high limb has 62 bits then
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 

@@ -166,9 +166,17 @@ def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor,
     torch.ops.fastsam.inner_.default(out, x, y, table, accumulate)
 
 
-def accumulate_(high: Tensor, low: Tensor, x: Tensor, factor: float) -> None:
+def accumulate_(
+    high_: Tensor,
+    low_: Tensor,
+    x: Tensor,
+    factor: float,
+    *,
+    base: Tensor | None = None,
+    largest_: Tensor | None = None,
+) -> None:
     """See `reference.accumulate_`."""
-    torch.ops.fastsam.accumulate_.default(high, low, x, factor)
+    torch.ops.fastsam.accumulate_.default(high_, low_, x, factor, base, largest_)
 
 
 def update_norm_(

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from .columns import Column
-from .conventions import CLIP_EPS, HIGH_BITS, LOW_BITS, compute_dtype
+from .conventions import CLIP_EPS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
 
 
 def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
@@ -258,16 +258,37 @@ def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor,
 
 
 @torch.no_grad()
-def accumulate_(high: Tensor, low: Tensor, x: Tensor, factor: float) -> None:
-    """`high*2^-28 + low*2^-80 += factor*x`, element by element: a sum of integers, which has the same bits in every order.
+def accumulate_(
+    high_: Tensor,
+    low_: Tensor,
+    x: Tensor,
+    factor: float,
+    *,
+    base: Tensor | None = None,
+    largest_: Tensor | None = None,
+) -> None:
+    """`high*2^-28 + low*2^-80 += factor*d` for every row of `x`, with `d = x - base`, or `x`: integers, the same in every order.
 
-    high, low: int64, contiguous, of the shape of `x`; `low` takes what is below 2^-28, at most 2^52 per call.
-    x: float32 or float64, contiguous. `factor*x` is rounded to float64 once, then to 2^-80; its size is below 2^34.
+    high_, low_: int64, contiguous, of one shape; `0 <= low < 2^52` afterwards.
+    x: float32 or float64, of that shape, or `[rows, *that shape]` with dense rows. base: as one row of `x`.
+    largest_: None, or float64 `[rows]` (`[1]`), which takes the largest `|d|` of each row, NaN where one is not finite.
+
+    `d` is rounded to the dtype of `x`, `factor*d` to float64, and that towards zero to 2^-80: with `-factor` the same call takes out again,
+    to the last bit, what was added. What is not finite or beyond `+-LIMIT` adds nothing. The high limb wraps where the sum is beyond 2^35.
     """
-    value = x.double() * (factor * 2.0**HIGH_BITS)
-    whole = value.floor()
-    high += whole.to(torch.int64)
-    low += ((value - whole) * 2.0**LOW_BITS).to(torch.int64)
+    rows = x[None] if x.shape == high_.shape else x
+    d = rows if base is None else rows - base
+    value = d.double() * (factor * 2.0**HIGH_BITS)
+    value = torch.where(value.abs() <= LIMIT * 2.0**HIGH_BITS, value, 0.0)
+    for row in value:  # one by one: their low limbs may be more than 64 bits hold
+        whole = row.trunc()
+        low = low_ + ((row - whole) * 2.0**LOW_BITS).to(torch.int64)
+        high_.add_(whole.to(torch.int64)).add_(low >> LOW_BITS)
+        low_.copy_(low & ((1 << LOW_BITS) - 1))
+    if largest_ is not None:
+        flat = d.double().reshape(len(rows), high_.numel())
+        largest = flat.abs().amax(1) if high_.numel() else torch.zeros_like(largest_)
+        largest_.copy_(torch.where(largest.isfinite(), largest, torch.nan))
 
 
 @torch.no_grad()

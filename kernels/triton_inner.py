@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .conventions import HIGH_BITS, LOW_BITS
+from .conventions import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_call import Call, compilable, launch
 from .triton_common import BLOCK, CHUNK, LANES, LOG2_LANES, list_base, load, locate, pairwise_sum, widen
 from .triton_norm import finish_
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
+LOW_SHIFT, LOW_MASK = tl.constexpr(LOW_BITS), tl.constexpr((1 << LOW_BITS) - 1)
+LARGEST = tl.constexpr(LIMIT * 2.0**HIGH_BITS)  # of what is added, in units of 2^-28
+INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -64,21 +67,66 @@ def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor,
         finish_(out[:, i], partials[i], call, accumulate)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _accumulate_kernel(high, low, x, scale, n, BLOCK: tl.constexpr):
+@triton.jit
+def _value(x, base, lane, mask, scale, BASED: tl.constexpr):
+    """What is added for these elements, in units of 2^-28, and the size of `x - base` (not a number where it is not finite)."""
+    d = tl.load(x + lane, mask=mask, other=0)
+    if BASED:
+        d = d - tl.load(base + lane, mask=mask, other=0)
+    d = d.to(tl.float64)
+    value = d * scale
+    return tl.where(tl.abs(value) <= LARGEST, value, 0.0), tl.abs(d)
+
+
+@triton.jit(do_not_specialize=["n", "rows", "row_stride", "apart"])
+def _accumulate_kernel(
+    high, low, x, base, largest, scale, n, rows, row_stride, apart,
+    BASED: tl.constexpr, MEASURED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < n
-    value = tl.load(x + lane, mask=mask, other=0).to(tl.float64) * tl.load(scale)
-    whole = tl.floor(value)
-    rest = (value - whole) * LOW_UNIT
-    tl.store(high + lane, tl.load(high + lane, mask=mask, other=0) + whole.to(tl.int64), mask=mask)
-    tl.store(low + lane, tl.load(low + lane, mask=mask, other=0) + rest.to(tl.int64), mask=mask)
+    factor = tl.load(scale)
+    total = tl.load(high + lane, mask=mask, other=0)
+    rest = tl.load(low + lane, mask=mask, other=0)
+    row = 0
+    while row < rows:
+        value, size = _value(x, base, lane, mask, factor, BASED)
+        whole = value.to(tl.int64)
+        rest += ((value - whole.to(tl.float64)) * LOW_UNIT).to(tl.int64)
+        total += whole + (rest >> LOW_SHIFT)
+        rest = rest & LOW_MASK
+        if MEASURED:
+            found = tl.max(tl.where(size < INFINITY, size, INFINITY))
+            tl.store(largest + row * apart + tl.program_id(0), found)
+        x += row_stride
+        row += 1
+    tl.store(high + lane, total, mask=mask)
+    tl.store(low + lane, rest, mask=mask)
 
 
-@compilable("(Tensor(a!) high, Tensor(b!) low, Tensor x, float factor) -> ()")
-def accumulate_(high: Tensor, low: Tensor, x: Tensor, factor: float) -> None:
+@compilable(
+    "(Tensor(a!) high_, Tensor(b!) low_, Tensor x, float factor, *, Tensor? base=None, Tensor(c!)? largest_=None) -> ()"
+)
+def accumulate_(
+    high_: Tensor,
+    low_: Tensor,
+    x: Tensor,
+    factor: float,
+    *,
+    base: Tensor | None = None,
+    largest_: Tensor | None = None,
+) -> None:
     """See `reference.accumulate_`."""
+    several = x.dim() > high_.dim()
+    rows, n = x.shape[0] if several else 1, high_.numel()
+    programs = triton.cdiv(n, BLOCK.value) if rows else 0
     # A Python number would reach the kernel as float32.
     scale = torch.full((1,), factor * 2.0**HIGH_BITS, dtype=torch.float64, device=x.device)
-    args = {"high": high, "low": low, "x": x, "scale": scale, "n": x.numel(), "BLOCK": BLOCK}
-    launch(_accumulate_kernel, triton.cdiv(x.numel(), BLOCK.value), x.device, **args)
+    partials = torch.empty(rows, programs, dtype=torch.float64, device=x.device) if largest_ is not None else None
+    args = {"high": high_, "low": low_, "x": x, "base": base, "largest": partials, "scale": scale, "n": n, "rows": rows}
+    args |= {"row_stride": x.stride(0) if several else 0, "apart": programs}
+    args |= {"BASED": base is not None, "MEASURED": largest_ is not None, "BLOCK": BLOCK}
+    launch(_accumulate_kernel, programs, x.device, **args)
+    if largest_ is not None and partials is not None:
+        found = partials.amax(1) if programs else torch.zeros_like(largest_)
+        largest_.copy_(torch.where(found.isfinite(), found, torch.nan))

@@ -67,7 +67,9 @@ class Step:
         native.inner_(self.products, self.g1, self.z, self.table)
         high, low = (torch.zeros(self.m.shape, dtype=torch.int64) for _ in range(2))
         native.accumulate_(high, low, self.m, 0.1)
-        return digest_of(*half, *self.z, self.mu, self.v, self.sumsq, self.products, high, low)
+        rows, largest = torch.stack([self.mu, self.v, *[self.m] * 3]), torch.empty(5, dtype=torch.float64)
+        native.accumulate_(high, low, rows, 0.1, base=self.origin, largest_=largest)
+        return digest_of(*half, *self.z, self.mu, self.v, self.sumsq, self.products, high, low, largest)
 
 
 def digest_of(*tensors: Tensor) -> str:
@@ -102,7 +104,17 @@ def calls(step: Step) -> dict[str, tuple]:
             (step.z, step.origin, step.mu, step.g1, step.s, step.table, step.h, step.sumsq, step.m),
         ),
         "inner_": (ops.inner_.default, (step.products, step.g1, step.z, step.table, True)),
-        "accumulate_": (ops.accumulate_.default, (torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(9), 0.5)),
+        "accumulate_": (
+            ops.accumulate_.default,
+            (
+                torch.zeros(9).long(),
+                torch.zeros(9).long(),
+                torch.ones(2, 9),
+                0.5,
+                torch.ones(9),
+                torch.zeros(2).double(),
+            ),
+        ),
         "update_adam_": (
             ops.update_adam_.default,
             (*common, step.m, step.v, step.steps, grad_scale, found_inf, True, False),

@@ -195,16 +195,26 @@ def test_only_what_is_read_may_be_one_vector_for_all_rows() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.ones(3).half()}, "x must be contiguous, float32 or float64, got torch.float16"),
-        ({"x": torch.ones(6)[::2]}, r"x must be contiguous, .* got torch.float32 \[3\] with strides \(2,\)"),
-        ({"high": torch.zeros(3)}, r"high must be contiguous torch.int64 \[3\] on cpu, got torch.float32"),
-        ({"low": torch.zeros(2).long()}, r"low must be contiguous torch.int64 \[3\] on cpu, got torch.int64 \[2\]"),
+        ({"x": torch.ones(3).half()}, r"x must be float32 or float64 \[3\] or rows of it, .* got torch.float16"),
+        ({"x": torch.ones(6)[::2]}, r"x must be float32 .*, dense, .* got torch.float32 \[3\] with strides \(2,\)"),
+        ({"x": torch.ones(2, 6)[:, ::2]}, r"x must be .* got torch.float32 \[2, 3\] with strides \(6, 2\)"),
+        ({"x": torch.ones(2, 4)}, r"x must be .* got torch.float32 \[2, 4\]"),
+        ({"x": torch.ones(1, 1, 3)}, r"x must be .* got torch.float32 \[1, 1, 3\]"),
+        ({"high_": torch.zeros(3)}, r"high_ must be contiguous torch.int64 \[3\] on cpu, got torch.float32"),
+        ({"low_": torch.zeros(2).long()}, r"low_ must be contiguous torch.int64 \[3\] on cpu, got torch.int64 \[2\]"),
+        ({"base": torch.ones(3).double()}, r"base must be contiguous torch.float32 \[3\] on cpu, got torch.float64"),
+        ({"base": torch.ones(1, 3)}, r"base must be contiguous torch.float32 \[3\] on cpu, got torch.float32 \[1, 3\]"),
+        ({"largest_": torch.ones(1)}, r"largest_ must be contiguous torch.float64 \[1\] on cpu, got torch.float32"),
+        (
+            {"x": torch.ones(2, 3), "largest_": torch.ones(1).double()},
+            r"largest_ must be contiguous torch.float64 \[2\]",
+        ),
     ],
 )
 def test_accumulate_refuses(change: dict[str, Tensor], message: str) -> None:
-    args = {"high": torch.zeros(3).long(), "low": torch.zeros(3).long(), "x": torch.ones(3)}
+    args = {"high_": torch.zeros(3).long(), "low_": torch.zeros(3).long(), "x": torch.ones(3)}
     ops.accumulate_(**args, factor=0.5, backend="reference")
-    assert args["high"].tolist() == [2**27] * 3
+    assert args["high_"].tolist() == [2**27] * 3
     with pytest.raises(ValueError, match=f"accumulate_: {message}"):
         ops.accumulate_(**args | change, factor=0.5)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from math import floor
+from math import inf, isfinite, trunc
+from math import nan as not_a_number
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import BACKENDS, Case, Memory, cases, close, explore, nan
+from torch import Tensor
 
-from fastsam.backends import Backend
+from fastsam.backends import Backend, Kernels
 from fastsam_kernels import reference
-from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
+from fastsam_kernels.conventions import HIGH_BITS, LIMIT, LOW_BITS
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,9 +117,108 @@ def test_accumulate(backend: Backend) -> None:
         for x, factor in zip(terms, factors, strict=True):
             for i, number in enumerate(x.tolist()):
                 value = number * (factor * 2.0**HIGH_BITS)
-                limbs[i] += (floor(value) << LOW_BITS) + int((value - floor(value)) * 2.0**LOW_BITS)
+                limbs[i] += trunc(Fraction(value) * 2**LOW_BITS)
                 exact[i] += Fraction(value) * 2**LOW_BITS
         assert sums[0] == sums[1] == limbs
         assert all(abs(a - b) <= len(terms) for a, b in zip(limbs, exact, strict=True))
 
     holds()
+
+
+TINY, ODD = 2.0**-1074, 1.0 + 2.0**-52
+SPECIAL = (
+    0.0,
+    -0.0,
+    inf,
+    -inf,
+    not_a_number,
+    TINY,
+    -TINY,
+    2.0**-149,
+    2.0**-80,
+    1.5 * 2.0**-80,
+    0.75 * 2.0**-80,
+    2.0**-28,
+    LIMIT,
+    LIMIT * ODD,
+    1e300,
+    ODD,
+)
+NUMBERS = st.one_of(
+    st.sampled_from([sign * x for x in SPECIAL for sign in (1, -1)]),
+    st.floats(width=64),
+    st.builds(lambda m, e: m * 2.0**e, st.floats(-2, 2), st.integers(-90, 36)),
+)
+FACTORS = st.sampled_from((1.0, 0.1, 0.75, -0.3, 2.0**-9, 0.0, 1e-300, 1e300, TINY))
+
+
+def close_rows(kernels: Kernels, sums: tuple[Tensor, Tensor], x: Tensor, factor: float, base: Tensor | None) -> Tensor:
+    """`accumulate_` of `x`; the largest number of each row."""
+    largest = torch.full((x.shape[0] if x.dim() == 2 else 1,), -7.0, dtype=torch.float64, device=x.device)
+    kernels.accumulate_(*sums, x, factor, base=base, largest_=largest)
+    return largest
+
+
+def numbers(sums: tuple[Tensor, Tensor]) -> list[int]:
+    """The sums in units of 2^-80."""
+    return [h * 2**LOW_BITS + v for h, v in zip(*(limb.tolist() for limb in sums), strict=True)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accumulate_rows(backend: Backend) -> None:
+    """Any rows of any numbers: Python's integers, the largest element, and taking out again leaves nothing, to the last bit."""
+
+    @explore(backend, examples=80)
+    @given(
+        st.data(), st.sampled_from((torch.float32, torch.float64)), st.booleans(), st.integers(0, 9), st.integers(0, 3)
+    )
+    def holds(data: st.DataObject, dtype: torch.dtype, based: bool, rows: int, gap: int) -> None:
+        n = data.draw(st.sampled_from((0, 1, 3, 8, 33)))
+        drawn = data.draw(st.lists(NUMBERS, min_size=1, max_size=24))
+        factor, shift = data.draw(FACTORS), data.draw(st.integers(0, 23))
+        values = [drawn[(i * 7 + shift) % len(drawn)] for i in range((rows + 1) * (n + gap))]
+        field = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(rows + 1, n + gap).to(backend.device)
+        x, base = field[:rows, :n], field[rows, :n].contiguous() if based else None
+        start = torch.arange(2 * n, device=backend.device).reshape(2, n) * 12345
+        sums = start[0].clone(), start[1].clone()
+        largest = close_rows(backend.load(), sums, x, factor, base)
+
+        d = (x - base if based else x).double().tolist()
+        limit = LIMIT * 2**HIGH_BITS
+        scaled = [[v * (factor * 2.0**HIGH_BITS) for v in row] for row in d]
+        added = [[trunc(Fraction(v) * 2**LOW_BITS) if abs(v) <= limit else 0 for v in row] for row in scaled]
+        expected = [a + sum(row[i] for row in added) for i, a in enumerate(numbers((start[0], start[1])))]
+        wraps = 2 ** (64 + LOW_BITS)
+        assert [(a - b) % wraps for a, b in zip(numbers(sums), expected, strict=True)] == [0] * n
+        assert all(0 <= v < 2**LOW_BITS for v in sums[1].tolist())
+        found = [max(map(abs, row), default=0.0) if all(map(isfinite, row)) else None for row in d]
+        assert [None if v != v else v for v in largest.tolist()] == found
+
+        for row in x.unbind()[::-1]:  # one by one, and in another order
+            close_rows(backend.load(), sums, row, -factor, base)
+        assert torch.equal(sums[0], start[0]) and torch.equal(sums[1], start[1])
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_many_rows_are_the_single_calls(backend: Backend, dtype: torch.dtype) -> None:
+    """More rows than low limbs of all ones would fit, several blocks and threads, with the bits of one call after the other."""
+    device, rows, n = backend.device, 2100, 5
+    ones = torch.full((rows, n), -(1 - 2.0**-24) * 2.0**-29, dtype=dtype, device=device)
+    small = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()
+    if (backend.name, device) != ("triton", "cpu"):
+        close_rows(backend.load(), small, ones, 1.0, None)
+        assert numbers(small) == [rows * trunc(Fraction(ones[0, 0].item()) * 2**80)] * n
+    rows, n = 6, 20_001
+    x, base = torch.randn(rows + 1, n, dtype=dtype, device=device).split([rows, 1])
+    x[3, n - 1], x[5, 0] = -77.0, torch.inf
+    together, single = (torch.zeros(2, n, dtype=torch.int64, device=device).unbind() for _ in range(2))
+    largest = close_rows(backend.load(), together, x, 0.3, base[0])
+    for row, size in zip(x, largest, strict=True):
+        d = row - base[0]
+        close_rows(backend.load(), single, d, 0.3, None)
+        assert size == d.double().abs().max() or (size.isnan() and not d.isfinite().all())
+    assert largest.isnan().tolist() == [False] * 5 + [True]
+    assert numbers(together) == numbers(single)

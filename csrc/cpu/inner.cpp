@@ -10,8 +10,8 @@ void inner_range(const InnerArgs& args, double* partials, int64_t begin, int64_t
   FASTSAM_DISPATCH(inner_range, args, partials, begin, end);
 }
 
-void accumulate_range(const FixedPointArgs& args, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(accumulate_range, args, begin, end);
+void accumulate_range(const FixedPointArgs& args, uint64_t* largest, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(accumulate_range, args, largest, begin, end);
 }
 
 }  // namespace fastsam

@@ -55,20 +55,53 @@ inline void inner_range(const InnerArgs& args, double* partials, int64_t begin, 
   });
 }
 
+// A block of Rows rows, added up in registers and then to the limbs. largest: [Rows], the bits of the largest
+// |x - base|.
+template <int Rows, class T>
+inline void accumulate_block(const T* x, int64_t row_stride, const T* base, double scale, int64_t count,
+                             uint64_t* __restrict__ high, int64_t* __restrict__ low, uint64_t* largest) {
+  decltype(magnitude_bits(T())) bits[Rows] = {};
+  FASTSAM_SIMD for (int64_t i = 0; i < count; ++i) {
+    uint64_t whole = high[i];
+    int64_t rest = low[i];
+    for (int row = 0; row < Rows; ++row) {
+      const T d = x[row * row_stride + i] - base[i];
+      bits[row] = std::max(bits[row], magnitude_bits(d));
+      add_fixed_point(static_cast<double>(d) * scale, whole, rest);
+    }
+    carry_fixed_point(whole, rest);
+    high[i] = whole;
+    low[i] = rest;
+  }
+  for (int row = 0; row < Rows; ++row) largest[row] = std::max<uint64_t>(largest[row], bits[row]);
+}
+
+// Block by block, so that the limbs and the base stay in the first-level cache while the rows go by.
 template <class T>
-inline void accumulate_piece(const FixedPointArgs& args, int64_t begin, int64_t end) {
-  const T* x = static_cast<const T*>(args.x);
-  int64_t *high = args.high, *low = args.low;
-  const double scale = args.scale;
-  FASTSAM_SIMD for (int64_t i = begin; i < end; ++i) {
-    add_fixed_point(static_cast<double>(x[i]) * scale, high[i], low[i]);
+inline void accumulate_rows(const FixedPointArgs& args, uint64_t* largest, int64_t begin, int64_t end) {
+  alignas(64) static constexpr T zeros[kBlock] = {};
+  constexpr int together = 4;
+  for (int64_t start = begin; start < end; start += kBlock) {
+    const int64_t count = std::min(kBlock, end - start);
+    uint64_t* high = args.high + start;
+    int64_t* low = args.low + start;
+    const T* x = static_cast<const T*>(args.x) + start;
+    const T* base = args.base != nullptr ? static_cast<const T*>(args.base) + start : zeros;
+    int64_t row = 0;
+    for (; row + together <= args.rows; row += together) {
+      accumulate_block<together>(x + row * args.row_stride, args.row_stride, base, args.scale, count, high, low,
+                                 largest + row);
+    }
+    for (; row < args.rows; ++row) {
+      accumulate_block<1>(x + row * args.row_stride, 0, base, args.scale, count, high, low, largest + row);
+    }
   }
 }
 
-inline void accumulate_range(const FixedPointArgs& args, int64_t begin, int64_t end) {
+inline void accumulate_range(const FixedPointArgs& args, uint64_t* largest, int64_t begin, int64_t end) {
   if (args.type == Type::f64) {
-    accumulate_piece<double>(args, begin, end);
+    accumulate_rows<double>(args, largest, begin, end);
   } else {
-    accumulate_piece<float>(args, begin, end);
+    accumulate_rows<float>(args, largest, begin, end);
   }
 }

@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
+#include <mutex>
 #include <vector>
 
 #include "../launch.h"
+#include "../math.h"
 
 namespace fastsam {
 
@@ -66,6 +68,26 @@ inline void run_norm(const NormArgs& args) {
 inline void run_perturb(const PerturbArgs& args) {
   const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.origin_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
+}
+
+// Ranges of elements, of all rows each. The largest of a row is that of its ranges, in whatever order they end.
+inline void run_accumulate(const FixedPointArgs& args) {
+  std::vector<uint64_t> largest(args.rows);
+  if (args.n * args.rows <= kGrain) {
+    accumulate_range(args, largest.data(), 0, args.n);
+  } else {
+    std::mutex mutex;
+    torch::stable::parallel_for(0, args.n, std::max<int64_t>(1, kGrain / args.rows), [&](int64_t begin, int64_t end) {
+      std::vector<uint64_t> own(args.rows);
+      accumulate_range(args, own.data(), begin, end);
+      const std::lock_guard<std::mutex> lock(mutex);
+      for (int64_t row = 0; row < args.rows; ++row) largest[row] = std::max(largest[row], own[row]);
+    });
+  }
+  for (int64_t row = 0; row < args.rows && args.largest != nullptr; ++row) {
+    args.largest[row] =
+        args.type == Type::f64 ? magnitude_of(largest[row]) : magnitude_of(static_cast<uint32_t>(largest[row]));
+  }
 }
 
 inline void run_update_sgd(const UpdateArgs& args) {

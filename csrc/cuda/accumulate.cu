@@ -1,28 +1,150 @@
-// accumulate_ on CUDA: one pass over a vector of numbers and the two limbs of its sum.
-#include "common.cuh"
+// accumulate_ on CUDA: one pass over the rows and the two limbs of their sum, and the largest number of each row.
+#include "reduce.cuh"
 
 namespace fastsam {
 namespace {
 
-constexpr int kPerThread = 4, kPerBlock = kThreads * kPerThread;
+constexpr int kTogether = 4;  // rows whose loads are under way at the same time
+constexpr int kWarps = kThreads / kWarp;
 
-// Neighbouring threads take neighbouring elements: the limbs are 16 of the 20 or 24 bytes per element and direction.
 template <class T>
-__global__ void __launch_bounds__(kThreads) accumulate_kernel(const FixedPointArgs __grid_constant__ p) {
-  const T* x = static_cast<const T*>(p.x);
-  const int64_t begin = int64_t{blockIdx.x} * kPerBlock + threadIdx.x;
+constexpr int kEach = kPackBytes / sizeof(T);  // elements of a thread
+
+template <class T>
+int64_t blocks_for(int64_t n) {
+  return n > 0 ? chunks_of(n, int64_t{kThreads} * kEach<T>) : 1;
+}
+
+int64_t blocks_for(const FixedPointArgs& args) {
+  return args.type == Type::f64 ? blocks_for<double>(args.n) : blocks_for<float>(args.n);
+}
+
+// The largest over a warp, valid in its first lane.
+template <class Bits>
+__device__ __forceinline__ Bits warp_max(Bits x) {
 #pragma unroll
-  for (int turn = 0; turn < kPerThread; ++turn) {
-    const int64_t i = begin + turn * kThreads;
-    if (i < p.n) add_fixed_point(static_cast<double>(x[i]) * p.scale, p.high[i], p.low[i]);
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const Bits other = __shfl_down_sync(0xFFFFFFFFu, x, distance);
+    x = other > x ? other : x;
   }
+  return x;
+}
+
+// `Each` elements at p, of which `count` are there; the others are zero.
+template <int Width, int Each, class T>
+__device__ __forceinline__ Pack<std::remove_const_t<T>, Each> read(T* p, int count) {
+  Pack<std::remove_const_t<T>, Each> pack = {};
+  const Operand<T, Width> operand(p);
+  if (count == Each) {
+#pragma unroll
+    for (int start = 0; start < Each; start += Width) {
+      Pack<std::remove_const_t<T>, Width> part;
+      operand.read(part, start);
+#pragma unroll
+      for (int lane = 0; lane < Width; ++lane) pack.x[start + lane] = part.x[lane];
+    }
+  } else {
+#pragma unroll
+    for (int lane = 0; lane < Each; ++lane) {
+      if (lane < count) pack.x[lane] = p[lane];
+    }
+  }
+  return pack;
+}
+
+template <int Width, int Each, class T>
+__device__ __forceinline__ void write(T* p, const Pack<T, Each>& pack, int count) {
+  const Operand<T, Width> operand(p);
+  if (count == Each) {
+#pragma unroll
+    for (int start = 0; start < Each; start += Width) {
+      Pack<T, Width> part;
+#pragma unroll
+      for (int lane = 0; lane < Width; ++lane) part.x[lane] = pack.x[start + lane];
+      operand.write(part, start);
+    }
+  } else {
+#pragma unroll
+    for (int lane = 0; lane < Each; ++lane) {
+      if (lane < count) p[lane] = pack.x[lane];
+    }
+  }
+}
+
+struct AccumulateParams {
+  FixedPointArgs args;
+  double* partials;  // [rows, warps of the grid]
+  unsigned* ticket;
+};
+
+// The last block: a warp for a row.
+__device__ __forceinline__ void finish_largest(const FixedPointArgs& args, const double* partials) {
+  const int64_t warps = int64_t{gridDim.x} * kWarps;
+  for (int64_t row = threadIdx.x / kWarp; row < args.rows; row += kWarps) {
+    uint64_t bits = 0;
+    for (int64_t i = threadIdx.x % kWarp; i < warps; i += kWarp) {
+      const uint64_t other = magnitude_bits(__ldcg(partials + row * warps + i));
+      bits = other > bits ? other : bits;
+    }
+    bits = warp_max(bits);
+    if (threadIdx.x % kWarp == 0) args.largest[row] = magnitude_of(bits);
+  }
+}
+
+// A thread has the same few elements of every row, so the limbs are read and written once.
+template <class T>
+__global__ void __launch_bounds__(kThreads) accumulate_kernel(const AccumulateParams __grid_constant__ p) {
+  constexpr int each = kEach<T>;
+  const FixedPointArgs& args = p.args;
+  const int64_t begin = (int64_t{blockIdx.x} * kThreads + threadIdx.x) * each, rest = args.n - begin;
+  const int count = rest < 0 ? 0 : rest < each ? static_cast<int>(rest) : each;
+  const T* x = static_cast<const T*>(args.x) + begin;
+  Pack<T, each> base = {};
+  if (args.base != nullptr) base = read<each, each>(static_cast<const T*>(args.base) + begin, count);
+  Pack<uint64_t, each> high = read<2, each>(args.high + begin, count);
+  Pack<int64_t, each> low = read<2, each>(args.low + begin, count);
+  for (int64_t first = 0; first < args.rows; first += kTogether) {
+    Pack<T, each> packs[kTogether] = {};
+#pragma unroll
+    for (int turn = 0; turn < kTogether; ++turn) {
+      if (first + turn < args.rows) packs[turn] = read<each, each>(x + (first + turn) * args.row_stride, count);
+    }
+#pragma unroll
+    for (int turn = 0; turn < kTogether; ++turn) {
+      if (first + turn >= args.rows) break;
+      decltype(magnitude_bits(T())) bits = 0;
+#pragma unroll
+      for (int lane = 0; lane < each; ++lane) {
+        const T d = packs[turn].x[lane] - base.x[lane];
+        bits = magnitude_bits(d) > bits ? magnitude_bits(d) : bits;
+        add_fixed_point(static_cast<double>(d) * args.scale, high.x[lane], low.x[lane]);
+      }
+      if (args.largest == nullptr) continue;
+      bits = warp_max(bits);
+      const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+      if (threadIdx.x % kWarp == 0) {
+        p.partials[(first + turn) * gridDim.x * kWarps + warp] = magnitude_of(bits);
+      }
+    }
+#pragma unroll
+    for (int lane = 0; lane < each; ++lane) carry_fixed_point(high.x[lane], low.x[lane]);
+  }
+  write<2>(args.high + begin, high, count);
+  write<2>(args.low + begin, low, count);
+  if (args.largest == nullptr) return;
+  __syncthreads();  // all warps of the block have written
+  if (last_of_row(p.ticket, gridDim.x)) finish_largest(args, p.partials);
 }
 
 }  // namespace
 
-int accumulate_cuda(const FixedPointArgs& args, void* stream) {
+int64_t accumulate_partials_cuda(const FixedPointArgs& args) {
+  return args.largest != nullptr ? args.rows * blocks_for(args) * kWarps : 0;
+}
+
+int accumulate_cuda(const FixedPointArgs& args, double* partials, unsigned* tickets, void* stream) {
   const auto kernel = args.type == Type::f64 ? accumulate_kernel<double> : accumulate_kernel<float>;
-  return launch(kernel, (args.n + kPerBlock - 1) / kPerBlock, stream, args);
+  return launch(kernel, args.rows > 0 ? blocks_for(args) : 0, stream, AccumulateParams{args, partials, tickets});
 }
 
 }  // namespace fastsam

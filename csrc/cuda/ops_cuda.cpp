@@ -133,10 +133,14 @@ void inner(const Tensor out, const Tensors x, const Tensors y, const Tensor tabl
   Place::check("inner_", inner_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
 }
 
-void accumulate(const Tensor high, const Tensor low, const Tensor x, double factor) {
-  const FixedPointArgs args = fixed_point_args(high, low, x, factor);
+void accumulate(const Tensor high, const Tensor low, const Tensor x, double factor, const OptionalTensor base,
+                const OptionalTensor largest) {
+  const FixedPointArgs args = fixed_point_args(high, low, x, factor, base, largest);
   const Place place(high);
-  Place::check("accumulate_", accumulate_cuda(args, place.stream()));
+  const Tickets tickets(place, high, 1);
+  const Tensor partials = scratch(high, accumulate_partials_cuda(args));
+  Place::check("accumulate_",
+               accumulate_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
 }
 
 void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
