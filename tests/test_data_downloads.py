@@ -21,6 +21,7 @@ CIFAR = "cifar-10-python.tar.gz"
 @pytest.fixture
 def server_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with small archives, whose checksums torchvision expects; the published addresses are nobody's."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     folder = tmp_path / "server"
     folder.mkdir()
     small_cifar(monkeypatch, folder, 10)
@@ -79,7 +80,7 @@ def test_a_connection_that_breaks(tmp_path: Path, server_folder: Path) -> None:
     assert f"{address}/{CIFAR}" in str(caught.value) and list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.tar.gz", "http://nowhere.invalid/a.tar.gz", "no address"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/a.tar.gz", "no address"])
 def test_no_network(tmp_path: Path, server_folder: Path, url: str) -> None:
     with pytest.raises(ConnectionError, match=f"{url} could not be downloaded .*; fetch it elsewhere and put it at"):
         cifar10(tmp_path / "data", download=True, url=url)
