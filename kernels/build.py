@@ -3,7 +3,7 @@
 Used by `setup.py` (a wheel or an editable install), by `FASTSAM_JIT=1` (at first use, into a cache) and by
 `python -m fastsam_kernels.build` (into the installed package).
 
-- `libfastsam_cpu.so`: `csrc/ops.cpp`, `csrc/direct.cpp` and `csrc/cpu/*.cpp`;
+- `libfastsam_cpu.so`: `csrc/*.cpp` and `csrc/cpu/*.cpp`;
 - `libfastsam_cuda.so`: `csrc/cuda/*.cu` and the registration `csrc/cuda/ops_cuda.cpp`. Made when nvcc is found and
   torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
 

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sam_cases import SGD, closure_of
@@ -92,6 +93,43 @@ def test_gradients_of_another_precision(backend: Backend) -> None:
     opt.first_step()
     opt.second_step()
     assert torch.equal(p.detach(), before - 0.5)
+
+
+NO_NUMBERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = [
+    (SGD, {"lr": "x"}, "lr must be a number or a one-element tensor, got str in parameter group 0"),
+    (SGD, {"lr": None}, "lr must be a number .*got NoneType"),
+    (SGD, {"lr": [0.1]}, "lr must be a number .*got list"),
+    (SGD, {"momentum": "x"}, "momentum must be a number .*got str"),
+    (SGD, {"weight_decay": None}, "weight_decay must be a number .*got NoneType"),
+    (torch.optim.AdamW, {"eps": "x"}, "eps must be a number .*got str"),
+    (torch.optim.AdamW, {"rho": "x"}, "rho must be a number .*got str"),
+]
+
+
+@pytest.mark.parametrize(("base", "options", "message"), NO_NUMBERS)
+def test_options_that_are_no_numbers(
+    base: type[torch.optim.Optimizer], options: dict[str, Any], message: str, backend: Backend
+) -> None:
+    params = make_parameters([(3,)], torch.float32, backend.device)
+    with pytest.raises(TypeError, match=message):
+        FusedSAM(params, base, backend=backend.name, **{"lr": 0.1, **options})
+    with pytest.raises(TypeError, match=message):
+        FusedSAM([{"params": params, **options}], base, backend=backend.name, lr=0.1)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = make_parameters([(3,)], torch.float32)
+    opt = FusedSAM(params, SGD, rho=np.float32(0.5), lr=np.float32(0.25), momentum=np.float64(0.5))
+    opt.step(closure_of(params))
+
+
+def test_a_group_with_a_word_for_a_number_is_not_added(backend: Backend) -> None:
+    params = make_parameters([(3,), (2,)], torch.float32, backend.device)
+    opt = FusedSAM(params[:1], torch.optim.RMSprop, lr=0.1, backend=backend.name)
+    for name in ("lr", "momentum", "weight_decay"):
+        with pytest.raises(TypeError, match=f"{name} must be a number .*got str in parameter group 1"):
+            opt.add_param_group({"params": params[1:], name: "x"})
+    assert len(opt.param_groups) == 1
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -6,13 +6,19 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from .scalars import OWN_OPTIONS
+from .scalars import NUMBERS, OWN_OPTIONS, check_number
 
 
 def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError for what is none."""
+    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError for what is none
+    and for an option that is not a number."""
+    if factory in (SGD, Adam, AdamW):  # which compare before they look; others may take what they like
+        for number, group in enumerate(groups):
+            for name in NUMBERS:
+                if name in group:
+                    check_number(group, name, number)
     base = factory(groups, **options)
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")

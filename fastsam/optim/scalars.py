@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
+from numbers import Real
 from operator import is_not, itemgetter
 from typing import Any
 
@@ -21,11 +22,15 @@ from .rules import Group, Rule
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 OWN_OPTIONS = ("rho", "adaptive", "eta")
+NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")  # options of torch's SGD, Adam and AdamW
 
 
 def check_group(group: Group, number: int) -> None:
-    """Raises ValueError for options of a group that no step can use. Looks at the values of tensors, so not for every step."""
+    """Raises ValueError or TypeError for options of a group that no step can use. Looks at the values of tensors, so not for every step."""
     _check_radius(group, number)
+    for name in NUMBERS:
+        if isinstance(group.get(name), str):
+            check_number(group, name, number)
     lr = group.get("lr")
     if lr is not None and not _number(lr) >= 0:
         raise ValueError(f"lr must be 0 or more, got {_number(lr)} in parameter group {number}")
@@ -49,14 +54,20 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def check_number(group: Group, name: str, number: int) -> None:
+    """Raises TypeError for an option that is not a number."""
+    value = group[name]
+    if not isinstance(value, (Real, Tensor)) or isinstance(value, bool):
+        raise TypeError(
+            f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}"
+        )
+
+
 def _check_radius(group: Group, number: int) -> None:
     """The part of the check that no base optimizer does; Python numbers only."""
     for name in ("rho", "eta"):
         value = group[name]
-        if not isinstance(value, (int, float, Tensor)) or isinstance(value, bool):
-            raise TypeError(
-                f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}"
-            )
+        check_number(group, name, number)
         if not isinstance(value, Tensor) and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
 
