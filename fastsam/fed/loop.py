@@ -49,6 +49,7 @@ class Loop:
         self.chosen, self.evaluator, self.view, self.state = chosen, evaluator, view, state
         self.states = states
         self.measures, self.ranks = measures, Ranks() if ranks is None else ranks
+        self.weights = view.nbytes
         self.sampler = sampling.make(settings.sampler, len(population.clients), settings.participation)
 
     def run(self, directory: RunDirectory | None, progress: Progress | None) -> None:
@@ -86,9 +87,11 @@ class Loop:
         about = Round(
             t, settings.lr_of(t), settings.local_epochs, clients, len(active), settings.server_lr, settings.lr_of(0)
         )
-        dealt = self.ranks.deal(active, {i: self.population.sizes[i] for i in active}, state.homes)
-        state = replace(state, clients=self.ranks.moved(state.clients, dealt, state.homes, self.states.adopt))
-        mine = [i for i in active if dealt[i] == self.ranks.rank]
+        mine = active
+        if self.ranks.size > 1:
+            dealt = self.ranks.deal(active, {i: self.population.sizes[i] for i in active}, state.homes)
+            state = replace(state, clients=self.ranks.moved(state.clients, dealt, state.homes, self.states.adopt))
+            mine = [i for i in active if dealt[i] == self.ranks.rank]
         cohort = Cohort(
             self.algorithm, self.population, settings, state, about, active, self.states, self.measures, mine
         )
@@ -131,7 +134,6 @@ class Loop:
 
     def _traffic(self, active: int) -> dict[str, float]:
         """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are averaged."""
-        weights = sum(p.numel() * p.element_size() for p in self.view.parameters)
         buffers = sum(b.nbytes for b in self.view.buffers) if self.settings.buffers == "average" else 0
         sent = {"down": self.algorithm.down, "up": self.algorithm.up}
-        return {f"megabytes_{way}": active * (vectors * weights + buffers) / 1e6 for way, vectors in sent.items()}
+        return {f"megabytes_{way}": active * (vectors * self.weights + buffers) / 1e6 for way, vectors in sent.items()}

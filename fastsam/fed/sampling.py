@@ -63,13 +63,14 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
     """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return."""
     ids = sampler(round, seeds.generator(seed, "sample", round))
     try:
-        chosen = [integer("a client id", i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        given = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        chosen = given if set(map(type, given)) == {int} else [integer("a client id", i) for i in given]
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round} it returned {ids!r}"
         ) from error
-    wrong = [i for i in chosen if not 0 <= i < clients]
-    if wrong or not chosen or len(set(chosen)) != len(chosen):
+    if not chosen or min(chosen) < 0 or max(chosen) >= clients or len(set(chosen)) != len(chosen):
+        wrong = [i for i in chosen if not 0 <= i < clients]
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
         raise ValueError(
             f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round} it returned {what}"

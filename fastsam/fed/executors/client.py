@@ -37,10 +37,6 @@ class Client:
         """Rows whose next step is alike in this take it together."""
         return self.shapes[(self.k + 1) % self.epoch == 0]
 
-    @property
-    def done(self) -> bool:
-        return self.k == self.steps
-
     def batch(self) -> Batch:
         """Of the next step; called once a step."""
         if self.feed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -13,11 +14,12 @@ from ..replica import Replica, buffer_displacement
 from . import compiled, stacked
 from .base import Setup, Task
 from .client import Client, failed
-from .feed import Batch, Feed, alike, joined
+from .feed import Batch, Feed, alike, filled
 from .form import Form, Kind, Rows
 from .randomness import NoRandomness
 from .row import check_vectors
 
+_SLOT = attrgetter("slot")
 _WRITTEN = ("z", "w", "momentum", "mu", "eps")  # fields that a step writes; the others are only read
 
 
@@ -59,26 +61,29 @@ class Vmap:
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self.start, self.buffers = start, buffers
-        source, active, free = iter(tasks), dict[int, Client](), list(range(self.slots))
+        source, active, free = iter(tasks), list[Client](), list(range(self.slots))
         with self.random.guarded():
             while True:
-                opened = self._opened(source, free)
-                active |= {c.slot: c for c in opened}
+                opened = self._opened(source, free) if free else []
+                if opened:
+                    active = sorted([*active, *opened], key=_SLOT)
+                    free = free[len(opened) :]
                 if not active:
                     return
-                self._tick([active[slot] for slot in sorted(active)])
-                done = [c for c in active.values() if c.done]
-                for client in done:
-                    del active[client.slot]
-                free = sorted([*free[len(opened) :], *(c.slot for c in done)])
-                yield from self._closed(done)
+                self._tick(active)
+                done = [c for c in active if c.k == c.steps]
+                if done:
+                    active = [c for c in active if c.k < c.steps]
+                    free = sorted([*free, *map(_SLOT, done)])
+                    yield from self._closed(done)
 
     # --- beginning ---
 
     def _opened(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Client]:
         """Tasks in the free slots, as many as there are of both."""
         taken = list(zip(free, tasks, strict=False))
-        kinds = {id(task.step): self._kind(task.step) for _, task in taken}
+        steps = {id(task.step): task.step for _, task in taken}
+        kinds = {key: self._kind(step) for key, step in steps.items()}
         opened: list[Client] = []
         for _, pairs in groupby(enumerate(taken), key=lambda pair: (pair[1][0] - pair[0], kinds[id(pair[1][1].step)])):
             neighbours = [slot_and_task for _, slot_and_task in pairs]
@@ -104,7 +109,9 @@ class Vmap:
         keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
         numbers = [self._shapes.setdefault(key, len(self._shapes)) for key in keys]
         epoch = whole + (rest > 0)
-        feed = Feed([task for _, task in group]) if len(group) > 1 and first.augment is None else None
+        feed = (
+            Feed([task for _, task in group], self.setup.compile) if len(group) > 1 and first.augment is None else None
+        )
         return [
             Client(
                 task, slot, kind, epoch, (numbers[0], numbers[1]), feed, row, task.batches() if feed is None else None,
@@ -209,7 +216,7 @@ class Vmap:
         form = self._prepared(self._forms.setdefault(part, Form(self.rows, slice(*part))), clients)
         form.arrange(first.kind)
         count = min(compiled.CHUNK, epoch - first.k % epoch)
-        x, y = joined([feed.get(k) for k in range(first.k, first.k + count)], self.slots)
+        x, y = filled(feed.span(first.k, count), self.slots)
         fields = compiled.fields_of(form)
         try:
             self.losses[form.part] += steps.run_(first.kind, fields, form.hyper, x, y, size)
