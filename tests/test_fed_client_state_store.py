@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from fake_cuda import FakeCuda, Watch
 from fed_states import CPU, ordinary, stand_in
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,6 +76,33 @@ def test_a_tensor_that_does_not_change_is_not_copied_back() -> None:
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
     assert len(store._down) == len(store._up) == 0  # nothing is remembered longer than it lives
+
+
+@pytest.mark.usefixtures("gpu")
+def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stream uses must not be given away before it is done: states that are fetched to the work, new ones to the copies."""
+    lent: list[tuple[set[int], Any]] = []
+    monkeypatch.setattr(FakeCuda, "lend", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream)))
+    store, new = InHostMemory(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
+    kept = store.put(0, new)
+    assert lent == [({id(new["a"])}, store.stream), ({id(new["b"])}, store.stream)]
+    lent.clear()
+    got = store.get(0, kept)
+    assert lent == [({id(t) for t in got.values()}, FakeCuda.active)]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_host_writes_no_row_that_is_still_read() -> None:
+    """A state that came from elsewhere takes the row of one that nobody has any more, but that was being fetched."""
+    store = InHostMemory(CPU, "", 4)
+    with Watch():
+        kept = {0: store.put(0, {"c_i": torch.ones(5)})}
+        store.commit()
+        store.begin(kept, [0], ())
+        kept = {1: {"c_i": store.adopt(torch.zeros(5))}}
+        store.stream.wait_stream(FakeCuda.active)  # what the host has written is there for all that is queued later
+        store.begin(kept, [1], ())
+        assert store.get(1, kept[1])["c_i"].tolist() == [0] * 5
 
 
 def test_rows_come_back_when_their_tensor_is_gone() -> None:
@@ -148,7 +176,7 @@ def test_a_state_moves_to_where_the_other_rank_keeps_its_own(kinds: Any) -> None
     left = Pair(0, 2).moved({3: state}, {3: 1}, {3: 0}, here.adopt)
     held = Pair(1, 2).moved({}, {3: 1}, {3: 0}, there.adopt)
     assert left == {} and list(held) == [3]
-    assert all(isinstance(there, OnDevice) and there.pool.holds(t) for t in held[3].values() if there.looks_ahead)
+    assert all(there.pool.holds(t) for t in held[3].values() if there.looks_ahead)
     there.begin(held, [3], [])
     got = there.get(3, held[3])
     assert got["c_i"].tolist() == [0, 1, 2, 3, 4] and got["n"].item() == 2 and got["n"].dtype == torch.int64

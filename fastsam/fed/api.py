@@ -234,7 +234,11 @@ def _open(
         directory.start(
             loop.state,
             identity if config is None else config,
-            environment(place) | {"executor": loop.chosen.record(), "client_state": loop.states.record()},
+            environment(place)
+            | {
+                "executor": loop.chosen.record(),
+                "client_state": {"where": loop.states.where, "reason": loop.states.reason},
+            },
         )
         return directory
     if found.round > loop.settings.rounds:

@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,29 @@ State = dict[str, Tensor]
 States = Mapping[int, State]
 
 
+class ClientStates(Protocol):
+    """A store. where: "device" or "host", in whose memory states are. looks_ahead: whether it is of use to know who is next."""
+
+    where: str
+    looks_ahead: bool
+    reason: str
+
+    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
+        """A round begins. states: of all clients; order: who will be asked for; later: who is likely to be in the next round."""
+
+    def get(self, client: int, state: State) -> State:
+        """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
+
+    def put(self, client: int, state: State) -> State:
+        """What a RunState keeps of the new state of `client`."""
+
+    def commit(self) -> None:
+        """The round is complete: what `put` has returned can be read, by whoever, when this returns."""
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        """A tensor of a RunState from one that came from elsewhere (a file, another rank) and is on the CPU."""
+
+
 class OnDevice:
     """States are tensors on the device of the run, as the algorithm made them. Nothing here costs anything."""
 
@@ -37,26 +60,19 @@ class OnDevice:
     def __init__(self, device: torch.device, reason: str) -> None:
         self.device, self.reason = device, reason
 
-    def record(self) -> dict[str, Any]:
-        """For the run directory."""
-        return {"where": self.where, "reason": self.reason}
-
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """A round begins. states: of all clients; order: who will be asked for; later: who is likely to be in the next round."""
+        pass
 
     def get(self, client: int, state: State) -> State:
-        """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
         return state
 
     def put(self, client: int, state: State) -> State:
-        """What a RunState keeps of the new state of `client`."""
         return state
 
     def commit(self) -> None:
-        """The round is complete: what `put` has returned can be read, by whoever, when this returns."""
+        pass
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A tensor of a RunState from one that came from elsewhere (a file, another rank) and is on the CPU."""
         return tensor.to(self.device)
 
 
@@ -69,7 +85,7 @@ class Fetched:
     ready: torch.cuda.Event
 
 
-class InHostMemory(OnDevice):
+class InHostMemory:
     """States are tensors in pinned host memory; those that are needed are copied to the device, at most `ahead` before they are asked for.
 
     All copies, in both directions, go over one stream of their own: so a row of host memory is written when what was read of it before is
@@ -82,8 +98,8 @@ class InHostMemory(OnDevice):
     where, looks_ahead = "host", True
 
     def __init__(self, device: torch.device, reason: str, ahead: int) -> None:
-        super().__init__(device, reason)
-        self.ahead, self.cuda, self.pool = ahead, Cuda(device), HostPool()
+        self.device, self.reason, self.ahead = device, reason, ahead
+        self.cuda, self.pool = Cuda(device), HostPool()
         self.stream = self.cuda.stream()
         self._fetched: dict[int, Fetched] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
@@ -165,7 +181,7 @@ class InHostMemory(OnDevice):
         return tensor.device.type == self.device.type
 
 
-def make(where: str, device: torch.device, nbytes: float, ahead: int) -> OnDevice:
+def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
     """The store for `where` ("auto", "host", "device"). nbytes: of the states of all clients; ahead: see `InHostMemory`.
 
     "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its memory. On the CPU

@@ -14,7 +14,7 @@ from .aggregate import RoundSums, SumParts
 from .algorithms.base import Algorithm, Round, State, Upload
 from .checkpoint import RunState
 from .clients import Population
-from .clientstate import OnDevice
+from .clientstate import ClientStates
 from .executors import Task, Work
 from .localstep import LocalStep, RowEnd, RowEnds
 from .measures.base import Measures
@@ -54,7 +54,7 @@ class Cohort:
         before: RunState,
         about: Round,
         active: Sequence[int],
-        states: OnDevice,
+        states: ClientStates,
         measures: Measures | None = None,
         mine: Sequence[int] | None = None,
     ) -> None:
@@ -134,7 +134,9 @@ class Cohort:
         """Federated averaging's `close_client` for all of them at once: the displacement into a mean, and the state as it was."""
         weights = [self.weights[i] for i in ends.clients]
         numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
-        problems = self.sums.add_rows_(weights, "delta", ends.rows, ends.begins, numbers)
+        shared = ends.begins is not None and ends.begins.dim() == 1
+        rows, begin = (ends.rows, ends.begins) if shared else (ends.displacement, None)
+        problems = self.sums.add_rows_(weights, {"delta": rows}, {}, numbers, begin)
         for i, problem in zip(ends.clients, problems, strict=True):
             self._keep(i, self._open.pop(i, {}), problem)
 

@@ -13,7 +13,7 @@ from . import sampling
 from .algorithms.base import Algorithm, Round, check_server
 from .checkpoint import RunDirectory, RunState
 from .clients import Population
-from .clientstate import OnDevice
+from .clientstate import ClientStates
 from .cohort import BUFFERS, Cohort
 from .evaluate import Evaluator
 from .executors import Choice
@@ -41,7 +41,7 @@ class Loop:
         evaluator: Evaluator,
         view: Replica,
         state: RunState,
-        states: OnDevice,
+        states: ClientStates,
         measures: Measures | None = None,
         ranks: Ranks | None = None,
     ) -> None:
