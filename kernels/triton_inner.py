@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .conventions import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_call import Call, compilable, launch
-from .triton_common import BLOCK, CHUNK, LANES, LOG2_LANES, list_base, load, locate, pairwise_sum, widen
+from .triton_common import CHUNK, LANES, LOG2_LANES, list_base, load, locate, pairwise_sum, widen
 from .triton_norm import finish_
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
@@ -78,7 +78,7 @@ def _value(x, base, lane, mask, scale, BASED: tl.constexpr):
     return tl.where(tl.abs(value) <= LARGEST, value, 0.0), tl.abs(d)
 
 
-@triton.jit(do_not_specialize=["n", "rows", "row_stride", "apart"])
+@triton.jit(do_not_specialize=["rows", "apart"])
 def _accumulate_kernel(
     high, low, x, base, largest, scale, n, rows, row_stride, apart,
     BASED: tl.constexpr, MEASURED: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,9 +88,9 @@ def _accumulate_kernel(
     factor = tl.load(scale)
     total = tl.load(high + lane, mask=mask, other=0)
     rest = tl.load(low + lane, mask=mask, other=0)
-    row = 0
+    row = tl.full([], 0, dtype=tl.int64)
     while row < rows:
-        value, size = _value(x, base, lane, mask, factor, BASED)
+        value, size = _value(x + row * row_stride, base, lane, mask, factor, BASED)
         whole = value.to(tl.int64)
         rest += ((value - whole.to(tl.float64)) * LOW_UNIT).to(tl.int64)
         total += whole + (rest >> LOW_SHIFT)
@@ -98,7 +98,6 @@ def _accumulate_kernel(
         if MEASURED:
             found = tl.max(tl.where(size < INFINITY, size, INFINITY))
             tl.store(largest + row * apart + tl.program_id(0), found)
-        x += row_stride
         row += 1
     tl.store(high + lane, total, mask=mask)
     tl.store(low + lane, rest, mask=mask)
@@ -119,13 +118,13 @@ def accumulate_(
     """See `reference.accumulate_`."""
     several = x.dim() > high_.dim()
     rows, n = x.shape[0] if several else 1, high_.numel()
-    programs = triton.cdiv(n, BLOCK.value) if rows else 0
+    programs = triton.cdiv(n, LANES.value) if rows else 0
     # A Python number would reach the kernel as float32.
     scale = torch.full((1,), factor * 2.0**HIGH_BITS, dtype=torch.float64, device=x.device)
     partials = torch.empty(rows, programs, dtype=torch.float64, device=x.device) if largest_ is not None else None
     args = {"high": high_, "low": low_, "x": x, "base": base, "largest": partials, "scale": scale, "n": n, "rows": rows}
     args |= {"row_stride": x.stride(0) if several else 0, "apart": programs}
-    args |= {"BASED": base is not None, "MEASURED": largest_ is not None, "BLOCK": BLOCK}
+    args |= {"BASED": base is not None, "MEASURED": largest_ is not None, "BLOCK": LANES}
     launch(_accumulate_kernel, programs, x.device, **args)
     if largest_ is not None and partials is not None:
         found = partials.amax(1) if programs else torch.zeros_like(largest_)

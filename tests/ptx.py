@@ -19,16 +19,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastsam_kernels import triton_adam, triton_dual, triton_inner, triton_norm, triton_perturb, triton_update
+from fastsam_kernels import (
+    triton_adam,
+    triton_common,
+    triton_dual,
+    triton_inner,
+    triton_norm,
+    triton_perturb,
+    triton_update,
+)
 from fastsam_kernels.triton_call import compute_type
 from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("origin", "momentum", "q", "shift", "mu", "s", "eps", "exp_avg", "exp_avg_sq")
 OPERANDS = ("z", "grads", "weights", "g1", "x", "y")
-NUMBERS = ("n_chunks", "segments", "programs_per_row", "apart")
-LONGS = ("chunks", "table", "seed")
-DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "corrections")
+NUMBERS = ("n_chunks", "segments", "programs_per_row", "apart", "rows")
+LONGS = ("chunks", "table", "seed", "high", "low")
+DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "corrections", "scale", "largest")
 SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WIDE = r"global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 
@@ -52,7 +60,7 @@ class Variant:
         return " ".join(parts)
 
     def type_of(self, name: str) -> str:
-        if name in NUMBERS or name.endswith(("_stride", "_row", "_group", "_slot")):
+        if name in (*NUMBERS, "n") or name.endswith(("_stride", "_row", "_group", "_slot")):
             return "i32"
         if name in OPERANDS:
             return f"*{SHORT[self.dtype]}" if self.flat else "*i64"
@@ -87,8 +95,10 @@ def variants() -> list[Variant]:
     save, sgd, adam = (("SAVE", True),), (("FIRST", False), ("KEEP", False)), (("DECOUPLED", True), ("KEEP", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32 = torch.float32
+    rows = (("BASED", True), ("MEASURED", True), ("BLOCK", triton_common.LANES))
     for aligned in (True, False):
         found += [
+            Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True, options=rows),
             Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",)),
             Variant(triton_norm._norm_kernel, f32, aligned),
             Variant(triton_perturb._perturb_kernel, f32, aligned, absent=("seed",), options=save),

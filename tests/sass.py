@@ -31,16 +31,18 @@ ONLY_SMALL = (
     "call.segments <= small ? in_parts<small>(call, lists, chunk, f) : in_parts<large>(call, lists, chunk, f)",
     "large > 0 ? in_parts<small>(call, lists, chunk, f) : 0",
 )
-SOURCES = ("norm", "perturb", "update_sgd", "update_adam")
+SOURCES = ("norm", "perturb", "accumulate", "update_sgd", "update_adam")
 # op: source, template types as mangled, elements of a thread in a sweep (width times turns)
 CUDA = {
     "norm": ("norm_kernelIfLb0E", 4 * 4),
     "perturb": ("perturb_kernelIffLb1E", 4 * 2),
     "restore": ("restore_kernelIff", 4 * 4),
+    "accumulate": ("accumulate_kernelIf", 4),
     "update_sgd": ("update_sgd_kernelIffLb0E", 4 * 2),
     "update_adam": ("update_adam_kernelIff", 4 * 1),
 }
 TRITON_ELEMENTS = 4096 // 128  # of a thread in a whole chunk
+TRITON_ACCUMULATED = 512 // 128  # of a thread of accumulate_
 
 
 @dataclass
@@ -148,7 +150,7 @@ def cuda_code(cache: Path) -> list[Code]:
 
 
 def triton_code() -> list[Code]:
-    """The float32 Triton kernels on aligned, scattered tensors for all architectures."""
+    """The float32 Triton kernels on aligned tensors, scattered where they may be, for all architectures."""
     import triton
     from ptx import Variant, variants
     from triton.backends.compiler import GPUTarget
@@ -156,11 +158,11 @@ def triton_code() -> list[Code]:
     from fastsam_kernels.triton_common import WARPS
 
     wanted = {"norm": "norm_kernel", "perturb": "perturb_kernel", "restore": "restore_kernel",
-              "update_sgd": "sgd_kernel", "update_adam": "adam_kernel"}  # fmt: skip
+              "update_sgd": "sgd_kernel", "update_adam": "adam_kernel", "accumulate": "accumulate_kernel"}  # fmt: skip
     chosen: dict[str, Variant] = {}
     for variant in variants():
         for op, kernel in wanted.items():
-            name = f"{kernel} fp32 scattered"
+            name = f"{kernel} fp32 {'flat' if op == 'accumulate' else 'scattered'}"
             if variant.name == name or (variant.name.startswith(f"{name} no-") and variant.aligned):
                 chosen.setdefault(op, variant)
     found = []
@@ -172,7 +174,8 @@ def triton_code() -> list[Code]:
                 path = Path(folder) / f"{op}-{arch}.cubin"
                 path.write_bytes(compiled.asm["cubin"])
                 (_, instructions, usage), *_ = disassembled(path)
-                found.append(code_of(op, arch, TRITON_ELEMENTS, instructions, usage))
+                elements = TRITON_ACCUMULATED if op == "accumulate" else TRITON_ELEMENTS
+                found.append(code_of(op, arch, elements, instructions, usage))
     return found
 
 

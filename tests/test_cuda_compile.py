@@ -24,7 +24,10 @@ pytestmark = [
 ARCHS = toolchain.CUDA_ARCHS
 # Registers a thread may use: 64 of them leave room for 1,024 threads per multiprocessor, 40 for 1,536, 32 for all 2,048.
 BOUNDS = {"perturb": 72} | dict.fromkeys(
-    ("stochastic", "dual_norm", "dual_perturb", "inner", "norm", "update_norm", "restore", "update_sgd", "update_adam"),
+    (
+        *("stochastic", "dual_norm", "dual_perturb", "inner", "norm", "update_norm", "restore", "update_sgd"),
+        *("update_adam", "accumulate"),
+    ),
     64,
 )
 BYTES = {
@@ -34,6 +37,7 @@ BYTES = {
     "dual_norm": (12, 0),
     "dual_perturb": (16, 12),
     "inner": (8, 0),
+    "accumulate": (4 * 4 + 4 + 16, 16),  # four rows, the base, the limbs; the limbs
     "update_sgd": (12, 8),
     "update_adam": (16, 12),
 }
@@ -54,7 +58,7 @@ class Kernel:
 
     op: str
     types: str  # of the template, as mangled: f d 4bf16 3f16
-    segments: int  # capacity of its table
+    segments: int  # capacity of its table; 0: it has none
     arch: str
     usage: dict[str, int] = field(default_factory=dict)
     instructions: list[str] = field(default_factory=list, repr=False)
@@ -67,6 +71,8 @@ class Kernel:
 
 def parse(name: str, arch: str) -> Kernel | None:
     found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?)NS0_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name)
+    if found is None and (plain := re.search(r"\d(accumulate)_kernelI([fd])E", name)):
+        return Kernel(plain[1], plain[2], 0, arch)
     return Kernel(found[1], found[2], int(found[3]), arch) if found else None
 
 
@@ -137,6 +143,7 @@ def test_every_kernel_is_there(kernels: list[Kernel]) -> None:
         "update_adam": types,
     }
     expected = {(op, arch): 2 * n for op, n in per_arch.items() for arch in ARCHS}  # two sizes of the table
+    expected |= {("accumulate", arch): 2 for arch in ARCHS}  # float and double, without a table
     assert Counter((k.op, k.arch) for k in kernels) == expected
 
 
@@ -162,6 +169,7 @@ def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
         ("dual_norm", "f", 2),
         ("dual_perturb", "ff", 1),
         ("inner", "f", 2),
+        ("accumulate", "f", 1),
         ("update_sgd", "ffLb0E", 2),
         ("update_adam", "ff", 1),
     ],

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(cuobjdump() is None, reason="cuobjdump is not in
 TOLERANCE = 1.15
 # Threads that a multiprocessor holds: 2,048 with 32 registers each, 1,536 with 40, 1,024 with 64, 896 with 72.
 REGISTERS = {
-    "cuda": {"norm": 40, "perturb": 72, "restore": 64, "update_sgd": 72, "update_adam": 64},
-    "triton": {"norm": 64, "perturb": 128, "restore": 64, "update_sgd": 128, "update_adam": 128},
+    "cuda": {"norm": 40, "perturb": 72, "restore": 64, "accumulate": 64, "update_sgd": 72, "update_adam": 64},
+    "triton": {"norm": 64, "perturb": 128, "restore": 64, "accumulate": 64, "update_sgd": 128, "update_adam": 128},
 }
 KINDS = ("cuda", "triton")
 Table = dict[tuple[str, str, str], Code]

@@ -53,6 +53,12 @@ def test_every_access_of_a_whole_chunk_has_128_bits(found: dict, kernel: str, re
         assert found[unaligned]["wide_loads"] == found[unaligned]["wide_stores"] == 0
 
 
+def test_every_access_of_the_limbs_has_128_bits(found: dict) -> None:
+    """Four elements per thread: of a row and the base, and of two limbs of 64 bits that are read and written once for all rows."""
+    counts = found["accumulate_kernel fp32 flat"]
+    assert (counts["wide_loads"], counts["wide_stores"]) == (1 + 1 + 2 + 2, 2 + 2)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp64", "fp16", "bf16"])
 def test_every_storage_type_has_128_bits(found: dict, dtype: str) -> None:
     master = "" if dtype in ("fp32", "fp64") else " master"
