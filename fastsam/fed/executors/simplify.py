@@ -50,6 +50,9 @@ def simplified(
                     raise CannotTraceError(f"{op} gives other shapes when it is replayed")
                 program.name(old, new)
     program.outputs = [program.value(t) for t in outputs]
+    given = {memory(t) for t in inputs}
+    if any(memory(v.tensor) in given for v in program.held() if v not in program.inputs):
+        raise CannotTraceError("it reads the memory of weights or batches by another way than its inputs")
     _fuse_sums(program)
     program.outputs = [
         _placed(program, _dense(program, v), wanted) for v, wanted in zip(program.outputs, strides, strict=True)
