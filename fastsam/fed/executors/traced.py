@@ -27,7 +27,7 @@ log = logging.getLogger("fastsam.fed")
 Plain = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Sequence[Tensor | None]]]
 Found = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 
-KEPT = 128  # shapes: some ten kilobytes each
+KEPT = 256  # shapes: some ten kilobytes each
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # How far a replay may be off, relative: a loss, and the norm of the gradients' difference (rounding may move a kink).
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
