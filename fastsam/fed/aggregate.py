@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -24,7 +24,6 @@ from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
 from .. import ops
 
 LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
-_CARRY_EVERY = 1024  # so many low limbs fit into 63 bits
 
 
 class FixedPointSum:
@@ -35,50 +34,39 @@ class FixedPointSum:
         self.high = torch.zeros(like.shape, dtype=torch.int64, device=like.device)
         self.low = torch.zeros_like(self.high)
         self._kernels = ops.bind("auto", like.device, torch.float32)  # every backend gives the same integers
-        self._pending = 0
 
     def problem(self, x: Tensor, factor: float) -> str | None:
         """Why `factor * x` cannot be added; None when it can."""
-        return None if x.numel() == 0 else self._of_size(_largest(x), factor)
+        if x.numel() == 0:
+            return None
+        low, high = (v.item() for v in torch.aminmax(x.detach()))
+        return self.problem_of_size(high if math.isnan(high) else max(-low, high), factor)
 
-    def _of_size(self, largest: float, factor: float) -> str | None:
-        """Why a vector whose largest element has this size cannot be added."""
+    def problem_of_size(self, largest: float, factor: float) -> str | None:
+        """Why `factor` times a vector whose largest element has this size cannot be added; None when it can."""
         if not math.isfinite(largest):
             return "is not finite"
         if largest * factor <= self.bound:
             return None
         return f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
 
-    def add_(self, x: Tensor, factor: float) -> None:
-        """Adds `factor * x`; `problem(x, factor)` must be None. The product is rounded to float64."""
-        x = x.detach().contiguous()
-        self._kernels.accumulate_(self.high, self.low, x if x.dtype == torch.float64 else x.float(), factor)
-        self._pending += 1
-        if self._pending >= _CARRY_EVERY:
-            self.carry_()
+    def add_(self, x: Tensor, factor: float, begin: Tensor | None = None, largest: Tensor | None = None) -> None:
+        """Adds `factor * (x - begin)` of a vector x, or of every row of an x `[n, ...]`; with `-factor` the same call takes it out again.
 
-    def add_rows_(self, rows: Tensor, begins: Tensor | None, factor: float) -> list[str | None]:
-        """Adds `factor * row` for every row of `rows` (`[n, ...]`; less `begins`, where given). Returns for each why it was left out, or None."""
-        x = rows.detach() if begins is None else rows.detach() - begins
-        flat = x.reshape(len(x), -1)
-        if not flat.shape[1]:
-            return [None] * len(x)
-        largest = flat.abs().amax(1).tolist() if len(x) > 1 else [_largest(flat)]
-        problems = [self._of_size(size, factor) for size in largest]
-        for row, problem in zip(x, problems, strict=True):
-            if problem is None:
-                self.add_(row, factor)
-        return problems
+        begin: as one vector, None for zeros. largest: float64 `[n]` (`[1]`), takes the size of each row's largest element, NaN where one is
+        not finite. A row whose `problem_of_size` is not None must be taken out.
+        """
+        if x.dtype not in (torch.float32, torch.float64):
+            x = x.float()
+        self._kernels.accumulate_(self.high, self.low, x.detach().contiguous(), factor, base=begin, largest_=largest)
 
     def carry_(self) -> None:
         """Moves what is over in the low limb to the high one; the number they stand for stays."""
         self.high.add_(self.low >> LOW_BITS)
         self.low.bitwise_and_((1 << LOW_BITS) - 1)
-        self._pending = 0
 
     def limbs(self) -> tuple[Tensor, Tensor]:
         """The sum as it is: int64, high and low."""
-        self.carry_()
         return self.high, self.low
 
     def add_limbs_(self, high: Tensor, low: Tensor) -> None:
@@ -89,14 +77,37 @@ class FixedPointSum:
 
     def value(self) -> Tensor:
         """The sum as float64."""
-        self.carry_()
         return (self.high.double() + self.low.double() * 2.0**-LOW_BITS) * 2.0**-HIGH_BITS
 
 
-def _largest(x: Tensor) -> float:
-    """The size of the largest element; NaN when one is NaN."""
-    low, high = (v.item() for v in torch.aminmax(x.detach()))
-    return high if math.isnan(high) else max(-low, high)
+@dataclass(frozen=True)
+class Term:
+    """Vectors of some clients, `[n, ...]` (each less `begin`), that go into one sum with a factor. scale: of a unit of weight; None: no weight."""
+
+    sum: FixedPointSum
+    name: str
+    rows: Tensor
+    begin: Tensor | None = None
+    scale: float | None = None
+
+    def factor(self, weight: int) -> float:
+        return 1.0 if self.scale is None else weight * self.scale
+
+
+def _added(terms: Sequence[Term], weight: int, n: int) -> list[str | None]:
+    """Adds all terms of n clients of one weight; of a client with a problem nothing stays. Returns the problems."""
+    sizes = [torch.zeros(n, dtype=torch.float64, device=term.rows.device) for term in terms]
+    for term, size in zip(terms, sizes, strict=True):
+        term.sum.add_(term.rows, term.factor(weight), term.begin, size)
+    problems: list[str | None] = [None] * n
+    for term, size in zip(terms, sizes, strict=True):
+        found = [term.sum.problem_of_size(largest, term.factor(weight)) for largest in size.tolist()]
+        if any(found):
+            problems = [p or (f and f"its {term.name!r} {f}") for p, f in zip(problems, found, strict=True)]
+    for i in [i for i, problem in enumerate(problems) if problem]:
+        for term in terms:
+            term.sum.add_(term.rows[i], -term.factor(weight), term.begin)
+    return problems
 
 
 def _not_finite(numbers: Mapping[str, Sequence[float]], n: int) -> list[str | None]:
@@ -152,47 +163,31 @@ class RoundSums:
 
         Raises ValueError for a vector of another shape than the other clients'.
         """
-        terms = [("mean", name, x, weight * self._unit) for name, x in mean.items()]
-        terms += [("total", name, x, 1.0) for name, x in total.items()]
-        for name, value in numbers.items():
-            if not math.isfinite(value):
-                return f"the {name} is not finite"
-        sums = [self._sum(kind, name, x) for kind, name, x, _ in terms]
-        for (_, name, x, factor), one in zip(terms, sums, strict=True):
-            problem = one.problem(x, factor)
-            if problem:
-                return f"its {name!r} {problem}"
-        for (_, _, x, factor), one in zip(terms, sums, strict=True):
-            one.add_(x, factor)
-        for name, value in numbers.items():
-            self._numbers.setdefault(name, []).append(value)
-        self.clients, self.weight = self.clients + 1, self.weight + weight
-        return None
+        means, totals = ({name: x[None] for name, x in vectors.items()} for vectors in (mean, total))
+        return self.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()})[0]
 
     def add_rows_(
         self,
         weights: Sequence[int],
-        name: str,
-        rows: Tensor,
-        begins: Tensor | None,
+        mean: Mapping[str, Tensor],
+        total: Mapping[str, Tensor],
         numbers: Mapping[str, Sequence[float]],
+        begin: Tensor | None = None,
     ) -> list[str | None]:
-        """As `add_` for n clients with one vector each for the mean `name`: `rows` (`[n, stride]`), less `begins` where given.
+        """As `add_` for n clients at once: vectors `[n, ...]`, n numbers each. begin: what is taken off every row of `mean`.
 
-        Returns for each why it was left out, or None.
+        Returns for each client why it was left out, or None.
         """
         problems = _not_finite(numbers, len(weights))
-        total = self._sum("mean", name, rows[0])
+        terms = [Term(self._sum("mean", name, x), name, x, begin, self._unit) for name, x in mean.items()]
+        terms += [Term(self._sum("total", name, x), name, x) for name, x in total.items()]
         for weight, chosen in _by_weight(weights, problems):
-            some, origin = rows, begins
-            if len(chosen) < len(weights):
-                some = rows[chosen]
-                origin = begins[chosen] if begins is not None and begins.dim() == rows.dim() else begins
-            for i, problem in zip(chosen, total.add_rows_(some, origin, weight * self._unit), strict=True):
-                problems[i] = problem and f"its {name!r} {problem}"
+            some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
+            for i, problem in zip(chosen, _added(some, weight, len(chosen)), strict=True):
+                problems[i] = problem
         added = [i for i, problem in enumerate(problems) if problem is None]
-        for number, values in numbers.items():
-            self._numbers.setdefault(number, []).extend(values[i] for i in added)
+        for name, values in numbers.items():
+            self._numbers.setdefault(name, []).extend(values[i] for i in added)
         self.clients, self.weight = self.clients + len(added), self.weight + sum(weights[i] for i in added)
         return problems
 
@@ -214,21 +209,22 @@ class RoundSums:
                     raise ValueError(
                         f"the upload {key[1]!r} must have one shape for all clients, got {shapes[key]} and {shape}"
                     )
-        sums = [self._sum(kind, name, like.new_empty(shapes[kind, name])) for kind, name in sorted(shapes)]
+        sums = [self._sum(kind, name, like.new_empty((1, *shapes[kind, name]))) for kind, name in sorted(shapes)]
+        add_([limb for one in sums for limb in (one.high, one.low)])
         for one in sums:
             one.carry_()
-        add_([limb for one in sums for limb in (one.high, one.low)])
         names = sorted({name for part in ranks for name in part.numbers})
         self._joined = {n: sum((part.numbers.get(n, Fraction(0)) for part in ranks), Fraction(0)) for n in names}
         self.clients, self.weight = (sum(getattr(part, n) for part in ranks) for n in ("clients", "weight"))
 
-    def _sum(self, kind: str, name: str, x: Tensor) -> FixedPointSum:
+    def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
+        """The sum of vectors like the rows of `rows`."""
         found = self._vectors.get((kind, name))
         if found is None:
-            found = self._vectors[kind, name] = FixedPointSum(x, self.terms)
-        elif found.high.shape != x.shape:
+            found = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms)
+        elif found.high.shape != rows.shape[1:]:
             raise ValueError(
-                f"the upload {name!r} must have one shape for all clients, got {list(x.shape)} after {list(found.high.shape)}"
+                f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after {list(found.high.shape)}"
             )
         return found
 

@@ -134,7 +134,9 @@ class Cohort:
         """Federated averaging's `close_client` for all of them at once: the displacement into a mean, and the state as it was."""
         weights = [self.weights[i] for i in ends.clients]
         numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
-        problems = self.sums.add_rows_(weights, "delta", ends.rows, ends.begins, numbers)
+        shared = ends.begins is not None and ends.begins.dim() == 1
+        rows, begin = (ends.rows, ends.begins) if shared else (ends.displacement, None)
+        problems = self.sums.add_rows_(weights, {"delta": rows}, {}, numbers, begin)
         for i, problem in zip(ends.clients, problems, strict=True):
             self._keep(i, self._open.pop(i, {}), problem)
 
