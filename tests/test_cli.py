@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shlex
 import signal
@@ -256,6 +258,34 @@ def test_a_run_directory_that_cannot_be_made_is_told(
     name, *flags = command
     assert cli.main([name, str(tmp_path / "small.toml"), *flags, "--run-dir", str(tmp_path / "file" / "new")]) == 1
     assert "file/new cannot be made (Not a directory); choose another run directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["run"], ["compare", "--algorithms", "scaffold"]])
+def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
+    here: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    from fastsam.fed import checkpoint
+
+    name, *flags = command
+    arguments = [name, "small.toml", *flags, "--run-dir", "full"]
+    write = checkpoint.write_bytes
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == "server-000002.safetensors":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_bytes", full)
+    assert cli.main(arguments) == 1
+    message = capsys.readouterr().err.strip().splitlines()
+    where = "full" if name == "run" else "full/scaffold-seed0"
+    assert message[-2].startswith(
+        f"error: no space is left for {where} (No space left on device). Its last checkpoint is whole"
+    )
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert cli.main(shlex.split(message[-1])[1:]) == 0
+    assert [record["round"] for record in metrics(here / where)] == [1, 2, 3]
 
 
 def test_help_lists_every_key_and_algorithm(capsys: pytest.CaptureFixture) -> None:

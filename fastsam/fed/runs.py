@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ Data = Mapping[str, FederatedData]
 def train(
     built: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str
 ) -> Finished:
-    """One run. Ctrl-C leaves with the command that continues it."""
+    """One run. Ctrl-C, and a disk that is full, leave with the command that continues it."""
     try:
         with RunProgress(console, label, built.config.rounds) as progress:
             result = experiment.start(built, directory, resume, progress)
@@ -38,6 +39,13 @@ def train(
         raise KeyboardInterrupt(
             f"Continue with:\n  {resume_command}" if begun else "Nothing had been written yet."
         ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(
+            f"no space is left for {directory} ({error.strerror}). Its last checkpoint is whole; make room, and continue with:\n  "
+            f"{resume_command}"
+        ) from error
     short, config = short_name(built.config.algorithm), built.config
     return Finished(short, config.seed, result.summary(), result.history, directory, short, lr=config.lr)
 
