@@ -83,6 +83,26 @@ def test_table_over_seeds_is_mean_and_population_deviation() -> None:
     assert rows[1][4] == "1 / –"
 
 
+def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
+    runs = [finished("a", seed, [0.5], reached) for seed, reached in enumerate((1, 2, 9))]
+    assert report.table(runs)[1][0][4] == "4.0"
+    assert tables.to_target(runs).rows[0][1] == "4.0"  # type: ignore[union-attr]
+
+
+def test_small_sizes_keep_two_digits() -> None:
+    sent = {
+        "megabytes": 0.02834,
+        "state_megabytes": 0.0,
+        "client_megabytes": 0.00251,
+        "seconds_training": 0.1,
+        "backprops": 1,
+    }
+    runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
+    assert report.table(runs)[1][0][-1] == "0.028" and tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
+    assert tables.cost(runs).rows[0][-3:] == ["0.028", "0.00", "0.0025"]
+    assert [tables.size(v) for v in (0.0, 0.5, 1.0, 12.04, 31000.0)] == ["0.0", "0.5", "1.0", "12.0", "31000.0"]
+
+
 def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
     run = finished("a", 0, [0.5], target=None)
     run.summary["client_accuracy_std"] = None
@@ -306,6 +326,18 @@ def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [axes.get_title() for axes in panels] == ["sharp", "flat", "level"]
     ranges = {axes.collections[0].get_clim() for axes in panels}
     assert len(ranges) == 1 and ranges.pop() == pytest.approx((0.1, 21.0))
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.02, 2.47), (1.8, 3.4), (0.02, 700.0)])
+def test_the_losses_beside_a_surface_are_plain_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float
+) -> None:
+    seen = drawn(monkeypatch)
+    plots.surfaces({"a": np.linspace(low, high, 25).reshape(5, 5)}, 1.0, tmp_path / "s.png")
+    axis = next(axes for axes in seen["figure"].axes if axes.get_ylabel() == "training loss").yaxis
+    values = [value for value in axis.get_majorticklocs() if low <= value <= high]
+    assert len(values) >= 3 and [axis.get_major_formatter()(value) for value in values] == [f"{v:g}" for v in values]
+    assert low > 1 or not {0.1, 1.0, 10.0, 100.0} - set(values)
 
 
 def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, t
     are shown, too. A cross marks the weights themselves.
     """
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter
 
     columns = min(4, len(grids))
     rows = -(-len(grids) // columns)
@@ -38,7 +39,11 @@ def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, t
         axes.set(title=label, aspect="equal", xlabel="direction 1", ylabel="direction 2")
     for axes in panels[len(grids) :]:
         axes.set_axis_off()
-    figure.colorbar(image, ax=list(panels), label="training loss", shrink=0.9)
+    bar = figure.colorbar(image, ax=list(panels), label="training loss", shrink=0.9)
+    if high < 10 * low:  # hardly a power of ten in it: round losses
+        bar.ax.yaxis.set_major_locator(MaxNLocator(6))
+        bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if title:
         figure.suptitle(title)
     return figures.save(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,7 +51,7 @@ def table(runs: Sequence[Finished]) -> tuple[list[str], list[list[str]]]:
     for label, group in by_label(runs).items():
         row = [label, percent(group, "accuracy_final"), percent(group, "accuracy_best"), _clients(group)]
         row += [_rounds_to_target(group)] if target is not None else []
-        rows.append([*row, mean(group, "seconds_per_round", ".3f"), mean(group, "megabytes", ".1f")])
+        rows.append([*row, mean(group, "seconds_per_round", "{:.3f}".format), mean(group, "megabytes", size)])
     return header, rows
 
 
@@ -114,7 +115,7 @@ def to_target(runs: Sequence[Finished]) -> Table | None:
     keys: list[tuple[str, str, Callable[[float], str]]] = [
         ("rounds_to_target", "rounds", lambda v: f"{v:.1f}".removesuffix(".0")),
         ("seconds_to_target", "computing s", lambda v: f"{v:.2f}"),
-        ("megabytes_to_target", "MB sent", lambda v: f"{v:.1f}"),
+        ("megabytes_to_target", "MB sent", size),
     ]
     head = ["algorithm", *(text for _, name, _ in keys for text in (name, f"× {base}"))]
     rows = []
@@ -134,10 +135,11 @@ def to_target(runs: Sequence[Finished]) -> Table | None:
 
 def cost(runs: Sequence[Finished]) -> Table:
     """What a run cost: time, back-propagations, traffic, memory."""
-    columns = [
-        ("seconds_training", "training s/round", ".3f"), ("seconds_per_round", "all s/round", ".3f"),
-        ("backprops", "back-propagations", ",.0f"), ("megabytes", "MB sent", ".1f"),
-        ("state_megabytes", "state MB", ".2f"), ("client_megabytes", "client MB", ".2f"),
+    seconds, whole = "{:.3f}".format, "{:,.0f}".format
+    columns: list[tuple[str, str, Callable[[float], str]]] = [
+        ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),
+        ("backprops", "back-propagations", whole), ("megabytes", "MB sent", size),
+        ("state_megabytes", "state MB", partial(size, digits=2)), ("client_megabytes", "client MB", partial(size, digits=2)),
     ]  # fmt: skip
     rows = [[label, *(mean(group, key, form) for key, _, form in columns)] for label, group in by_label(runs).items()]
     note = (
@@ -167,10 +169,15 @@ def percent(group: Group, key: str) -> str:
     return f"{found.mean():.2f}" + (f" ± {found.std():.2f}" if found.size > 1 else "")
 
 
-def mean(group: Group, key: str, form: str) -> str:
+def mean(group: Group, key: str, form: Callable[[float], str]) -> str:
     """The mean over the seeds."""
     found = values(group, key)
-    return format(float(np.mean(found)), form) if found else NONE
+    return form(float(np.mean(found))) if found else NONE
+
+
+def size(megabytes: float, digits: int = 1) -> str:
+    """With `digits` after the point; below one megabyte, where they would hide what there is, two digits that count."""
+    return f"{megabytes:.{digits}f}" if megabytes >= 1 or not megabytes else f"{megabytes:.2g}"
 
 
 def number(group: Group, key: str) -> str:
