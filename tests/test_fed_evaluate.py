@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fastsam import fed
 from fastsam.fed.clients import Population
 from fastsam.fed.evaluate import Evaluator, client_slices
+from fastsam.fed.result import to_target
 
 
 class Oracle(torch.nn.Module):
@@ -167,3 +168,22 @@ def test_regression_reports_the_loss_only():
     assert result.history[-1]["test_accuracy"] is None and result.summary()["validation"] is None
     assert result.history[-1]["test_loss"] < 0.8 * result.history[0]["test_loss"]
     assert result.summary()["test_loss_final"] == result.history[-1]["test_loss"]
+
+
+def test_to_target_counts_the_round_that_reaches_it_exactly():
+    seconds, accuracies = (1.0, 2.0, 4.0, 8.0), (0.25, None, 0.5, 0.75)
+    history = [
+        {
+            "round": i,
+            "test_accuracy": a,
+            "seconds": 100.0,
+            "seconds_training": s,
+            "megabytes_down": 1.0,
+            "megabytes_up": s,
+        }
+        for i, (a, s) in enumerate(zip(accuracies, seconds, strict=True), 1)
+    ]
+    expected = {"rounds_to_target": 3, "seconds_to_target": 7.0, "megabytes_to_target": 10.0}
+    assert to_target(history, 0.5) == expected
+    for target in (0.76, None):
+        assert to_target(history, target) == dict.fromkeys(expected)

@@ -55,6 +55,9 @@ def test_bernoulli_has_the_right_mean_and_spread():
 def test_a_participation_near_zero_still_ends():
     assert all(len(ids) == 1 for ids in drawn("bernoulli", 10, 1e-9, 5))
     assert len({ids[0] for ids in drawn("bernoulli", 10, 1e-9, 50)}) > 5
+    generator = seeds.generator(0, "sample", 3)
+    last = [torch.rand(10, generator=generator, dtype=torch.float64) for _ in range(100)][-1]
+    assert drawn("bernoulli", 10, 1e-9, 4)[3] == [int(last.argmin())]
 
 
 def test_rounds_and_seeds_differ():
@@ -68,6 +71,22 @@ def test_the_simulators_cohorts():
     assert [len(ids) for ids in drawn("simulator", 200, 0.05, 10)] == [8, 8, 18, 7, 8, 10, 4, 8, 11, 11]
     assert drawn("simulator", 100, 0.1, 1, seed=5) == [[4, 15, 33, 61, 69, 80, 92]]
     assert all(drawn("simulator", 3, 0.01, 40))
+
+
+def test_the_simulator_draws_with_the_next_seed_while_nobody_takes_part():
+    found = drawn("simulator", 5, 0.05, 60)
+    redrawn = 0
+    for t, ids in enumerate(found):
+        seed = 20 + t
+        while not (np.random.RandomState(seed).uniform(size=5) <= 0.05).any():
+            seed += 1
+        redrawn += seed > 20 + t
+        assert ids == np.flatnonzero(np.random.RandomState(seed).uniform(size=5) <= 0.05).tolist()
+    assert redrawn > 30
+    # Who is nearest to taking part, where a hundred seeds are not enough.
+    assert drawn("simulator", 5, 1e-9, 2) == [
+        [int(np.random.RandomState(20 + t + 99).uniform(size=5).argmin())] for t in (0, 1)
+    ]
 
 
 def test_the_papers_sampling_as_a_callable():

@@ -126,6 +126,7 @@ def test_doubts_name_cells_that_exist(name: str) -> None:
         ("fedlesam-table3", ("DomainNet, 1 client per domain, 100 % active", "real", "fedavg", "accuracy"), True),
         ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d", "relative_compute"), True),
         ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "68 %", "fedlesam-d", "relative_compute"), False),
+        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d", "relative_rounds"), False),
         ("fedsam-table4", ("EMNIST", "Dirichlet 0.6", "mimelite", "train"), True),
         ("fedsam-table4", ("EMNIST", "IID", "mimelite", "train"), False),
         ("fedsam-table5", ("CIFAR-100", "Dirichlet 0.6", "fedsam", "train"), False),
