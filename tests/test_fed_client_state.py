@@ -115,9 +115,10 @@ def test_with_every_executor(where: str, executor: str, slots: int | None) -> No
 @pytest.mark.parametrize("name", ["scaffold", "fedsmoo", "fedlesam-s"])
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("streams", 2)])
 def test_copies_are_ordered_with_the_work_that_they_are_for(
-    name: str, executor: str, slots: int | None, tmp_path: Path
+    name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No two streams touch one memory without a wait between, nor does the host where it writes a checkpoint."""
+    monkeypatch.setattr(clientstate, "_AHEAD", 1)  # so that copies are waited for within a round, not at its end alone
     options = {"backend": "reference", "rounds": 3, "sizes": (7, 10, 1, 6, 5, 3), "participation": 0.7}
     plain = digest(train(CASES[name], **options))
     with Watch():

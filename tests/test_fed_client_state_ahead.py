@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fed_ranks import digest
-from fed_states import stand_in, train
+from fed_states import CPU, stand_in, train
 from torch import Tensor
 
 from fastsam import fed
@@ -117,6 +117,19 @@ def test_the_next_cohort_is_fetched_while_this_one_trains(monkeypatch: pytest.Mo
         *(("get", 4), ("get", 5), ("get", 6), ("get", 7)),
     ]
     assert seen == expected
+
+
+@pytest.mark.usefixtures("gpu")
+def test_who_is_asked_for_before_its_turn_is_fetched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, store = copies(monkeypatch), InHostMemory(CPU, "", 1)
+    kept = {i: store.put(i, {"who": torch.tensor(i)}) for i in range(4)}
+    store.commit()
+    store.begin(kept, [0], [3])
+    store.get(0, kept[0])
+    store.begin(kept, [2, 3], [])  # 3 is there, and leaves no room for 2
+    for i in (2, 3):
+        store.get(i, kept[i])
+    assert [who for what, who in seen if what == "fetch"] == [0, 3, 2]
 
 
 @pytest.mark.usefixtures("gpu")
