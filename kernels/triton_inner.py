@@ -67,17 +67,6 @@ def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor,
         finish_(out[:, i], partials[i], call, accumulate)
 
 
-@triton.jit
-def _value(x, base, lane, mask, scale, BASED: tl.constexpr):
-    """What is added for these elements, in units of 2^-28, and the size of `x - base` (not a number where it is not finite)."""
-    d = tl.load(x + lane, mask=mask, other=0)
-    if BASED:
-        d = d - tl.load(base + lane, mask=mask, other=0)
-    d = d.to(tl.float64)
-    value = d * scale
-    return tl.where(tl.abs(value) <= LARGEST, value, 0.0), tl.abs(d)
-
-
 @triton.jit(do_not_specialize=["rows", "apart"])
 def _accumulate_kernel(
     high, low, x, base, largest, scale, n, rows, row_stride, apart,
@@ -88,16 +77,22 @@ def _accumulate_kernel(
     factor = tl.load(scale)
     total = tl.load(high + lane, mask=mask, other=0)
     rest = tl.load(low + lane, mask=mask, other=0)
+    if BASED:
+        start = tl.load(base + lane, mask=mask, other=0)
     row = tl.full([], 0, dtype=tl.int64)
     while row < rows:
-        value, size = _value(x + row * row_stride, base, lane, mask, factor, BASED)
+        d = tl.load(x + row * row_stride + lane, mask=mask, other=0)
+        if BASED:
+            d = d - start
+        d = d.to(tl.float64)
+        value = tl.where(tl.abs(d * factor) <= LARGEST, d * factor, 0.0)
         whole = value.to(tl.int64)
         rest += ((value - whole.to(tl.float64)) * LOW_UNIT).to(tl.int64)
         total += whole + (rest >> LOW_SHIFT)
         rest = rest & LOW_MASK
         if MEASURED:
-            found = tl.max(tl.where(size < INFINITY, size, INFINITY))
-            tl.store(largest + row * apart + tl.program_id(0), found)
+            size = tl.where(tl.abs(d) < INFINITY, tl.abs(d), INFINITY)
+            tl.store(largest + row * apart + tl.program_id(0), tl.max(size))
         row += 1
     tl.store(high + lane, total, mask=mask)
     tl.store(low + lane, rest, mask=mask)

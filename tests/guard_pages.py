@@ -13,6 +13,7 @@ import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,17 @@ def finite(op: Op, operands: Operands) -> bool:
     return bool(sums)
 
 
+def rows_of_a_sum(kernels: Any, rows: int, n: int, dtype: torch.dtype, at_end: bool) -> bool:
+    """`accumulate_` of rows with NaN between them: whether it found numbers only."""
+    memory, stride = Guarded(at_end), n + 3
+    x = memory.tensor(rows * stride - 3, dtype).as_strided((rows, n), (stride, 1))
+    x.copy_(torch.randn(rows, n))
+    base, largest = memory.tensor(n, dtype).copy_(torch.randn(n)), memory.tensor(rows, torch.float64)
+    high, low = (memory.tensor(n, torch.int64) for _ in range(2))
+    kernels.accumulate_(high, low, x, 0.125, base=base, largest_=largest)
+    return bool(largest.isfinite().all())
+
+
 def cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[str, Sequence[int], int, torch.dtype, bool, bool]]:
     everything = itertools.product(LENGTHS.items(), (1, 2), dtypes, (True, False), (True, False))
     for (name, lengths), rows, dtype, flat, at_end in everything:
@@ -152,6 +164,12 @@ def main() -> int:
                 )
                 return 1
             done += 1
+    sums = itertools.product((1, 4, 7), (1, 33, 1024), (torch.float32, torch.float64), (True, False))
+    for case in [*sums, *([] if slow else [(3, 20_001, torch.float32, True)])]:
+        if not rows_of_a_sum(kernels, *case):
+            print(f"accumulate_ read outside its rows: {case}")
+            return 1
+        done += 1
     print(f"{done} calls within bounds")
     return 0
 

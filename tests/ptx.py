@@ -95,7 +95,7 @@ def variants() -> list[Variant]:
     save, sgd, adam = (("SAVE", True),), (("FIRST", False), ("KEEP", False)), (("DECOUPLED", True), ("KEEP", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32 = torch.float32
-    rows = (("BASED", True), ("MEASURED", True), ("BLOCK", triton_common.LANES))
+    rows, plain_sum = ((("BASED", full), ("MEASURED", full), ("BLOCK", triton_common.LANES)) for full in (True, False))
     for aligned in (True, False):
         found += [
             Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True, options=rows),
@@ -118,6 +118,7 @@ def variants() -> list[Variant]:
             Variant(triton_update._sgd_kernel, dtype, flat=True, master=master, absent=plain, options=sgd),
         ]
     found += [
+        Variant(triton_inner._accumulate_kernel, f32, flat=True, absent=("base", "largest"), options=plain_sum),
         Variant(triton_update._sgd_kernel, f32, options=sgd),
         Variant(triton_norm._finish_kernel, f32, options=(("ACCUMULATE", False),)),
         Variant(triton_adam._count_kernel, f32, options=(("BLOCK", triton_adam.COUNT_BLOCK),)),

@@ -192,6 +192,19 @@ def test_every_element_is_accessed_once(op: Op, layout: str) -> None:
     assert 0 < overhead < 0.7, "tables and scalars, per chunk; the segments here are short"
 
 
+@needs_interpreter
+def test_rows_of_a_sum_are_read_once_and_its_limbs_too() -> None:
+    rows, n = 6, 1500
+    x, base, largest = torch.randn(rows, n), torch.randn(n), torch.empty(rows, dtype=torch.float64)
+    high, low = torch.zeros(2, n, dtype=torch.int64).unbind()
+    with recorded({"x": [x], "base": [base], "high": [high], "low": [low]}) as traffic:
+        TRITON.load().accumulate_(high, low, x, 0.5, base=base, largest_=largest)
+    for name in ("x", "base", "high", "low"):
+        assert (traffic.of("load", name)[0] == 1).all()
+        assert (traffic.of("store", name)[0] == (name in ("high", "low"))).all()
+    assert 4 * rows + 4 + 32 < traffic.bytes / n < 1.02 * (4 * rows + 4 + 32)
+
+
 def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
     """1 for each element of a field that belongs to a segment, 0 for paddings; all 1 for a tensor of the user's, and for `whole`."""
     mask = torch.ones(tensor.shape, dtype=torch.int64)
