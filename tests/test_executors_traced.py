@@ -1,13 +1,9 @@
-"""Replayed passes of stacked clients: the losses and gradients of the plain ones, for whatever model; and when nothing is replayed."""
+"""Replayed passes of stacked clients: the losses and gradients of the plain ones, for whatever model."""
 
 from __future__ import annotations
 
-import logging
-import random
 from itertools import pairwise
 
-import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -212,85 +208,6 @@ def test_the_models_code_runs_once_for_a_replay_after_it_was_compared():
     for expected in (1, 2, 2, 2):
         passes.run(form, torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64))
         assert Seen.calls == expected
-
-
-# --- what is not replayed ---
-
-
-class Changing(nn.Linear):
-    """A forward pass with a side effect, given by name."""
-
-    def __init__(self, how):
-        super().__init__(3, 2)
-        self.how, self.calls, self.seen, self.rate, self.inner = how, 0, [], 1.0, nn.Identity()
-
-    def forward(self, x):
-        {
-            "counter": lambda: setattr(self, "calls", self.calls + 1),
-            "list": lambda: self.seen.append(1),
-            "inner": lambda: setattr(self.inner, "rate", x.shape[0]),
-            "python": random.random,
-            "numpy": np.random.rand,
-        }[self.how]()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [("counter", "calls"), ("list", "seen"), ("inner", "inner.rate"), ("python", "Python's"), ("numpy", "numpy's")],
-)
-def test_a_forward_that_changes_pythons_state_is_not_replayed(how, words, caplog):
-    passes, form = stacked(Changing(how))
-    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
-        for _ in range(3):
-            assert passes.traced.run(form.leaves, x, y) is None
-    assert words in passes.traced.reason
-    assert caplog.text.count("not replayed: the model's forward pass changes") == 1
-
-
-def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
-    outside = [1.0]
-
-    class Schedule(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * outside[0]
-
-    passes, form = stacked(Schedule(3, 2))
-    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
-    assert passes.traced.run(form.leaves, x, y) is not None
-    outside[0] = 2.0
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
-        losses, gradients = passes.run(form, x, y)
-    plain, expected = passes.plain(form, x, y)
-    assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
-    assert "not a function of its inputs" in caplog.text
-
-
-class Writes(nn.Linear):
-    def forward(self, x):
-        out = super().forward(x)
-        out[:, :1].mul_(2)
-        return out
-
-
-class Looks(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * float(self.fixed.max())
-
-
-@pytest.mark.parametrize(("kind", "words"), [(Writes, "writes"), (Looks, "values of tensors")])
-def test_passes_that_cannot_be_recorded_run_plainly(kind, words, caplog):
-    model = kind(3, 2)
-    model.register_buffer("fixed", torch.ones(2))
-    passes, form = stacked(model)
-    x, y = torch.randn(5, 4, 3), torch.zeros(5, 4, dtype=torch.int64)
-    with caplog.at_level(logging.INFO, "fastsam.fed"):
-        for _ in range(3):
-            losses, gradients = passes.run(form, x, y)
-    plain, expected = passes.plain(form, x, y)
-    assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
-    assert caplog.text.count(words) == 1
 
 
 def test_a_run_is_the_same_with_and_without_replays(monkeypatch):

@@ -53,6 +53,8 @@ def simplified(
     given = {memory(t) for t in inputs}
     if any(memory(v.tensor) in given for v in program.held() if v not in program.inputs):
         raise CannotTraceError("it reads the memory of weights or batches by another way than its inputs")
+    if any(v.call is None and not v.constant and v not in program.inputs for v in program.outputs):
+        raise CannotTraceError("its losses or gradients come from operations that were not recorded")
     _fuse_sums(program)
     program.outputs = [
         _placed(program, _dense(program, v), wanted) for v, wanted in zip(program.outputs, strides, strict=True)

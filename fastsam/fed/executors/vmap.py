@@ -49,6 +49,11 @@ class Vmap:
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.common = compiled.common_sizes(setup.sizes, self.slots)
         self.compiled = compiled.Steps(self.passes, setup.options) if setup.compile else None
+        if self.compiled is not None and setup.example is not None:
+            x, y = setup.example
+            self.passes.traced.run(
+                Form(self.rows, slice(0, 1)).leaves, x[None], y[None]
+            )  # says when nothing can be frozen
         self.losses = torch.zeros(self.slots, dtype=torch.float64, device=setup.device)
         self.random = NoRandomness(setup.device)
         self._forms: dict[tuple[int, int], Form] = {}
@@ -209,6 +214,8 @@ class Vmap:
         samples, size = first.task.samples, first.task.batch_size
         epoch = -(-samples // size)
         if feed is None or n != len(feed.tasks) or n != self.busy or first.slot or (first.k % epoch) % compiled.CHUNK:
+            return False
+        if self.passes.traced.reason is not None:  # a compiled chunk would freeze what changes
             return False
         if samples not in self.common or 2 * n < self.slots or any(c.task.snapshots for c in clients):
             return False
