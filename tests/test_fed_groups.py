@@ -14,6 +14,7 @@ from test_executors_exact import FLOAT, digest
 from fastsam import fed
 from fastsam.fed import store as stores
 from fastsam.fed.aggregate import RoundSums
+from fastsam.fed.algorithms.base import is_elementwise
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.feed import Feed
 from fastsam.fed.localstep import RowEnd, RowEnds
@@ -92,6 +93,44 @@ def test_closing_a_group_gives_the_bits_of_closing_each_client(bad, options):
     found = {e["client"] for r in plain.history for e in r["excluded"]}
     assert found == set(bad)
     assert [r["train_loss"] for r in plain.history] == [r["train_loss"] for r in own.history]
+
+
+ELEMENTWISE = [
+    fed.SCAFFOLD,
+    fed.FedGAMMA,
+    fed.FedDyn,
+    fed.FedCM,
+    fed.MoFedSAM,
+    fed.FedLESAM,
+    fed.FedLESAM_S,
+    fed.FedLESAM_D,
+]
+
+
+@pytest.mark.parametrize("made", ELEMENTWISE, ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    ("bad", "options"), [((), {"weighting": "samples"}), ((1,), {"slots": 8, "rounds": 4})], ids=str
+)
+def test_one_call_of_close_client_for_a_group_gives_the_bits_of_a_call_each(made, bad, options):
+    """A subclass that closes clients itself is called for each."""
+    calls = []
+
+    class Each(made):
+        def close_client(self, server, client, end, round):
+            calls.append(end.displacement.dim())
+            return super().close_client(server, client, end, round)
+
+    assert is_elementwise(made(), "close_client") and not is_elementwise(Each(), "close_client")
+    grouped, each = (run(algorithm(), bad, **options) for algorithm in (made, Each))
+    assert set(calls) == {1} and len(calls) > len(SIZES)
+    assert digest(grouped) == digest(each)
+    assert [r["excluded"] for r in grouped.history] == [r["excluded"] for r in each.history]
+
+
+def test_a_method_of_the_object_itself_is_no_elementwise_one():
+    algorithm = fed.FedAvg()
+    object.__setattr__(algorithm, "close_client", lambda server, client, end, round: (client, fed.Upload()))
+    assert is_elementwise(fed.FedAvg(), "close_client") and not is_elementwise(algorithm, "close_client")
 
 
 def test_a_group_is_the_rows_of_its_clients_and_each_keeps_its_own_memory():

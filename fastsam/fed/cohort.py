@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .aggregate import RoundSums, SumParts
-from .algorithms.base import Algorithm, Round, State, Upload
+from .algorithms.base import Algorithm, Round, State, Upload, is_elementwise
 from .checkpoint import RunState
 from .clients import Population
 from .clientstate import ClientStates
@@ -72,7 +72,9 @@ class Cohort:
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, LocalStep] | None = None
         default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
-        self._plain = default and measures is None and settings.clip_update is None
+        whole = measures is None and settings.clip_update is None  # nothing looks at single ends
+        self._plain = whole and default
+        self._alike = whole and is_elementwise(algorithm, "close_client")
 
     def tasks(self, longest_first: bool = False, later: Sequence[int] = ()) -> Iterator[Task]:
         """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first.
@@ -124,8 +126,11 @@ class Cohort:
         self.steps += sum(ends.steps)
         self.backprops += sum(ends.backprops)
         averaged = self.settings.buffers == "average" and ends.buffers is not None
-        if self._plain and ends.dual is None and ends.gradient is None and not averaged:
+        bare = ends.dual is None and ends.gradient is None and not averaged
+        if self._plain and bare:
             self._close_plain(ends)
+        elif self._alike and bare and len(ends.clients) > 1 and self._match(ends):
+            self._close_alike(ends)
         else:
             for end in ends.each():
                 self._close_one(end)
@@ -139,6 +144,24 @@ class Cohort:
         problems = self.sums.add_rows_(weights, {"delta": rows}, {}, numbers, begin)
         for i, problem in zip(ends.clients, problems, strict=True):
             self._keep(i, self._open.pop(i, {}), problem)
+
+    def _match(self, ends: RowEnds) -> bool:
+        """Whether the clients took equally many steps and their states hold the same things."""
+        states = [self._open.get(i, {}) for i in ends.clients]
+        return len(set(ends.steps)) == 1 and all(state.keys() == states[0].keys() for state in states)
+
+    def _close_alike(self, ends: RowEnds) -> None:
+        """One call of an elementwise `close_client` for all of them."""
+        states = [self._open.pop(i, {}) for i in ends.clients]
+        known = {name: together([state[name] for state in states]) for name in states[0]}
+        end = RowEnd(-1, ends.displacement, ends.steps[0], sum(ends.backprops), ends.losses, sum(ends.seen))
+        state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
+        weights = [self.weights[i] for i in ends.clients]
+        numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
+        means, totals = ({n: x.expand_as(ends.rows) for n, x in part.items()} for part in (upload.mean, upload.total))
+        problems = self.sums.add_rows_(weights, means, totals, numbers)
+        for row, (client, problem) in enumerate(zip(ends.clients, problems, strict=True)):
+            self._keep(client, {n: x if x.dim() == 1 else x[row].clone() for n, x in state.items()}, problem)
 
     def _close_one(self, end: RowEnd) -> None:
         if self.settings.clip_update is not None:
@@ -219,6 +242,11 @@ class Cohort:
     def excluded_list(self) -> list[dict[str, Any]]:
         """Who was excluded and why, by client."""
         return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
+
+
+def together(vectors: Sequence[Tensor]) -> Tensor:
+    """`[n, stride]`, or the one vector that all of them are."""
+    return vectors[0] if all(v is vectors[0] for v in vectors) else torch.stack(list(vectors))
 
 
 def shortened(x: Tensor, limit: float) -> Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -26,6 +26,25 @@ if TYPE_CHECKING:
 __all__ = ["Algorithm", "Direction", "LocalStep", "Round", "RowEnd", "State", "Sums", "Upload", "moved"]
 
 State = dict[str, Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def elementwise(method: Method) -> Method:
+    """Marks a `close_client` that computes element by element and puts the displacement itself into a mean.
+
+    Where all definitions that an object inherits are marked, it may be called once for n clients with equally many local steps: the
+    vectors of the end are `[n, stride]`, those of the state too, or `[stride]` where they are one for all; so are those that it returns.
+    """
+    method.elementwise = True  # type: ignore[attr-defined]
+    return method
+
+
+def is_elementwise(algorithm: object, name: str) -> bool:
+    """Whether all definitions of the method that the object has or inherits are marked so."""
+    defined = [
+        vars(owner)[name] for owner in (algorithm, *type(algorithm).__mro__) if name in getattr(owner, "__dict__", ())
+    ]
+    return bool(defined) and all(getattr(method, "elementwise", False) for method in defined)
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,7 @@ class Algorithm:
         """The constants of form U for this client in this round."""
         return LocalStep()
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         """The client's new state, and what it adds to the sums."""
         return client, Upload(mean={"delta": end.displacement})

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Algorithm, Round, RowEnd, State, Sums, Upload, moved
+from .base import Algorithm, Round, RowEnd, State, Sums, Upload, elementwise, moved
 
 
 class ControlVariates(Algorithm):
@@ -33,6 +33,7 @@ class ControlVariates(Algorithm):
         """`c - c_i`, to be added to the gradient."""
         return server["c"] - client["c_i"]
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, end, round)
         change = end.displacement / (-round.lr * end.steps) - server["c"]

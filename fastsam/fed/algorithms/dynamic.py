@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import number
-from .base import Algorithm, Round, RowEnd, State, Sums, Upload, moved
+from .base import Algorithm, Round, RowEnd, State, Sums, Upload, elementwise, moved
 
 
 class DynamicRegularizer(Algorithm):
@@ -33,6 +33,7 @@ class DynamicRegularizer(Algorithm):
     def init_client(self, server: State) -> State:
         return {**super().init_client(server), "h_i": torch.zeros_like(server["w"])}
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, end, round)
         mine = {**state, "h_i": client["h_i"] + end.displacement}

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..checks import choice
-from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Sums, Upload
+from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Sums, Upload, elementwise
 from .schedule import Scheduled, check_scheduled, value_at
 
 
@@ -54,6 +54,7 @@ class LocalEstimate(Algorithm):
         e = -server["w"] if old is None else old - server["w"]
         return LocalStep(Direction.CONSTANT, rho=rho, e=e, **constants)
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, end, round)
         # The model itself, not a copy: clients of one round share it.

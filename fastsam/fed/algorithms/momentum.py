@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Algorithm, Round, RowEnd, State, Sums, Upload
+from .base import Algorithm, Round, RowEnd, State, Sums, Upload, elementwise
 
 COUNTS = ("steps", "epochs")  # what momentum_K may be
 
@@ -29,6 +29,7 @@ class ServerDirection(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "D": torch.zeros_like(w0)}
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         # The server could do this: it knows lr, and K_i comes as a number.
         K = end.steps if self.momentum_K == "steps" else round.local_epochs
