@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fastsam import FusedSAM, backends
+from fastsam.optim import memory
 from fastsam_kernels import look
 
 pytestmark = pytest.mark.skipif(
@@ -105,6 +106,33 @@ def test_it_finds_nothing_when_something_changed(change: str) -> None:
     check(case)
     CHANGES[change](case)
     assert case.found() is None and case.found() is None  # and leaves no exception behind
+
+
+@pytest.mark.skipif(memory.TensorGuards is None, reason="this torch has no such guards")
+@pytest.mark.parametrize("change", CHANGES)
+def test_neither_does_the_look_in_python(change: str) -> None:
+    case = Case()
+    look_at = memory.Guarded(list(case.params), [p.grad for p in case.params], list(case.entries))
+    found = look_at(case.params, case.entries)
+    assert found is not None and all(g is p.grad for g, p in zip(found, case.params, strict=True))
+    CHANGES[change](case)
+    assert look_at(case.params, case.entries) is None
+
+
+def test_groups_that_become_one_take_its_options() -> None:
+    """The parameters are the same ones in the same order then."""
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    opt = FusedSAM([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 0.1}], torch.optim.SGD)
+    for number in range(4):
+        if number == 3:
+            assert opt._engine._steady is not None
+            opt.param_groups[0]["params"].extend(opt.param_groups.pop()["params"])
+            before = params[2].detach().clone()
+        for half in (opt.first_step, opt.second_step):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            half()
+    assert torch.equal(params[2], before)
 
 
 @pytest.mark.parametrize("change", [None, *CHANGES])

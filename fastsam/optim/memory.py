@@ -102,10 +102,15 @@ class Steady:
     def gradients(self, groups: Groups, state: State) -> list[Tensor] | None:
         """The gradients that are there now. None when they are of another kind, or the parameters, their places in memory or the entries of the
         state changed."""
-        lists = list(map(_params_of, groups))
-        if list(map(len, lists)) != self._sizes:
+        if len(groups) != len(self._sizes):
             return None
-        return self._look(lists[0] if len(lists) == 1 else list(chain(*lists)), list(state.values()))
+        params = groups[0]["params"]
+        if len(groups) > 1:
+            lists = list(map(_params_of, groups))
+            if list(map(len, lists)) != self._sizes:
+                return None
+            params = list(chain(*lists))
+        return self._look(params, list(state.values()))
 
 
 def look_of(params: list[Tensor], grads: Sequence[Tensor], state: State, direct: Any) -> Look | None:
@@ -128,7 +133,7 @@ class Guarded:
         self._like = TensorGuards(*grads, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
     def __call__(self, params: list[Tensor], entries: list[Any]) -> list[Tensor] | None:
-        if len(entries) != len(self._entries):
+        if len(params) != len(self._params) or len(entries) != len(self._entries):
             return None
         if any(map(is_not, chain(params, entries), chain(self._params, self._entries))):
             return None

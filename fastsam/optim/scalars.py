@@ -97,6 +97,8 @@ class Scalars:
             return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
             return any(self._differs(group, seen) for group, seen in zip(groups, self._seen, strict=True))
+        if len(groups) == 1:
+            return any(map(is_not, self._read(groups[0]), self._seen[0]))
         return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
 
     def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
