@@ -181,6 +181,17 @@ def test_cells() -> None:
     assert cell(METRICS["relative_compute"], base, base, 0.5) == (4.0, "4.00 (1.00x)")
 
 
+def test_a_multiple_is_one_of_means_over_the_same_seeds() -> None:
+    own = [[_run("fedsam", seed, [0.9], backprops=60.0) for seed in (0, 1)]]
+    base = [[_run("fedavg", 0, [0.1, 0.9], backprops=10.0), _run("fedavg", 1, [0.1, 0.1, 0.1, 0.9], backprops=30.0)]]
+    assert cell(METRICS["backprops"], own, base, None) == (60.0, "3x")
+    assert cell(METRICS["relative_rounds"], own, base, 0.5) == (1.0, "1.0 (0.33x)")
+    late = [
+        [base[0][0], _run("fedavg", 1, [0.1])]
+    ]  # of FedAvg one seed alone got there: there is nothing to compare with
+    assert cell(METRICS["relative_rounds"], own, late, 0.5) == (1.0, "1.0")
+
+
 def test_a_column_averages_its_parts_seed_by_seed() -> None:
     parts = [[_run("fedavg", 0, [0.2]), _run("fedavg", 1, [0.4])], [_run("fedavg", 0, [0.6]), _run("fedavg", 1, [0.8])]]
     assert cell(METRICS["accuracy"], parts, parts, None) == (pytest.approx(50.0), "50.00 ± 10.00")
