@@ -39,12 +39,13 @@ Changes = Mapping[str, Sequence[tuple[str, str]]]
 NONE: Changes = MappingProxyType({})
 
 
-def _steps(csrc: Path, ready: Path | None) -> list[toolchain.Step]:
+def _steps(csrc: Path, ready: Path | None, kept: Sequence[str]) -> list[toolchain.Step]:
+    """kept: sources whose objects lie in `ready`."""
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
     steps, objects = [], []
     for path in [*(csrc / "cuda" / name for name in SOURCES), HERE / "emulation" / "emulation.cpp"]:
         output = f"{path.name}.o"
-        if path.suffix == ".cpp" and ready:
+        if ready and path.name in kept:
             objects.append(str(ready / output))
             continue
         extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name == "ops_cuda.cpp" else CHECKS
@@ -66,8 +67,13 @@ def compile_library(
     changes
         Replaces texts of sources (named as below csrc/) by others: `{file: [(old, new)]}`.
     ready
-        A folder with an emulation whose registration (the slow part) serves this one too.
+        A folder with an emulation of the sources as they are. Its registration (the slow part) serves this one too, and where no header
+        changes all objects but those of the changed sources.
     """
+    changed = {Path(name).name for name in changes}
+    kept = ["ops_cuda.cpp", "emulation.cpp"]
+    if changed <= set(SOURCES):
+        kept = [name for name in (*SOURCES, "emulation.cpp") if name not in changed]
     registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
     changes = {**changes, "cuda/ops_cuda.cpp": [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]}
     for path in build.csrc().rglob("*"):
@@ -81,7 +87,7 @@ def compile_library(
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_text() != text:  # ninja looks at dates
             copy.write_text(text)
-    toolchain.execute(_steps(folder / "csrc", ready), folder)
+    toolchain.execute(_steps(folder / "csrc", ready, kept), folder)
     return folder / LIBRARY
 
 

@@ -1,14 +1,12 @@
 """The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and what is particular to the kernels.
 
-The same tests must fail when an error is put into the kernels: `test_a_seeded_error_is_found`.
+That tests like these fail when an error is put into the kernels: test_cuda_seeded.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -252,60 +250,3 @@ def test_every_element_is_met_once(
 ) -> None:
     """csrc/index.h over all blocks and threads, at sizes that the emulation of whole kernels does not reach."""
     assert emulation.walk(lengths, width, turns, enough) == -1
-
-
-# ---- the tests can fail ----
-
-ONLY_FLOAT = [("switch (call.weight) {", "switch (Type::f32) {")]  # compiles in a fraction of the time
-ERRORS = {
-    "none": {},
-    "segment": {
-        "index.h": [("static_cast<int64_t>(prefix[middle]) <= chunk", "static_cast<int64_t>(prefix[middle]) < chunk")]
-    },
-    "last chunk": {"index.h": [("rest < chunk ? rest : chunk", "rest <= chunk ? rest - 1 : chunk")]},
-    "chunk begins": {"index.h": [("chunk_in_segment * chunk", "chunk_in_segment * (chunk + 1)")]},
-    "thread": {"index.h": [("(turn * threads + thread) * width", "(turn * (threads - 1) + thread) * width")]},
-    "tail": {"cuda/elementwise.cuh": [("if (i < count) {", "if (i <= count) {")]},
-    "whole packs": {"cuda/elementwise.cuh": [("count - count % width", "count + count % width")]},
-    "row": {"cuda/common.cuh": [("unit.row * table.row_stride", "table.row_stride")]},
-    "alignment": {"cuda/common.cuh": [("% (Width * sizeof(T)) == 0", "% (Width * sizeof(T)) < 16")]},
-    "barrier": {"cuda/elementwise.cuh": [("    __syncthreads();\n", "")]},
-    "barrier of a warp": {"cuda/elementwise.cuh": [("      __syncwarp();\n", "")]},
-    "warp": {"cuda/reduce.cuh": [("distance = kWarp / 2;", "distance = kWarp / 4;")]},
-    "ticket": {"cuda/reduce.cuh": [("atomicInc(ticket, blocks - 1)", "atomicInc(ticket, blocks)")]},
-    "partial sums": {"cuda/reduce.cuh": [("i < sums.chunks;", "i < sums.chunks - 1;")]},
-}
-SCRIPT = """
-import sys
-import test_cuda_emulated, torch
-from emulated import Emulation
-from pathlib import Path
-torch.set_num_threads(1)
-test_cuda_emulated.fixed_steps(Emulation(Path(sys.argv[1])))
-"""
-
-
-def fixed_steps(emulation: Emulation) -> None:
-    """A few steps whose layouts meet every branch of the indexing."""
-    assert emulation.walk([33, 0, 4096, 5, 4097, 100_000], 4, 2, 4) == -1
-    for shift, rows, order in ((0, 1, 0), (0, 2, 1), (1, 2, 1)):
-        emulation.order(1 - order, order)
-        for lengths in ([33, 0, 4096, 5, 4097], [8193, 1], [2047]):
-            sam_step(emulation.backend.load(), case_of(lengths, rows, shift))
-    assert_sound(emulation)
-
-
-@pytest.mark.parametrize(
-    "error", [pytest.param(e, marks=() if e in ("none", "thread", "tail") else pytest.mark.slow) for e in ERRORS]
-)
-def test_a_seeded_error_is_found(folder: Path, emulation: Emulation, error: str) -> None:
-    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must turn the tests red."""
-    changes = {"launch.h": ONLY_FLOAT} | ERRORS[error]
-    library = emulated.compile_library(folder / error.replace(" ", "-"), changes, ready=folder / "as-it-is")
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    done = subprocess.run(argv, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
-    if error == "none":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
