@@ -14,7 +14,7 @@ from test_executors_exact import FLOAT, digest
 from fastsam import fed
 from fastsam.fed import store as stores
 from fastsam.fed.aggregate import RoundSums
-from fastsam.fed.algorithms.base import is_elementwise
+from fastsam.fed.algorithms.base import elementwise, is_elementwise
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.feed import Feed
 from fastsam.fed.localstep import RowEnd, RowEnds
@@ -111,20 +111,42 @@ ELEMENTWISE = [
 @pytest.mark.parametrize(
     ("bad", "options"), [((), {"weighting": "samples"}), ((1,), {"slots": 8, "rounds": 4})], ids=str
 )
-def test_one_call_of_close_client_for_a_group_gives_the_bits_of_a_call_each(made, bad, options):
-    """A subclass that closes clients itself is called for each."""
+def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, bad, options):
+    """A subclass with functions of its own is called for each client."""
     calls = []
 
     class Each(made):
+        def local_step(self, server, client, round):
+            assert all(t.dim() == 1 for t in client.values())
+            return super().local_step(server, client, round)
+
         def close_client(self, server, client, end, round):
             calls.append(end.displacement.dim())
             return super().close_client(server, client, end, round)
 
-    assert is_elementwise(made(), "close_client") and not is_elementwise(Each(), "close_client")
+    stateless = made in (fed.FedCM, fed.MoFedSAM)  # their clients share their constants anyway
+    for name in ("close_client",) if stateless else ("local_step", "close_client"):
+        assert is_elementwise(made(), name) and not is_elementwise(Each(), name)
     grouped, each = (run(algorithm(), bad, **options) for algorithm in (made, Each))
     assert set(calls) == {1} and len(calls) > len(SIZES)
     assert digest(grouped) == digest(each)
     assert [r["excluded"] for r in grouped.history] == [r["excluded"] for r in each.history]
+
+
+def test_constants_are_taken_together_as_many_as_there_are_slots(monkeypatch):
+    dims, own = [], fed.SCAFFOLD.local_step
+
+    @elementwise
+    def local_step(self, server, client, round):
+        dims.append(tuple(client["c_i"].shape[:-1]))
+        return own(self, server, client, round)
+
+    monkeypatch.setattr(fed.SCAFFOLD, "local_step", local_step)
+    run(fed.SCAFFOLD(), rounds=2, participation=1.0)
+    assert dims == [(), (), (4,), (3,)]  # before the first round, in it, and seven clients in four slots
+    dims.clear()
+    run(fed.SCAFFOLD(), rounds=2, participation=1.0, executor="sequential")
+    assert dims == [()] * (2 + len(SIZES))
 
 
 def test_a_method_of_the_object_itself_is_no_elementwise_one():

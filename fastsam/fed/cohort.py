@@ -74,51 +74,60 @@ class Cohort:
         default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
         whole = measures is None and settings.clip_update is None  # nothing looks at single ends
         self._plain = whole and default
+        self._stacked = is_elementwise(algorithm, "local_step")
         self._alike = whole and is_elementwise(algorithm, "close_client")
 
-    def tasks(self, longest_first: bool = False, later: Sequence[int] = ()) -> Iterator[Task]:
+    def tasks(self, longest_first: bool = False, later: Sequence[int] = (), stacks: int = 1) -> Iterator[Task]:
         """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first.
 
-        later: who is likely to be in the next round, for states that are fetched ahead.
+        later: who is likely to be in the next round, for states that are fetched ahead. stacks: so many clients get their constants at a
+        time, in one LocalStep where the algorithm allows it.
         """
         settings, population = self.settings, self.population
         work = Work(
             self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
             population.augment, population.store,
         )  # fmt: skip
-        sizes = population.sizes
         order, later = self._ordered(self.mine, longest_first), self._ordered(later, longest_first)
         self.states.begin(self.before.clients, order, later)
-        for i in order:
-            step = self._opened(i)
-            x, y = population.clients[i]
-            begin = 0 if population.store is None else population.store.begins[i]
-            yield Task(i, work, x, y, step, self._snapshots(sizes[i]), begin)
+        begins = None if population.store is None else population.store.begins
+        for at in range(0, len(order), stacks):
+            clients = order[at : at + stacks]
+            for i, (step, row) in zip(clients, self._steps(clients), strict=True):
+                x, y = population.clients[i]
+                yield Task(i, work, x, y, step, self._snapshots(i), 0 if begins is None else begins[i], row)
 
-    def _opened(self, i: int) -> LocalStep:
-        """The constants of a client. Those that take part for the first time have one state, and so one LocalStep: algorithms are pure."""
-        state = self.before.clients.get(i)
-        if state is not None:
-            state = self.states.get(i, state)
-            step = self.algorithm.local_step(self.before.server, state, self.about)
-        else:
-            if self._first is None:
-                state = self.algorithm.init_client(self.before.server)
-                self._first = state, self.algorithm.local_step(self.before.server, state, self.about)
-            state, step = self._first
-        if state:
-            self._open[i] = state
-        return step
+    def _steps(self, clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
+        """The constants of each client, and the row in them that is its own.
+
+        Those that take part for the first time have one state, and so one LocalStep: algorithms are pure.
+        """
+        before, server = self.before.clients, self.before.server
+        known = {i: self.states.get(i, before[i]) for i in clients if i in before}
+        self._open |= known
+        if len(known) < len(clients) and self._first is None:
+            state = self.algorithm.init_client(server)
+            self._first = state, self.algorithm.local_step(server, state, self.about)
+        if self._first is not None and self._first[0]:
+            self._open |= {i: self._first[0] for i in clients if i not in known}
+        found: dict[int, tuple[LocalStep, int]] = {}
+        if len(known) > 1 and self._stacked and matching(list(known.values())):
+            shared = self.algorithm.local_step(server, together(list(known.values())), self.about)
+            found = {i: (shared, row) for row, i in enumerate(known)}
+        elif known:
+            found = {i: (self.algorithm.local_step(server, state, self.about), 0) for i, state in known.items()}
+        first = None if self._first is None else (self._first[1], 0)
+        return [step for i in clients if (step := found.get(i, first)) is not None]
 
     def _ordered(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
         sizes = self.population.sizes
         return sorted(clients, key=lambda i: -sizes[i]) if longest_first else clients
 
-    def _snapshots(self, samples: int) -> frozenset[int]:
+    def _snapshots(self, client: int) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
         if self.measures is None:
             return _NOTHING
-        steps = self.settings.local_epochs * -(-samples // self.settings.batch_size)
+        steps = self.settings.local_epochs * -(-self.population.sizes[client] // self.settings.batch_size)
         return frozenset(self.measures.snapshots(self.about.index, steps))
 
     def close(self, ends: RowEnds) -> None:
@@ -147,13 +156,11 @@ class Cohort:
 
     def _match(self, ends: RowEnds) -> bool:
         """Whether the clients took equally many steps and their states hold the same things."""
-        states = [self._open.get(i, {}) for i in ends.clients]
-        return len(set(ends.steps)) == 1 and all(state.keys() == states[0].keys() for state in states)
+        return len(set(ends.steps)) == 1 and matching([self._open.get(i, {}) for i in ends.clients])
 
     def _close_alike(self, ends: RowEnds) -> None:
         """One call of an elementwise `close_client` for all of them."""
-        states = [self._open.pop(i, {}) for i in ends.clients]
-        known = {name: together([state[name] for state in states]) for name in states[0]}
+        known = together([self._open.pop(i, {}) for i in ends.clients])
         end = RowEnd(-1, ends.displacement, ends.steps[0], sum(ends.backprops), ends.losses, sum(ends.seen))
         state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
         weights = [self.weights[i] for i in ends.clients]
@@ -244,9 +251,16 @@ class Cohort:
         return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
 
 
-def together(vectors: Sequence[Tensor]) -> Tensor:
-    """`[n, stride]`, or the one vector that all of them are."""
-    return vectors[0] if all(v is vectors[0] for v in vectors) else torch.stack(list(vectors))
+def matching(states: Sequence[State]) -> bool:
+    """Whether they hold the same things, vectors all of them."""
+    names = states[0].keys()
+    return all(state.keys() == names and all(t.dim() == 1 for t in state.values()) for state in states)
+
+
+def together(states: Sequence[State]) -> State:
+    """One state of them all: vectors `[n, stride]`, or `[stride]` where it is one for all."""
+    rows = {name: [state[name] for state in states] for name in states[0]}
+    return {n: vs[0] if all(v is vs[0] for v in vs) else torch.stack(vs) for n, vs in rows.items()}
 
 
 def shortened(x: Tensor, limit: float) -> Tensor:

@@ -96,7 +96,8 @@ class Loop:
             self.algorithm, self.population, settings, state, about, active, self.states, self.measures, mine
         )
         executor, sorts = self.chosen.executor, self.chosen.longest_first
-        for ends in executor.train(state.server["w"], state.buffers, cohort.tasks(sorts, self._next(t))):
+        tasks = cohort.tasks(sorts, self._next(t), getattr(executor, "stacks", 1))
+        for ends in executor.train(state.server["w"], state.buffers, tasks):
             cohort.close(ends)
         cohort.join(self.ranks)
         cohort.check()

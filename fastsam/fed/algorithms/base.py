@@ -30,10 +30,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def elementwise(method: Method) -> Method:
-    """Marks a `close_client` that computes element by element and puts the displacement itself into a mean.
+    """Marks a `local_step` or `close_client` that computes element by element; the latter puts the displacement itself into a mean.
 
-    Where all definitions that an object inherits are marked, it may be called once for n clients with equally many local steps: the
-    vectors of the end are `[n, stride]`, those of the state too, or `[stride]` where they are one for all; so are those that it returns.
+    Where all definitions that an object inherits are marked, it may be called once for n clients (with equally many local steps): the
+    vectors of their states and ends are `[n, stride]`, or `[stride]` where they are one for all; so are those that it returns.
     """
     method.elementwise = True  # type: ignore[attr-defined]
     return method
@@ -123,6 +123,7 @@ class Algorithm:
         """A client's state when it takes part for the first time."""
         return {}
 
+    @elementwise
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         """The constants of form U for this client in this round."""
         return LocalStep()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import LocalStep, Round, State
+from .base import LocalStep, Round, State, elementwise
 from .estimate import LocalEstimate
 from .schedule import Scheduled
 
@@ -35,5 +35,6 @@ class FedLESAM(LocalEstimate):
     def __post_init__(self) -> None:
         self.check_estimate()
 
+    @elementwise
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         return self.estimated(server, client, round)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..checks import number
-from .base import LocalStep, Round, State
+from .base import LocalStep, Round, State, elementwise
 from .control import ControlVariates
 from .estimate import LocalEstimate
 from .schedule import Scheduled
@@ -34,5 +34,6 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
         self.check_estimate()
         number("control_scale", self.control_scale, at_least=0)
 
+    @elementwise
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         return self.estimated(server, client, round, q=self.control_scale * self.correction(server, client))

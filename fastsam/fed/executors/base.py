@@ -93,7 +93,8 @@ class Task:
     """One client's work in one round.
 
     x, y: its data, on the device of the executor; in the store of the round, where there is one, from the sample `begin` on.
-    snapshots: local steps before which the row is to be kept.
+    snapshots: local steps before which the row is to be kept. row: which of the step's vectors are its own, where those are of several
+    clients (`[n, stride]`); only for executors that say how many clients they `stack`.
     """
 
     client: int
@@ -103,6 +104,12 @@ class Task:
     step: LocalStep
     snapshots: frozenset[int] = frozenset()
     begin: int = 0
+    row: int = 0
+
+    def vector(self, name: str) -> Tensor | None:
+        """Its own vector of the step, `[stride]`."""
+        v: Tensor | None = getattr(self.step, name)
+        return v if v is None or v.dim() == 1 else v[self.row]
 
     @property
     def seed(self) -> int:
@@ -168,6 +175,15 @@ class Task:
         return seeds.derive(self.seed, "pass", step)
 
 
+def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
+    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else `[tasks, stride]`."""
+    first, last = tasks[0], tasks[-1]
+    v: Tensor | None = getattr(first.step, name)
+    if v is None or all(task.step is first.step for task in tasks):
+        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
+    return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])
+
+
 def sent(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do before."""
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
@@ -177,7 +193,8 @@ class Executor(Protocol):
     """Trains clients. Made once per run, from a `Setup`.
 
     An executor may have the attributes `longest_first` (it wants the clients with most steps first: clients train at the same time),
-    `slots` (its rows) and `numbers` (what its bits depend on; an exact executor, with the bits of the plain one, has none).
+    `slots` (its rows), `stacks` (clients whose constants it takes together, as vectors `[n, stride]`) and `numbers` (what its bits
+    depend on; an exact executor, with the bits of the plain one, has none).
     """
 
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:

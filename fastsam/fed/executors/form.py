@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -137,13 +136,10 @@ class Form:
         if self.momentum is not None:
             self.momentum.zero_()
 
-    def shift_(self, directions: Sequence[Tensor]) -> None:
-        """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, one e (`[stride]`) per row."""
+    def shift_(self, e: Tensor) -> None:
+        """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[stride]`, or `[rows, stride]`."""
         p = self.field("p")
-        if all(e is directions[0] for e in directions):
-            p.copy_(directions[0])
-        else:
-            torch.stack(list(directions), out=p)
+        p.copy_(e)
         self.kernels.norm_(self.sumsq, [p], [], self.layout.table, self.hyper)
         norm, rho = self.sumsq.sqrt(), self.hyper[:, 0, Column.RHO]
         scale = torch.where(self.sumsq.isfinite() & (norm > 0), rho / (norm + NU), torch.zeros_like(norm))

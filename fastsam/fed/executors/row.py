@@ -54,7 +54,7 @@ class Row:
         map = task.step.input_map
         self.map: InputMap | None = None if map is None else map.started(self.passes.mappable(task.x[:1]))
         if task.step.e is not None:
-            self.form.shift_([task.step.e])
+            self.form.shift_(task.step.e)
         self.last = len(task.batch_sizes()) - 1
         self.batches: Iterator[tuple[Tensor, Tensor]] = task.batches()
         self.random.begin(task.pass_seed(0))
@@ -171,11 +171,14 @@ class Row:
         )
 
 
-def check_vectors(step: LocalStep, start: Tensor) -> None:
-    """Raises ValueError for a vector of a LocalStep that is not like the weights `start`."""
+def check_vectors(step: LocalStep, start: Tensor, stacked: bool = False) -> None:
+    """Raises ValueError for a vector of a LocalStep that is not like the weights `start`; stacked: it may be several of them."""
     for name in ("q", "e", "mu", "s"):
         v = getattr(step, name)
-        if v is not None and (v.shape != start.shape or v.dtype != start.dtype or v.device != start.device):
+        if v is None:
+            continue
+        shape = v.shape[1:] if stacked and v.dim() == 2 else v.shape
+        if shape != start.shape or v.dtype != start.dtype or v.device != start.device:
             raise ValueError(
                 f"LocalStep.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
                 f"got {v.dtype} {list(v.shape)} on {v.device}"

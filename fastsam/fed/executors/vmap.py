@@ -12,7 +12,7 @@ from torch import Tensor
 from ..localstep import LocalStep, RowEnds, Snapshot
 from ..replica import Replica, buffer_displacement
 from . import compiled, stacked
-from .base import Setup, Task
+from .base import Setup, Task, vectors_of
 from .client import Client, failed
 from .feed import Batch, Feed, alike, filled
 from .form import Form, Kind, Rows
@@ -41,7 +41,7 @@ class Vmap:
         if setup.compile and (reason := compiled.why_not(setup)) is not None:
             raise ValueError(f"compile=True: {reason}. Use compile=False")
         self.setup, self.layout = setup, setup.layout
-        self.slots = setup.slots or stacked.slots_of(setup)
+        self.slots = self.stacks = setup.slots or stacked.slots_of(setup)
         self.numbers = f"vmap, {self.slots} slots" + (", compiled" if setup.compile else "")
         self.rows = Rows(setup, self.slots)
         self.scratch: Rows | None = None
@@ -100,7 +100,7 @@ class Vmap:
 
     def _kind(self, step: LocalStep) -> Kind:
         """Raises ValueError for a step that stacked rows cannot take."""
-        check_vectors(step, self.start)
+        check_vectors(step, self.start, stacked=True)
         if step.input_map is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
         kind = Kind.of(step)
@@ -136,15 +136,13 @@ class Vmap:
         form.arrange(kind)
         form.begin_(self.start)
         for name in ("q", "mu", "s"):
-            vectors = [getattr(step, name) for step in steps]
-            if vectors[0] is not None and shared:
-                form.field(name).copy_(vectors[0])
-            elif vectors[0] is not None:
-                torch.stack(vectors, out=form.field(name))
+            vectors = vectors_of([client.task for client in clients], name)
+            if vectors is not None:
+                form.field(name).copy_(vectors)
         if any(step.full_gradient for step in steps):
             self._full_gradients([c for c in clients if c.task.step.full_gradient])
-        if kind.constant:
-            form.shift_([client.task.step.e for client in clients if client.task.step.e is not None])
+        if (e := vectors_of([client.task for client in clients], "e")) is not None:
+            form.shift_(e)
 
     def _full_gradients(self, clients: list[Client]) -> None:
         """Each client's mean gradient over all its samples, in evaluation mode, into the field "gradient"."""
