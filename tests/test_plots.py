@@ -1,0 +1,155 @@
+"""The figures, looked at through matplotlib's own objects: lines, bands, legends, colours, scales."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastsam.fed import plots
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """Where the next figure that is saved can be looked at, as "figure"."""
+    seen: dict = {}
+    real = plots.figure.save
+    monkeypatch.setattr(plots.figure, "save", lambda made, path: seen.setdefault("figure", made) and real(made, path))
+    return seen
+
+
+def records(accuracies: list[float | None]) -> list[dict]:
+    return [{"round": i + 1, "test_accuracy": a, "train_loss": 2.0 + i} for i, a in enumerate(accuracies)]
+
+
+def test_curves_draw_the_lines_the_band_and_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    # In "two" a seed has no evaluation in round 2.
+    histories = {"one": [records([0.125, 0.25])], "two": [records([0.125, 0.25]), records([0.375, None])]}
+    path = plots.curves(histories, tmp_path / "curves.png", target=0.75, title="t")
+    accuracy, error = seen["figure"].axes
+    assert path.read_bytes().startswith(b"\x89PNG")
+    one, two, target = accuracy.lines
+    assert one.get_xydata().tolist() == [[1, 12.5], [2, 25]]
+    assert two.get_xydata().tolist() == [[1, 25]]
+    assert set(target.get_ydata()) == {75.0}
+    assert error.lines[0].get_xydata().tolist() == [[1, 87.5], [2, 75]]
+    assert set(error.lines[2].get_ydata()) == {25.0} and error.get_yscale() == "log"
+    assert len(accuracy.collections) == 1  # the band of "two"
+    labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
+    assert labels == ["one", "two (2 seeds)", "target 75 %"]
+    assert (accuracy.get_xlabel(), accuracy.get_ylabel(), error.get_ylabel()) == (
+        "round",
+        "test accuracy (%)",
+        "test error (%)",
+    )
+
+
+def test_curves_of_a_run_without_accuracy_show_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    plots.curves({"one": [records([None, None])]}, tmp_path / "curves.png", target=0.5)
+    for axes in seen["figure"].axes:
+        assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 2], [2, 3]]]
+        assert axes.get_ylabel() == "training loss of the active clients"
+
+
+def test_a_perfect_run_can_be_drawn(tmp_path: Path) -> None:
+    assert plots.curves({"one": [records([1.0, 1.0]), records([0.5, 1.0])]}, tmp_path / "curves.png").exists()
+
+
+def test_classes_is_a_heat_map_of_the_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    counts = np.arange(12).reshape(4, 3)
+    assert plots.classes(counts, tmp_path / "classes.png").stat().st_size > 1000
+    axes = seen["figure"].axes[0]
+    assert np.array_equal(axes.images[0].get_array(), counts)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("class", "client")
+    assert plots.classes(np.ones((3000, 200), dtype=int), tmp_path / "large.png").exists()
+
+
+def test_many_labels_have_a_legend_beside_the_plot_and_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    plots.curves({f"m{i}": [records([0.1, 0.2])] for i in range(13)}, tmp_path / "curves.png")
+    figure = seen["figure"]
+    assert figure.axes[0].get_legend() is None and len(figure.legends[0].get_texts()) == 13
+    assert len({(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines}) == 13
+
+
+def test_the_legend_of_small_plots_covers_no_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    history = [{"round": 1, "e_w": 0.5}, {"round": 2, "e_w": 3.0}]
+    plots.measures({name: [history] for name in "abc"}, ["e_w", "e_w"], tmp_path / "measures.png")
+    figure = seen["figure"]
+    assert not any(axes.get_legend() for axes in figure.axes) and len(figure.legends[0].get_texts()) == 3
+
+
+def test_measures_are_small_plots_with_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    history = [{"round": 1, "sharpness": 0.5, "e_w": None}, {"round": 2, "sharpness": 0.25, "e_w": 3.0}]
+    plots.measures({"a": [history, history], "b": [[]]}, ["sharpness", "e_w"], tmp_path / "measures.png")
+    first, second = seen["figure"].axes
+    assert (first.get_title(), second.get_title()) == ("global sharpness, one step", "drift of the weights, E_w")
+    assert [line.get_xydata().tolist() for line in first.lines] == [[[1, 0.5], [2, 0.25]]]
+    assert [line.get_xydata().tolist() for line in second.lines] == [[[2, 3.0]]]
+
+
+def test_ablation_puts_numbers_on_their_scale_and_levels_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = drawn(monkeypatch)
+    lines = {
+        "fedavg": [plots.Point(None, [0.5, 0.7])],
+        "fedsam": [plots.Point(0.1, [0.5, 0.75]), plots.Point(0.01, [0.25, 0.25])],
+    }
+    plots.ablation(lines, "rho", tmp_path / "a.png")
+    axes = seen["figure"].axes[0]
+    assert axes.get_xscale() == "log" and axes.get_xlabel() == "radius of the perturbation, ρ"
+    level, line = axes.lines[0], axes.containers[0].lines[0]
+    assert set(level.get_ydata()) == {60.0} and level.get_linestyle() == "--"
+    assert line.get_xydata().tolist() == [[0.01, 25.0], [0.1, 62.5]]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["0.01", "0.1"]
+
+
+def test_ablation_over_what_is_no_number_joins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    plots.ablation({"fedsmoo": [plots.Point(True, [0.5]), plots.Point(False, [0.25])]}, "dyn", tmp_path / "a.png")
+    axes = seen["figure"].axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["true", "false"] and axes.get_xscale() == "linear"
+    assert axes.lines[0].get_linestyle() == "None" and sorted(axes.lines[0].get_ydata()) == [25.0, 50.0]
+
+
+def test_ratio_is_logarithmic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    plots.ratio({"fedsam": [(1.0, [0.5]), (0.1, [0.25])]}, tmp_path / "r.png")
+    assert seen["figure"].axes[0].lines[0].get_xydata().tolist() == [[-1.0, 25.0], [0.0, 50.0]]
+
+
+def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    axis = np.linspace(-1, 1, 9)
+    bowl = axis[:, None] ** 2 + axis[None] ** 2 + 0.1
+    assert plots.surfaces({"sharp": 10 * bowl, "flat": bowl, "level": 0 * bowl + 1}, 1.0, tmp_path / "s.png").exists()
+    panels = [axes for axes in seen["figure"].axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ["sharp", "flat", "level"]
+    ranges = {axes.collections[0].get_clim() for axes in panels}
+    assert len(ranges) == 1 and ranges.pop() == pytest.approx((0.1, 21.0))
+
+
+@pytest.mark.parametrize(("low", "high"), [(2.02, 2.47), (1.8, 3.4), (0.02, 700.0)])
+def test_the_losses_beside_a_surface_are_plain_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, low: float, high: float
+) -> None:
+    seen = drawn(monkeypatch)
+    plots.surfaces({"a": np.linspace(low, high, 25).reshape(5, 5)}, 1.0, tmp_path / "s.png")
+    axis = next(axes for axes in seen["figure"].axes if axes.get_ylabel() == "training loss").yaxis
+    values = [value for value in axis.get_majorticklocs() if low <= value <= high]
+    assert len(values) >= 3 and [axis.get_major_formatter()(value) for value in values] == [f"{v:g}" for v in values]
+    assert low > 1 or not {0.1, 1.0, 10.0, 100.0} - set(values)
+
+
+def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = drawn(monkeypatch)
+    grid = np.array([[np.inf, 1e30, np.nan], [1.0, 0.5, 2.0], [3.0, 4.0, 1e9]])
+    plots.surfaces({"wild": grid, "never": np.full((3, 3), np.nan)}, 1.0, tmp_path / "s.png")
+    assert seen["figure"].axes[0].collections[0].get_clim() == pytest.approx((0.5, 5e3))
+    assert plots.surfaces({"never": np.full((3, 3), np.nan)}, 1.0, tmp_path / "n.png").exists()
