@@ -1,14 +1,17 @@
-"""A client in a slot of stacked rows: where it is in its round, and where its batches come from."""
+"""A client in a slot of stacked rows: where it is in its round, where its batches come from, what it leaves behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..localstep import Snapshot
+from torch import Tensor
+
+from ..localstep import RowEnds, Snapshot
+from ..replica import buffer_displacement
 from .base import ClientError, Task
 from .feed import Batch, Feed
-from .form import Kind
+from .form import Kind, Rows
 
 
 @dataclass(slots=True)
@@ -44,6 +47,61 @@ class Client:
             return next(self.own)
         x, y = self.feed.get(self.k)
         return x[self.row], y[self.row]
+
+
+def begun(
+    group: Sequence[tuple[int, Task]], kind: Kind, shapes: dict[tuple[object, ...], int], by_row: bool
+) -> list[Client]:
+    """Tasks that are alike, with their slots: several of them share a feed (see there `by_row`), where nothing augments.
+
+    shapes: a number for each shape of a step that was seen so far; new ones are added.
+    """
+    first = group[0][1]
+    whole, rest = divmod(first.samples, first.batch_size)
+    sizes = (first.batch_size if whole else rest, rest or first.batch_size)
+    keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
+    full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
+    epoch = whole + (rest > 0)
+    feed = Feed([task for _, task in group], by_row) if len(group) > 1 and first.augment is None else None
+    return [
+        Client(
+            task, slot, kind, epoch, (full, last), feed, row, task.batches() if feed is None else None,
+            epoch * task.epochs,
+        )
+        for row, (slot, task) in enumerate(group)
+    ]  # fmt: skip
+
+
+def one_feed(clients: Sequence[Client]) -> bool:
+    """Whether they are exactly the clients of one feed: these begin, step and end together, so the first one and their number tell."""
+    feed = clients[0].feed
+    return feed is not None and len(clients) == len(feed.tasks)
+
+
+def ended(
+    clients: Sequence[Client], rows: Rows, at: slice | Tensor, losses: Tensor, start: Tensor, buffers: Sequence[Tensor]
+) -> RowEnds:
+    """What clients leave behind in `rows` and `losses` at the places `at`. All of them leave the same things. No buffer was changed."""
+    step = clients[0].task.step
+
+    def kept(name: str, wanted: bool = True) -> Tensor | None:
+        return rows.field(name)[at] if wanted else None
+
+    moved = buffer_displacement(buffers, buffers) if buffers else None
+    return RowEnds(
+        clients=[c.task.client for c in clients],
+        rows=rows.field("z")[at],
+        begins=start if step.e is None else kept("begin"),
+        steps=[c.k for c in clients],
+        backprops=[c.k * c.task.step.backprops + c.extra_backprops for c in clients],
+        losses=losses[at],
+        seen=[c.task.samples * c.task.epochs for c in clients],
+        buffers=None if moved is None else moved.expand(len(clients), -1),
+        dual=kept("mu", step.mu is not None),
+        eps=kept("eps", step.mu is not None),
+        gradient=kept("gradient", step.full_gradient),
+        snapshots=[c.snapshots for c in clients],
+    )
 
 
 def failed(clients: Sequence[Client], error: Exception) -> ClientError:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ..localstep import LocalStep, RowEnds, Snapshot
-from ..replica import Replica, buffer_displacement
+from ..replica import Replica
 from . import compiled, stacked
 from .base import Setup, Task, vectors_of
-from .client import Client, failed
-from .feed import Batch, Feed, alike, filled
+from .client import Client, begun, ended, failed, one_feed
+from .feed import Batch, alike, filled
 from .form import Form, Kind, Rows
 from .randomness import NoRandomness
 from .row import check_vectors
@@ -94,7 +94,7 @@ class Vmap:
             neighbours = [slot_and_task for _, slot_and_task in pairs]
             kind, began = kinds[id(neighbours[0][1].step)], len(opened)
             for _, group in groupby(neighbours, key=lambda pair: alike(pair[1])):
-                opened += self._joined(list(group), kind)
+                opened += begun(list(group), kind, self._shapes, self.setup.compile)
             self._begin(opened[began:])
         return opened
 
@@ -105,25 +105,6 @@ class Vmap:
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
         kind = Kind.of(step)
         return self._kinds.setdefault(kind, kind)
-
-    def _joined(self, group: Sequence[tuple[int, Task]], kind: Kind) -> list[Client]:
-        """Neighbours that are alike: several of them share a feed, where nothing augments."""
-        first = group[0][1]
-        whole, rest = divmod(first.samples, first.batch_size)
-        sizes = (first.batch_size if whole else rest, rest or first.batch_size)
-        keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
-        numbers = [self._shapes.setdefault(key, len(self._shapes)) for key in keys]
-        epoch = whole + (rest > 0)
-        feed = (
-            Feed([task for _, task in group], self.setup.compile) if len(group) > 1 and first.augment is None else None
-        )
-        return [
-            Client(
-                task, slot, kind, epoch, (numbers[0], numbers[1]), feed, row, task.batches() if feed is None else None,
-                epoch * task.epochs,
-            )
-            for row, (slot, task) in enumerate(group)
-        ]  # fmt: skip
 
     def _begin(self, clients: list[Client]) -> None:
         """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at once."""
@@ -196,7 +177,7 @@ class Vmap:
 
     def _alike(self, clients: list[Client]) -> Iterable[list[Client]]:
         """Those whose next batches have one shape."""
-        if _one_feed(clients):
+        if one_feed(clients):
             return [clients]
         groups: dict[object, list[Client]] = {}
         for client in clients:
@@ -235,7 +216,7 @@ class Vmap:
         """The next batches, stacked."""
         feed = clients[0].feed
         try:
-            if feed is not None and _one_feed(clients):
+            if feed is not None and one_feed(clients):
                 return feed.get(clients[0].k)
             x, y = zip(*(client.batch() for client in clients), strict=True)
         except Exception as error:
@@ -311,38 +292,7 @@ class Vmap:
             step = client.task.step
             groups.setdefault((step.e is None, step.mu is None, step.full_gradient), []).append(client)
         for group in groups.values():
-            yield self._ends(group)
-
-    def _ends(self, clients: list[Client]) -> RowEnds:
-        step = clients[0].task.step
-        slots = [c.slot for c in clients]
-        neighbours = slots[-1] - slots[0] + 1 == len(slots)
-        index = None if neighbours else self._index(clients)
-
-        def rows(of: Tensor) -> Tensor:
-            return of[slots[0] : slots[-1] + 1] if index is None else of.index_select(0, index)
-
-        def kept(name: str, wanted: bool) -> Tensor | None:
-            return rows(self.rows.field(name)) if wanted else None
-
-        buffers = buffer_displacement(self.buffers, self.buffers) if self.buffers else None
-        return RowEnds(
-            clients=[c.task.client for c in clients],
-            rows=rows(self.rows.field("z")),
-            begins=self.start if step.e is None else rows(self.rows.field("begin")),
-            steps=[c.k for c in clients],
-            backprops=[c.k * c.task.step.backprops + c.extra_backprops for c in clients],
-            losses=rows(self.losses),
-            seen=[c.task.samples * c.task.epochs for c in clients],
-            buffers=None if buffers is None else buffers.expand(len(clients), -1),
-            dual=kept("mu", step.mu is not None),
-            eps=kept("eps", step.mu is not None),
-            gradient=kept("gradient", step.full_gradient),
-            snapshots=[c.snapshots for c in clients],
-        )
-
-
-def _one_feed(clients: Sequence[Client]) -> bool:
-    """Whether they are exactly the clients of one feed: these begin, step and end together, so the first one and their number tell."""
-    feed = clients[0].feed
-    return feed is not None and len(clients) == len(feed.tasks)
+            slots = [c.slot for c in group]
+            neighbours = slots[-1] - slots[0] + 1 == len(slots)
+            at = slice(slots[0], slots[-1] + 1) if neighbours else self._index(group)
+            yield ended(group, self.rows, at, self.losses, self.start, self.buffers)
