@@ -64,7 +64,7 @@ class Cohort:
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
-        self.weights = {i: sizes[i] for i in active} if settings.weighting == "samples" else dict.fromkeys(active, 1)
+        self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         self.sums = RoundSums(len(active), max(self.weights.values()))
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
