@@ -1,4 +1,4 @@
-"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels."""
+"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of the sums)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 from bench.fed import ours
 from bench.fed.workload import Workload
+from fastsam.fed.aggregate import FixedPointSum
 from fastsam.fed.executors.form import Form
 from fastsam.fed.executors.passes import Passes
 
-INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (Form, "update_"))
+INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (Form, "update_"), (FixedPointSum, "add_"))
 
 
 def measure(device: str, rounds: int) -> dict[str, float]:
