@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from test_fed_algorithms import same_bits
 
 from fastsam import fed
-from fastsam.fed.checkpoint import RunDirectory
+from fastsam.fed.checkpoint import RunDirectory, RunState
+from fastsam.fed.ranks import Ranks
 
 
 def start(directory, **options):
@@ -297,3 +298,16 @@ def test_bad_arguments_write_nothing(tmp_path):
     with pytest.raises(ValueError, match="config must hold what JSON can"):
         start(tmp_path / "run", config={"loss": F.cross_entropy})
     assert not (tmp_path / "run").exists()
+
+
+def test_one_of_several_ranks_rescues_nothing(tmp_path):
+    """The others may be gone, and a checkpoint needs all of them: the last one stands."""
+    device = torch.device("cpu")
+    state = RunState(3, {"w": torch.zeros(4)}, [], {}, [{"round": i} for i in (1, 2, 3)])
+    for size in (1, 2):
+        path = tmp_path / f"{size}"
+        (path / "checkpoint").mkdir(parents=True)
+        directory, _ = RunDirectory.open(path, True, {}, device, Ranks(0, size), lambda t: t)
+        directory.saved_round = 2
+        directory.rescue(state)
+        assert (path / "metrics.jsonl").exists() == (path / "checkpoint" / "manifest.json").exists() == (size == 1)
