@@ -15,6 +15,7 @@ from test_fed_algorithms import same_bits
 from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.algorithms import moved
+from fastsam.fed.localstep import RowEnds
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class Reordered:
     def train(self, start, buffers, tasks):
         tasks = list(tasks)
         random.shuffle(tasks)
-        ends = list(self.inner.train(start, buffers, tasks))
+        # A group is valid until the next one is asked for: what is kept are copies of it.
+        ends = [RowEnds.of(end) for group in self.inner.train(start, buffers, tasks) for end in group.each()]
         random.shuffle(ends)
         return iter(ends)
 

@@ -156,6 +156,7 @@ class RowEnds:
     eps: Tensor | None = None
     gradient: Tensor | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
+    input_map: InputMap | None = None  # where n is 1
     single: RowEnd | None = None  # the one that this is a group of
 
     @classmethod
@@ -167,7 +168,7 @@ class RowEnds:
         }
         return cls(
             (end.client,), end.displacement[None], None, (end.steps,), (end.backprops,), end.loss[None], (end.seen,),
-            snapshots=(end.snapshots,), single=end, **vectors,
+            snapshots=(end.snapshots,), input_map=end.input_map, single=end, **vectors,
         )  # fmt: skip
 
     @cached_property
@@ -189,5 +190,5 @@ class RowEnds:
         ):
             yield RowEnd(
                 client, moved, self.steps[i], self.backprops[i], loss, self.seen[i], own(self.buffers, i), own(self.dual, i),
-                own(self.eps, i), own(self.gradient, i), None, {} if self.snapshots is None else self.snapshots[i],
+                own(self.eps, i), own(self.gradient, i), self.input_map, {} if self.snapshots is None else self.snapshots[i],
             )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
-from ..localstep import LocalStep, RowEnd
+from ..localstep import LocalStep, RowEnds
 from .base import Setup, Task
 from .cuda import Replay
 from .randomness import PassRandomness
@@ -70,10 +70,10 @@ class StaticRow(Row):
         torch.where(self.places == self.counter, loss, self.kept, out=self.kept)
         self.counter.add_(1)
 
-    def close(self) -> RowEnd:
+    def ended(self) -> RowEnds:
         assert self.kept is not None  # a client has a step at least
         self.losses = list(self.kept[: self.k].unbind())
-        return super().close()
+        return super().ended()
 
     def static(self, batch: Batch) -> Batch:
         """The inputs that stay, of the shape of `batch`."""

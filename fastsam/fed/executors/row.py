@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..inputmap import InputMap
-from ..localstep import LocalStep, RowEnd, Snapshot
+from ..localstep import LocalStep, RowEnd, RowEnds, Snapshot
 from ..replica import Replica, buffer_displacement
 from .base import ClientError, Setup, Task, sent
 from .form import Form, Kind, Rows
@@ -48,7 +48,8 @@ class Row:
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
-        self.replica.load_(start, buffers)
+        for own, new in zip(self.replica.buffers, buffers, strict=True):
+            own.copy_(new)
         self._begin(task.step)
         self.gradient = self._full_gradient() if task.step.full_gradient else None
         map = task.step.input_map
@@ -83,24 +84,28 @@ class Row:
             ) from error
 
     def close(self) -> RowEnd:
-        """What the client leaves behind."""
+        """What the client leaves behind, in memory of its own."""
+        return next(self.ended().each())
+
+    def ended(self) -> RowEnds:
+        """What the client leaves behind, as long as nobody else is opened."""
         task, step = self.task, self.task.step
         sizes = sent(torch.tensor(task.batch_sizes(), dtype=torch.float64), self.z.device)
-        origin = self.start if step.e is None else self.form.field("begin")[0]
         ascents = 0 if self.map is None else self.map.steps - 1
-        return RowEnd(
-            client=task.client,
-            displacement=self.z[0] - origin,
-            steps=self.k,
-            backprops=self.k * (step.backprops + ascents) + self.extra_backprops,
-            loss=(torch.stack(self.losses).double() * sizes).sum(),
-            seen=len(task.y) * task.epochs,
-            buffers=buffer_displacement(self.replica.buffers, self.buffers) if self.replica.buffers else None,
-            dual=None if step.mu is None else self.form.field("mu")[0].clone(),
-            eps=None if self.eps is None else self.eps[0].clone(),
-            gradient=self.gradient,
+        return RowEnds(
+            clients=(task.client,),
+            rows=self.z,
+            begins=self.start if step.e is None else self.form.field("begin"),
+            steps=(self.k,),
+            backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
+            losses=(torch.stack(self.losses).double() * sizes).sum()[None],
+            seen=(len(task.y) * task.epochs,),
+            buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
+            dual=None if step.mu is None else self.form.field("mu"),
+            eps=self.eps,
+            gradient=None if self.gradient is None else self.gradient[None],
+            snapshots=(self.snapshots,),
             input_map=self.map,
-            snapshots=self.snapshots,
         )
 
     # --- its beginning ---
