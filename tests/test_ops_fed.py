@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import inf, isfinite, trunc
 from math import nan as not_a_number
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import BACKENDS, Case, Memory, cases, close, explore, nan
+from op_cases import BACKENDS, Case, Memory, cases, close, explore, nan, same_bits
 from torch import Tensor
 
 from fastsam.backends import Backend, Kernels
@@ -68,6 +69,33 @@ def test_dual_perturb(backend: Backend) -> None:
         close(memory.read(mu_)[mask], mu64[mask])
         if eps_ is not None:
             close(memory.read(eps_)[mask], eps64[mask])
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend) -> None:
+    """A zero, infinite or NaN norm: `z = w` bit for bit, minus zero included, and `eps = 0`, whatever the gradients hold."""
+
+    @explore(backend, examples=20)
+    @given(cases(max_rows=1), st.permutations((0.0, inf, not_a_number, 4.0)))
+    def holds(case: Case, norms: list[float]) -> None:
+        case = replace(case, rows=4)
+        memory, w, grads = Memory(case, backend.device), case.values("z"), case.values("grads")
+        w[:, ::7], grads[:, ::3] = -0.0, inf
+        z_ = memory.operand("z", nan(case, case.dtype), written=True)
+        origin_, grads_ = memory.field("origin", w.to(case.origin_dtype)), memory.operand("grads", grads)
+        mu_ = memory.field("mu", case.values("mu", case.compute), written=True)
+        s_ = memory.field("s", case.values("s", case.compute))
+        eps_ = memory.field("eps", nan(case, case.compute), written=True)
+        memory.snapshot()
+        args = case.table, case.hyper().to(backend.device), torch.tensor(norms, dtype=torch.float64).to(backend.device)
+        backend.load().dual_perturb_(z_, origin_, mu_, grads_, s_, *args, eps=eps_)
+        memory.check()
+        after, eps, mu, mask = memory.read(z_), memory.read(eps_), memory.read(mu_), case.mask()
+        for row in (r for r, norm in enumerate(norms) if norm != 4.0):
+            assert same_bits(after[row][mask[row]], w[row][mask[row]])
+            assert not eps[row][mask[row]].any() and mu[row][mask[row]].isfinite().all()
 
     holds()
 
