@@ -96,7 +96,8 @@ def options_of(method: str, options: str) -> oracle.Options:
 
 def replayed(model, clients, algorithm, options=OPTIONS["plain"], active=ACTIVE, **more):
     """fastsam's run with the options and the participation of the oracle's."""
-    return fed.run(model, clients, algorithm, sampler=lambda t, generator: active[t], **options.keywords(), **more)
+    keywords = {"executor": "sequential", **options.keywords(), **more}
+    return fed.run(model, clients, algorithm, sampler=lambda t, generator: active[t], **keywords)
 
 
 @functools.cache

@@ -220,6 +220,19 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     assert chosen(wide, tmp_path)["name"] == "threads"
     monkeypatch.setattr(threads, "cpus", lambda: 1)
     assert chosen(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"
+    alone = chosen(oracle.smooth_model(FLOAT), tmp_path, slots=1)
+    assert alone["name"] == "sequential" and "one at a time" in alone["reason"]
+
+
+def test_auto_does_not_stack_a_model_that_somebody_watches(tmp_path):
+    calls = []
+    model = oracle.smooth_model(FLOAT)
+    model.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    found = chosen(model, tmp_path)
+    assert found["name"] != "vmap" and "hooks" in found["reason"] and calls
+    model = oracle.smooth_model(FLOAT)
+    next(model.parameters()).register_hook(lambda g: calls.append(g.norm()))
+    assert "hooks" in chosen(model, tmp_path)["reason"]
 
 
 def test_the_names_are_those_of_the_registry_and_auto():

@@ -63,6 +63,7 @@ def test_the_perturbation_is_rho_over_the_whole_model(adaptive):
         rounds=1,
         participation=1.0,
         batch_size=3,
+        executor="sequential",
     )
     steps = points[1:]  # the first is the trial step
     assert len(steps) == 4

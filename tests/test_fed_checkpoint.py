@@ -127,7 +127,7 @@ def test_interrupted_by_a_signal(tmp_path):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["loss", "progress"])
 def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, error, where):
-    whole = start(tmp_path / "whole", rounds=5)
+    whole = start(tmp_path / "whole", executor="sequential", rounds=5)
     calls = [0]
 
     def loss(out, y):
@@ -142,10 +142,10 @@ def test_whatever_ends_a_run_early_leaves_the_last_completed_round(tmp_path, err
 
     loss.__module__, loss.__qualname__ = "torch.nn.functional", "cross_entropy"
     with pytest.raises((error, fed.ClientError), match="stop"):
-        start(tmp_path / "run", rounds=5, checkpoint_every=100, loss=loss, progress=progress)
+        start(tmp_path / "run", executor="sequential", rounds=5, checkpoint_every=100, loss=loss, progress=progress)
     completed = json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"]
     assert completed == len(records(tmp_path / "run")) and 0 < completed < 5
-    resumed = start(tmp_path / "run", rounds=5, resume=True)
+    resumed = start(tmp_path / "run", executor="sequential", rounds=5, resume=True)
     assert same_bits(whole.model, resumed.model) and records(tmp_path / "whole") == records(tmp_path / "run")
 
 

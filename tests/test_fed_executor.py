@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import oracle
 import pytest
@@ -16,6 +17,7 @@ from fastsam import fed
 from fastsam.fed import executors
 
 FLOAT = torch.float32
+run = partial(fed.run, executor="sequential")
 
 
 def clients(*sizes, dtype=FLOAT):
@@ -46,7 +48,7 @@ def batches_of(rounds=1, seed=0, sizes=(7, 12), **options):
         for i, n in enumerate(sizes)
     ]
     model = Recorder(oracle.smooth_model(FLOAT), seen)
-    fed.run(model, data, fed.FedAvg(), rounds=rounds, participation=1.0, batch_size=5, seed=seed, **options)
+    run(model, data, fed.FedAvg(), rounds=rounds, participation=1.0, batch_size=5, seed=seed, **options)
     return [x[:, 0].int().tolist() for x in seen[1:]]
 
 
@@ -90,9 +92,9 @@ class Drops(nn.Module):
 def test_both_passes_of_a_step_have_the_same_dropout_mask(rarely):
     """So FedSAM without a radius is FedAvg."""
     data, options = clients(20, 9, 14), {"rounds": 3, "participation": 0.7, "batch_size": 4}
-    avg, sam = (fed.run(Drops(rarely), data, a, **options).model for a in (fed.FedAvg(), fed.FedSAM(rho=0.0)))
+    avg, sam = (run(Drops(rarely), data, a, **options).model for a in (fed.FedAvg(), fed.FedSAM(rho=0.0)))
     assert same_bits(avg, sam)
-    assert not same_bits(avg, fed.run(Drops(rarely), data, fed.FedAvg(), seed=1, **options).model)
+    assert not same_bits(avg, run(Drops(rarely), data, fed.FedAvg(), seed=1, **options).model)
 
 
 def test_masks_differ_between_steps_clients_and_rounds():
@@ -109,7 +111,7 @@ def test_masks_differ_between_steps_clients_and_rounds():
                 seen.append(tuple(mask.tolist()))
             return self.inner(x) + 0 * mask.sum()
 
-    fed.run(Masks(), clients(6, 6), fed.FedSAM(), rounds=2, participation=1.0, batch_size=3)
+    run(Masks(), clients(6, 6), fed.FedSAM(), rounds=2, participation=1.0, batch_size=3)
     seen = seen[1 + 4 :]  # the trial step; the first client's steps before it was found to draw
     assert seen[0::2] == seen[1::2] and len(set(seen)) == len(seen) // 2 == 2 * 2 * 2
 
@@ -118,9 +120,9 @@ def test_masks_differ_between_steps_clients_and_rounds():
 def test_what_is_drawn_does_not_depend_on_when_it_is_noticed(monkeypatch, rarely):
     monkeypatch.setitem(executors.registry, "reordered", Reordered)
     data, options = clients(20, 9, 14, 3, 3, 8), {"rounds": 2, "participation": 0.9, "batch_size": 4}
-    plain = fed.run(Drops(rarely), data, fed.FedSAM(), **options).model
+    plain = run(Drops(rarely), data, fed.FedSAM(), **options).model
     for _ in range(3):
-        assert same_bits(plain, fed.run(Drops(rarely), data, fed.FedSAM(), executor="reordered", **options).model)
+        assert same_bits(plain, run(Drops(rarely), data, fed.FedSAM(), executor="reordered", **options).model)
 
 
 def test_torchs_own_random_state_is_neither_used_nor_changed():
@@ -128,7 +130,7 @@ def test_torchs_own_random_state_is_neither_used_nor_changed():
     for seed in (1, 2):
         torch.manual_seed(seed)
         model, before = Drops(), torch.get_rng_state()
-        finals.append(fed.run(model, clients(20, 9), fed.FedSAM(), rounds=2).model)
+        finals.append(run(model, clients(20, 9), fed.FedSAM(), rounds=2).model)
         assert torch.equal(before, torch.get_rng_state())
     assert same_bits(*finals)
 
@@ -146,7 +148,7 @@ def test_threads_are_one_inside_and_the_users_afterwards(threads):
     torch.set_num_threads(threads)
     try:
         with pytest.raises(fed.ClientError, match="client 0 failed in round .*, local step 0: RuntimeError: enough"):
-            fed.run(oracle.smooth_model(FLOAT), clients(9), fed.FedAvg(), rounds=9, loss=loss)
+            run(oracle.smooth_model(FLOAT), clients(9), fed.FedAvg(), rounds=9, loss=loss)
         assert torch.get_num_threads() == threads and set(seen) == {1}
     finally:
         torch.set_num_threads(before)
@@ -155,7 +157,7 @@ def test_threads_are_one_inside_and_the_users_afterwards(threads):
 def test_the_model_that_was_handed_over_is_not_changed():
     model = oracle.smooth_model(FLOAT).eval()
     before, addresses = copy.deepcopy(model.state_dict()), [p.data_ptr() for p in model.parameters()]
-    result = fed.run(model, clients(9, 9), fed.FedSAM(), rounds=2)
+    result = run(model, clients(9, 9), fed.FedSAM(), rounds=2)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert addresses == [p.data_ptr() for p in model.parameters()]
     assert not model.training and all(p.grad is None for p in model.parameters())
@@ -190,7 +192,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(algorithm):
     """Also by weight decay and momentum; also when only one of the two passes used it: it must not stay perturbed."""
     model = Sometimes(["ab", "b"] if isinstance(algorithm, (fed.FedSAM, fed.MoFedSAM)) else ["b"])
     options = {"rounds": 1, "participation": 1.0, "weight_decay": 0.1, "momentum": 0.9, "batch_size": 4}
-    final = fed.run(model, clients(12), algorithm, **options).model
+    final = run(model, clients(12), algorithm, **options).model
     for name in ("a", "never"):
         assert torch.equal(getattr(final, name).weight, getattr(model, name).weight)
     assert not torch.equal(final.b.weight, model.b.weight)
@@ -200,7 +202,7 @@ def test_a_parameter_that_only_the_second_pass_uses_is_updated_at_its_own_weight
     model = Sometimes(["b", "ab"])
     options = {"rounds": 1, "participation": 1.0, "lr": 0.1, "batch_size": 12, "backend": "reference"}
     data = clients(12)
-    final = fed.run(model, data, fed.FedSAM(rho=0.5), **options).model
+    final = run(model, data, fed.FedSAM(rho=0.5), **options).model
     w = model.b.weight.detach(), model.b.bias.detach()
     loss = F.cross_entropy(model.b(data[0][0]), data[0][1])
     g = torch.autograd.grad(loss, list(model.b.parameters()))
@@ -248,7 +250,7 @@ def test_unusual_parameters(backend):
         "shuffle": False,
         "backend": backend,
     }
-    final = fed.run(model, data, fed.FedAvg(), **options).model
+    final = run(model, data, fed.FedAvg(), **options).model
     plain = copy.deepcopy(model)
     for _ in range(3):
         optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.2, momentum=0.5)
@@ -270,13 +272,13 @@ def normed(seed=0):
 
 def test_batch_norm_is_refused_unless_the_run_says_what_to_do():
     with pytest.raises(ValueError, match=r"1\.running_mean.*buffers='average'.*buffers='keep'.*GroupNorm"):
-        fed.run(normed(), clients(8, 8, dtype=torch.float64), fed.FedAvg(), rounds=1)
+        run(normed(), clients(8, 8, dtype=torch.float64), fed.FedAvg(), rounds=1)
 
 
 def test_batch_norm_keep_leaves_the_buffers_of_the_start():
     model = normed()
     model[1].running_mean += 1
-    final = fed.run(
+    final = run(
         model, clients(8, 8, dtype=torch.float64), fed.FedSAM(), rounds=3, buffers="keep", participation=1.0
     ).model
     assert all(torch.equal(a, b) for a, b in zip(final.buffers(), model.buffers(), strict=True))
@@ -287,8 +289,8 @@ def test_batch_norm_keep_leaves_the_buffers_of_the_start():
 def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
     model, data = normed(), clients(4, 12, dtype=torch.float64)
     options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0, "shuffle": False}
-    result = fed.run(model, data, fed.FedAvg(), weighting=weighting, **options)
-    alone = [fed.run(model, [c], fed.FedAvg(), **options).model for c in data]
+    result = run(model, data, fed.FedAvg(), weighting=weighting, **options)
+    alone = [run(model, [c], fed.FedAvg(), **options).model for c in data]
     share = (0.5, 0.5) if weighting == "uniform" else (0.25, 0.75)
     for name in ("running_mean", "running_var"):
         mean = sum(s * getattr(m[1], name) for s, m in zip(share, alone))
@@ -301,7 +303,7 @@ def test_batch_norm_average_is_the_mean_over_the_clients(weighting):
 
 def test_counters_move_to_the_nearest_whole_number():
     options = {"rounds": 1, "batch_size": 4, "buffers": "average", "participation": 1.0}
-    final = fed.run(normed(), clients(4, 8, 8, dtype=torch.float64), fed.FedAvg(), **options).model
+    final = run(normed(), clients(4, 8, 8, dtype=torch.float64), fed.FedAvg(), **options).model
     assert final[1].num_batches_tracked.item() == 2  # of 5/3
     assert final[1].num_batches_tracked.dtype == torch.int64
 
@@ -310,8 +312,7 @@ def test_statistics_come_from_the_unperturbed_weights():
     """One step: the running statistics of FedSAM are those of FedAvg, however far it looks."""
     options = {"rounds": 1, "batch_size": 8, "buffers": "average", "participation": 1.0}
     sam, avg = (
-        fed.run(normed(), clients(8, dtype=torch.float64), a, **options).model
-        for a in (fed.FedSAM(rho=5.0), fed.FedAvg())
+        run(normed(), clients(8, dtype=torch.float64), a, **options).model for a in (fed.FedSAM(rho=5.0), fed.FedAvg())
     )
     assert all(torch.equal(a, b) for a, b in zip(sam.buffers(), avg.buffers(), strict=True))
     assert not same_bits(sam, avg)
@@ -322,5 +323,5 @@ def test_a_constant_buffer_needs_no_word():
     model.register_buffer("mask", torch.tensor([True, False]))
     model.register_buffer("table", torch.arange(3.0), persistent=False)
     for buffers in (None, "average"):
-        final = fed.run(model, clients(5, 5), fed.FedAvg(), rounds=1, buffers=buffers).model
+        final = run(model, clients(5, 5), fed.FedAvg(), rounds=1, buffers=buffers).model
         assert torch.equal(final.table, model.table) and torch.equal(final.mask, model.mask)

@@ -51,7 +51,9 @@ EXACT = {
 
 def final(algorithm, dtype=torch.float32, clients=None, **options):
     model = oracle.smooth_model(dtype)
-    return fed.run(model, clients or oracle.ragged_clients(dtype), algorithm, **{"rounds": 3, **options}).model
+    return fed.run(
+        model, clients or oracle.ragged_clients(dtype), algorithm, **{"rounds": 3, "executor": "sequential", **options}
+    ).model
 
 
 def same_bits(a, b):

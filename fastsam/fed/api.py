@@ -61,7 +61,7 @@ def run(
     buffers: str | None = None,
     device: torch.device | str | None = None,
     backend: str = "auto",
-    executor: str = "sequential",
+    executor: str = "auto",
     slots: int | None = None,
     compile: bool = False,
     memory_format: str = "auto",

@@ -74,7 +74,7 @@ class RunConfig:
     buffers: str | None = None
     device: str | None = None
     backend: str = "auto"
-    executor: str = "sequential"
+    executor: str = "auto"
     slots: int | None = None
     compile: bool = False
     memory_format: str = "auto"

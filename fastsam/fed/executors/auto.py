@@ -79,4 +79,16 @@ def _not_stacked(setup: Setup) -> str | None:
         return "the model is not dense (convolutions, recurrent layers): stacked, they are slower than one by one"
     if setup.layout.numel > _WIDEST:
         return f"the model has more than {_WIDEST} parameters: stacked rows leave the cache"
+    if (setup.slots or stacked.slots_of(setup)) == 1:
+        return "clients train one at a time: there is nothing to stack"
+    if _hooked(setup.model):
+        return "the model has hooks: stacked clients would call them only while a pass is recorded"
     return stacked.why_not(setup)
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Whether somebody looks on while the model runs. torch has no public name for a module's hooks."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(m, kind, None) for m in model.modules() for kind in kinds) or any(
+        p._backward_hooks for p in model.parameters()
+    )
