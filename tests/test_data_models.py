@@ -157,6 +157,13 @@ def test_images_that_do_not_fit_the_model(name: str, shape: tuple[int, ...], mes
         models.build(name, shape, 10, 0)
 
 
+def test_what_makes_no_model() -> None:
+    with pytest.raises(ValueError, match="did you mean 'mlp'"):
+        models.build("mpl", (64,), 10, 0)
+    with pytest.raises(ValueError, match="model_options of mlp: {'hidden': \\['wide'\\]} makes no model"):
+        models.build("mlp", (64,), 10, 0, hidden=["wide"])
+
+
 def test_outputs_must_match_the_classes() -> None:
     data = fed.digits(clients=3, split="iid")
     for outputs in (9, 12):

@@ -184,7 +184,7 @@ def test_draw_is_fast_enough_for_a_data_set() -> None:
         ({"labels": np.array([0.0, 0.5])}, "integer class numbers"),
         ({"labels": np.array(["a", "b"])}, "integer class numbers"),
         ({"labels": np.zeros((3, 2))}, r"vector .* got the shape \(3, 2\)"),
-        ({"labels": np.array([], dtype=int)}, "vector"),
+        ({"labels": np.array([], dtype=int)}, "there are no samples"),
         ({"exhausted": "recycle"}, "'reset', 'redraw', got 'recycle'"),
     ],
 )

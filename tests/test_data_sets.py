@@ -185,6 +185,15 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "one.npz.npy").rename(file)
     with pytest.raises(ValueError, match="one array without a name"):
         from_npz(file, clients=2, split="iid")
+    file.write_text("x,y\n1,2\n")
+    with pytest.raises(ValueError, match="plain arrays .it is no file of numpy's.; write it with"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, x=np.zeros((0, 2)), y=np.zeros(0))
+    with pytest.raises(ValueError, match="there are no samples"):
+        from_npz(file, clients=2, split="iid")
+    np.savez(file, x=np.zeros((2, 2)), y=np.array([0, 10**12]))
+    with pytest.raises(ValueError, match="must be class numbers from 0, got 1000000000000 at position 1"):
+        from_npz(file, clients=2, split="iid")
 
 
 def test_a_pickle_in_a_data_file_is_not_run(tmp_path: Path) -> None:

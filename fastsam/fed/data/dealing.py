@@ -12,6 +12,7 @@ import numpy as np
 from fastsam.fed.checks import choice, integer
 
 EXHAUSTED = ("reset", "redraw")
+MOST_CLASSES = 2**20  # that a data set is believed to have when nobody says how many
 
 # So many uniform numbers may name a class without samples before one slot is filled from the renormalised prior instead. Rejection and
 # renormalising have the same distribution; rejection keeps the simulators' stream of random numbers, but may need
@@ -51,12 +52,15 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
 def check_labels(labels: Any, classes: int | None = None, what: str = "labels") -> tuple[np.ndarray, int]:
     """Labels as an int64 vector, and the number of classes (`max + 1` when `classes` is None).
 
-    Raises ValueError for a wrong shape, for labels that are no integers and for labels outside 0..classes-1.
+    Raises ValueError for a wrong shape, for labels that are no integers, for labels outside 0..classes-1, and without `classes` for one that
+    can be no class number.
     """
     labels = np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
-    if labels.ndim != 1 or labels.size == 0:
+    if labels.size == 0:
+        raise ValueError(f"{what}: there are no samples")
+    if labels.ndim != 1:
         raise ValueError(
             f"{what} must be a vector with one class number per sample, got the shape {tuple(labels.shape)}"
         )
@@ -68,6 +72,11 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
             f"{what} must be integer class numbers, got {labels.dtype} with fractions, e.g. {labels[whole != labels][0]!r}"
         )
     low, high = int(whole.min()), int(whole.max())
+    if classes is None and high >= MOST_CLASSES:
+        raise ValueError(
+            f"{what} must be class numbers from 0, got {high} at position {int(whole.argmax())}; "
+            "numpy.unique(y, return_inverse=True)[1] numbers classes from 0"
+        )
     classes = high + 1 if classes is None else classes
     if low < 0 or high >= classes:
         bad = low if low < 0 else high

@@ -99,8 +99,10 @@ def _read(path: str | Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no data file {path} (looked in {Path.cwd()})") from None
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        # What is no file of numpy's, it takes for a pickle, and says how to load that.
+        reason = error if "pickle" not in str(error) or zipfile.is_zipfile(path) else "it is no file of numpy's"
         raise ValueError(
-            f"{path} is no complete .npz file of plain arrays ({error}); write it with numpy.savez(path, x=..., y=...)"
+            f"{path} is no complete .npz file of plain arrays ({reason}); write it with numpy.savez(path, x=..., y=...)"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,10 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
     elif is_import_path(name):
         make = import_object(name, "model")
     else:
+        close = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"model must be one of {', '.join(map(repr, MODELS))} or an import path 'package.module:name', got {name!r}"
+            f"model must be one of {', '.join(map(repr, MODELS))} or an import path 'package.module:name', got {name!r}{hint}"
         )
     if isinstance(make, nn.Module) and not options:
         return copy.deepcopy(make)
@@ -53,7 +56,12 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
         torch.default_generator.manual_seed(
             seed
         )  # not torch.manual_seed: it would seed the CUDA generators as well, which nothing restores
-        model = call_with_options(make, given | options, f"model_options of {name}")
+        try:
+            model = call_with_options(make, given | options, f"model_options of {name}")
+        except TypeError as error:
+            if name not in MODELS or not options:
+                raise  # of the user's own code: as it is
+            raise ValueError(f"model_options of {name}: {options} makes no model ({error})") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} must make a torch.nn.Module, got {type(model).__name__}")
     return model
