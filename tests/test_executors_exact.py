@@ -224,6 +224,15 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     assert alone["name"] == "sequential" and "one at a time" in alone["reason"]
 
 
+def test_processes_of_one_machine_share_its_cpus(monkeypatch):
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    found = []
+    for processes in ("1", "2", "3", "20"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        found.append(threads.cpus())
+    assert found == [8, 4, 2, 1]
+
+
 def test_auto_does_not_stack_a_model_that_somebody_watches(tmp_path):
     calls = []
     model = oracle.smooth_model(FLOAT)

@@ -19,8 +19,9 @@ _AHEAD = 2  # tasks handed out per slot: one in work, one that a thread finds wh
 
 
 def cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPUs that this process may use: its share, where torchrun started several on this machine."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class Threads:
