@@ -216,7 +216,8 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     found = chosen(normed, tmp_path, buffers="keep")
     assert found["name"] == "threads" and "buffers" in found["reason"]
     assert chosen(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
-    wide = nn.Sequential(nn.Linear(6, auto._WIDEST // 8), nn.Tanh(), nn.Linear(auto._WIDEST // 8, 3))
+    width = auto._WIDEST["cpu"] // 8
+    wide = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
     assert chosen(wide, tmp_path)["name"] == "threads"
     monkeypatch.setattr(threads, "cpus", lambda: 1)
     assert chosen(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"

@@ -19,7 +19,8 @@ from .base import Executor, Setup
 log = logging.getLogger("fastsam.fed")
 
 AUTO = "auto"
-_WIDEST = 2**20  # parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache
+# Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache. That of GPUs is not calibrated.
+_WIDEST = {"cpu": 2**16, "cuda": 2**20}
 _UNSTACKED = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 
@@ -77,8 +78,9 @@ def _not_stacked(setup: Setup) -> str | None:
         len(s.shape) > 2 for s in setup.layout.segments
     ):
         return "the model is not dense (convolutions, recurrent layers): stacked, they are slower than one by one"
-    if setup.layout.numel > _WIDEST:
-        return f"the model has more than {_WIDEST} parameters: stacked rows leave the cache"
+    widest = _WIDEST.get(setup.device.type, _WIDEST["cuda"])
+    if setup.layout.numel > widest:
+        return f"the model has more than {widest} parameters: stacked rows leave the cache"
     if (setup.slots or stacked.slots_of(setup)) == 1:
         return "clients train one at a time: there is nothing to stack"
     if _hooked(setup.model):
