@@ -39,7 +39,8 @@ def digest(result: fed.Result) -> str:
 
 def train(name: str, directory: Path | None, **options: Any) -> str:
     clients = oracle.ragged_clients(torch.float32, SIZES)
-    keywords: dict[str, Any] = {"rounds": 4, "batch_size": 5, "participation": 0.6, "weighting": "samples"} | options
+    keywords: dict[str, Any] = {"rounds": 4, "batch_size": 5, "participation": 0.6, "weighting": "samples"}
+    keywords |= {"executor": "sequential"} | options
     run_dir = None if directory is None else directory / name
     torch.manual_seed(0)
     model = oracle.smooth_model(torch.float32)

@@ -152,7 +152,7 @@ MUTANTS = [
     Mutant("executors.form", "self.z.add_(p)", "self.z.sub_(p)", "fedlesam"),
     Mutant("executors.form", "inside = phi if self.sumsq_v is not None else phi + decay", "inside = phi", "fedlesam"),
     Mutant("executors.form", "p * -inside", "p * inside", "fedlesam-d"),
-    Mutant("executors.row", 'self.form.field("begin")[0]', "self.start", "fedlesam"),
+    Mutant("executors.row", 'self.start if step.e is None else self.form.field("begin")', "self.start", "fedlesam"),
     # FedRobust
     Mutant(
         "inputmap", "grad_Lam - 2 * self.lam * (Lam - identity)", "grad_Lam - self.lam * (Lam - identity)", "fedrobust"
