@@ -19,7 +19,7 @@ SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check format bench bench-kernels bench-fed gpu clean
+.PHONY: help demo test test-cuda test-slow check format bench bench-kernels bench-fed gpu clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -61,6 +61,9 @@ test: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests, with each skip and i
 
 test-slow: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests left out of `make test`: fresh environments, long runs
 	@$(BIN)/python -m pytest -q -ra -m slow
+
+test-cuda: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the CUDA kernels without a GPU: compiled for every architecture, errors put into them and found
+	@$(BIN)/python -m pytest -q -ra tests/test_cuda_compile.py tests/test_cuda_seeded.py
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
