@@ -37,6 +37,7 @@ class Row:
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self._filled: tuple[float, ...] = ()
+        self._sized: tuple[int, ...] = ()
         self.replica.module.train()
 
     # --- a client's round ---
@@ -56,17 +57,21 @@ class Row:
         self.map: InputMap | None = None if map is None else map.started(self.passes.mappable(task.x[:1]))
         if task.step.e is not None:
             self.form.shift_(task.step.e)
-        self.last = len(task.batch_sizes()) - 1
+        self._measure(task)
         self.batches: Iterator[tuple[Tensor, Tensor]] = task.batches()
         self.random.begin(task.pass_seed(0))
 
     def step_(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
-        with self.told():
+        try:  # not `told`: a context manager costs as much as a kernel call
             batch = next(self.batches, None)
             if batch is None:
                 return False
             self._take(self.k, *batch)
+        except ClientError:
+            raise
+        except Exception as error:
+            raise self._failure(error) from error
         self.k += 1
         return True
 
@@ -78,10 +83,11 @@ class Row:
         except ClientError:
             raise
         except Exception as error:
-            task = self.task
-            raise ClientError(
-                f"client {task.client} failed in round {task.round}, local step {self.k}: {type(error).__name__}: {error}"
-            ) from error
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> ClientError:
+        where = f"client {self.task.client} failed in round {self.task.round}, local step {self.k}"
+        return ClientError(f"{where}: {type(error).__name__}: {error}")
 
     def close(self) -> RowEnd:
         """What the client leaves behind, in memory of its own."""
@@ -90,7 +96,6 @@ class Row:
     def ended(self) -> RowEnds:
         """What the client leaves behind, as long as nobody else is opened."""
         task, step = self.task, self.task.step
-        sizes = sent(torch.tensor(task.batch_sizes(), dtype=torch.float64), self.z.device)
         ascents = 0 if self.map is None else self.map.steps - 1
         return RowEnds(
             clients=(task.client,),
@@ -98,7 +103,7 @@ class Row:
             begins=self.start if step.e is None else self.form.field("begin"),
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
-            losses=(torch.stack(self.losses).double() * sizes).sum()[None],
+            losses=(torch.stack(self.losses).double() * self.sizes).sum()[None],
             seen=(len(task.y) * task.epochs,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             dual=None if step.mu is None else self.form.field("mu"),
@@ -124,6 +129,13 @@ class Row:
         if step.mu is not None and step.s is not None:
             form.field("mu")[0].copy_(step.mu)
             form.s = step.s[None]
+
+    def _measure(self, task: Task) -> None:
+        """How many steps there are, and how many samples in each."""
+        shape = (task.samples, task.batch_size, task.epochs)
+        if self._sized != shape:
+            self._sized, sizes = shape, task.batch_sizes()
+            self.last, self.sizes = len(sizes) - 1, sent(torch.tensor(sizes, dtype=torch.float64), self.z.device)
 
     def _full_gradient(self) -> Tensor:
         task, out = self.task, torch.zeros_like(self.z[0])
