@@ -54,7 +54,7 @@ ERRORS = {
     },
     "largest of a sum": {"cuda/accumulate.cu": [("i < warps;", "i < warps - kWarps;")]},
 }
-CHEAP = ("none", "thread", "last row of a sum")  # the others: `make test-cuda`
+CHEAP = ("none", "thread", "last row of a sum")  # the others: `make test-slow`
 SCRIPT = """
 import sys
 import test_cuda_seeded, torch
