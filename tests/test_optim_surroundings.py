@@ -238,14 +238,14 @@ def test_a_sam_step_with_frozen_statistics_sees_each_batch_once() -> None:
 # --- distributed ---
 
 DDP = """
-import sys, torch, torch.distributed as dist
+import gc, sys, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from fastsam import FusedSAM
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mine = slice(4 * rank, 4 * rank + 4)
-for style in ("plain", "views", "no_sync"):
+def train(style):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
     x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
@@ -265,6 +265,9 @@ for style in ("plain", "views", "no_sync"):
         else:
             opt.step(closure)
     print(style, torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex())
+for style in ("plain", "views", "no_sync"):
+    train(style)
+gc.collect()  # a DDP module that outlives the group keeps gloo's threads, which end the process with "terminate called" as Python shuts down
 dist.destroy_process_group()
 """
 
