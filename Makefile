@@ -57,13 +57,13 @@ demo: $(VENV)/.has-fastsam ## FedAvg, FedSAM and MoFedSAM on handwritten digits:
 	@$(BIN)/fastsam compare examples/digits.toml --algorithms fedavg,fedsam,mofedsam
 
 test: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests, with each skip and its reason
-	@$(BIN)/python -m pytest -q -ra -m 'not slow'
+	@$(BIN)/python -m pytest -q -ra -m 'not slow and not gpu_code'
 
 test-slow: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests left out of `make test`: fresh environments, long runs
 	@$(BIN)/python -m pytest -q -ra -m slow
 
-test-cuda: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the CUDA library compiled by nvcc for every architecture, and its machine code (no GPU needed)
-	@$(BIN)/python -m pytest -q -ra tests/test_cuda_compile.py
+test-cuda: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
+	@$(BIN)/python -m pytest -q -ra -m 'gpu_code and not slow'
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 

@@ -18,7 +18,7 @@ import pytest
 from fastsam_kernels import build, toolchain
 
 pytestmark = [
-    pytest.mark.slow,  # four minutes of nvcc: `make test-cuda`
+    pytest.mark.gpu_code,
     pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not())),
     pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed"),
 ]

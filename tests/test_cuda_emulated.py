@@ -25,7 +25,10 @@ from torch import Tensor
 from fastsam_kernels import native, reference
 from fastsam_kernels.columns import WIDTH, Column
 
-pytestmark = pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not()))
+pytestmark = [
+    pytest.mark.gpu_code,
+    pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
+]
 
 # With these the inputs of the tests, which are small, meet what otherwise only large models meet: a chunk of several sweeps, a call of
 # several launches, and calls that find no free tickets.

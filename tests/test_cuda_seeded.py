@@ -18,7 +18,10 @@ from torch import Tensor
 
 from fastsam_kernels import reference
 
-pytestmark = pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not()))
+pytestmark = [
+    pytest.mark.gpu_code,
+    pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
+]
 
 ONLY_FLOAT = [("switch (call.weight) {", "switch (Type::f32) {")]  # compiles in a fraction of the time
 ERRORS = {

@@ -12,7 +12,10 @@ from sass import ARCHS, CUDA, RECORDED, Code, cuda_code, cuobjdump, triton_code_
 from bench.kernel_cases import OPS
 from fastsam_kernels import toolchain
 
-pytestmark = pytest.mark.skipif(cuobjdump() is None, reason="cuobjdump is not installed (Triton's package has it)")
+pytestmark = [
+    pytest.mark.gpu_code,
+    pytest.mark.skipif(cuobjdump() is None, reason="cuobjdump is not installed (Triton's package has it)"),
+]
 TOLERANCE = 1.15
 # Threads that a multiprocessor holds: 2,048 with 32 registers each, 1,536 with 40, 1,024 with 64, 896 with 72.
 REGISTERS = {

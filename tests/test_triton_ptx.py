@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed, so there are no Triton kernels to compile")
+pytestmark = pytest.mark.gpu_code
 
 ACCESS = 8  # 128-bit accesses per thread of an operand of 4096 float32: 4096*4 bytes / (128 threads * 16 bytes)
 PLAIN = "no-g1 no-q no-shift no-sumsq_v no-grad_scale no-found_inf"
