@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import oracle
 import torch
+import torch.distributed as dist
 from fed_ranks import SIZES, digest
 from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.aggregate import RoundSums
 from fastsam.fed.algorithms.base import Upload
-from fastsam.fed.ranks import joined
+from fastsam.fed.exchange import Exchange
+from fastsam.fed.ranks import Ranks, joined
 
 
 class Sometimes(fed.FedAvg):
@@ -123,3 +127,73 @@ def own_dice(rank: int) -> Any:
     return train(
         rank, {"algorithm": fed.SCAFFOLD(), "sampler": lambda t, generator: dice.sample(range(len(SIZES)), 4)}
     )[0]
+
+
+W = torch.zeros(3)
+
+
+class Counted:
+    """While it lasts: the collectives of this process, by name."""
+
+    NAMES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "send_object_list", "barrier")
+
+    def __enter__(self) -> Counter[str]:
+        calls: Counter[str] = Counter()
+
+        def counted(name: str, work: Any) -> Any:
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                calls[name] += 1
+                return work(*arguments, **keywords)
+
+            return call
+
+        self.kept = {name: getattr(dist, name) for name in self.NAMES}
+        for name, work in self.kept.items():
+            setattr(dist, name, counted(name, work))
+        return calls
+
+    def __exit__(self, *error: object) -> None:
+        for name, work in self.kept.items():
+            setattr(dist, name, work)
+
+
+def exchanged(rank: int) -> list[dict[str, Any]]:
+    """Sums of six rounds of eight clients; "late" comes in round 3, on the last rank alone, and stays away in round 5."""
+    ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
+    exchange, found = Exchange(ranks), []
+    for t in range(6):
+        sums = RoundSums(8, 3, exchange.open(2, W))
+        mine = [i for i in range(8) if i % ranks.size == ranks.rank]
+        for i in mine:
+            x = torch.tensor([0.1, -3.0, 1e-7]) * (i + 1 + t)
+            late = t in (3, 4) and i == 7
+            total, number = ({"late": x[:2]}, {"late": 0.1}) if late else ({}, {})
+            assert sums.add_(i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
+        counts = [len(mine), sum(mine)]
+        with Counted() as calls:
+            if ranks.size > 1:
+                counts = exchange.close_(sums, counts)
+        own = {"mean a": sums.mean("a").tolist(), "number loss": sums.number("loss"), "counts": counts}
+        own |= {"clients": sums.clients, "weight": sums.weight, "number late": sums.number("late")}
+        try:
+            own["total late"] = sums.total("late").tolist()
+        except KeyError as error:
+            own["nobody"] = str(error)
+        found.append({"sums": own, "calls": dict(calls)})
+    return found
+
+
+def of_other_shape(rank: int) -> Any:
+    ranks = Ranks(rank, dist.get_world_size())
+    exchange = Exchange(ranks)
+    for length in (3, 3 + rank):
+        sums = RoundSums(2, 1, exchange.open(0, W))
+        sums.add_(1, {"a": torch.ones(length)}, {}, {})
+        exchange.close_(sums, [])
+
+
+def collectives(rank: int, rounds: int) -> dict[str, int]:
+    """How often a run of so many rounds calls which."""
+    with Counted() as calls:
+        train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds, "participation": 1.0, "sizes": (4, 4, 4, 4)})
+    return dict(calls)

@@ -12,9 +12,8 @@ values its step is 2e-10 of a typical displacement). The range is checked before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -24,15 +23,23 @@ from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
 from .. import ops
 
 LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
+_SMALLEST = 1074  # every double is a whole number of 2^-1074
+
+Key = tuple[str, str]  # of a vector: "mean" or "total", and its name
+Shape = tuple[int, ...]
 
 
 class FixedPointSum:
-    """The sum of float vectors, order-independent. At most `terms` of them are added, each within `+-bound`."""
+    """The sum of float vectors, order-independent. At most `terms` of them are added, each within `+-bound`.
 
-    def __init__(self, like: Tensor, terms: int) -> None:
-        self.bound = LIMIT / (2.0 ** math.ceil(math.log2(max(terms, 1))))
-        self.high = torch.zeros(like.shape, dtype=torch.int64, device=like.device)
-        self.low = torch.zeros_like(self.high)
+    place: zeros, int64 `[2, *shape]`, that take the limbs; by default memory of its own.
+    """
+
+    def __init__(self, like: Tensor, terms: int, place: Tensor | None = None) -> None:
+        self.bound = LIMIT / (1 << (max(terms, 1) - 1).bit_length())
+        if place is None:
+            place = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device)
+        self.both, (self.high, self.low) = place, place.unbind()
         self._kernels = ops.bind("auto", like.device, torch.float32)  # every backend gives the same integers
 
     def problem(self, x: Tensor, factor: float) -> str | None:
@@ -77,7 +84,7 @@ class FixedPointSum:
 
     def value(self) -> Tensor:
         """The sum as float64."""
-        return (self.high.double() + self.low.double() * 2.0**-LOW_BITS) * 2.0**-HIGH_BITS
+        return self.low.double().mul_(2.0**-LOW_BITS).add_(self.high).mul_(2.0**-HIGH_BITS)
 
 
 @dataclass(frozen=True)
@@ -134,10 +141,10 @@ def _by_weight(weights: Sequence[int], problems: Sequence[str | None]) -> Iterat
 
 @dataclass(frozen=True)
 class SumParts:
-    """A rank's sums, without the vectors themselves: their shapes, the numbers, how many clients and which weight."""
+    """Sums without the vectors themselves: their shapes, the numbers in units of 2^-1074, how many clients and which weight."""
 
-    shapes: dict[tuple[str, str], tuple[int, ...]]
-    numbers: dict[str, Fraction]
+    shapes: Mapping[Key, Shape]
+    numbers: Mapping[str, int]
     clients: int
     weight: int
 
@@ -146,15 +153,16 @@ class RoundSums:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers.
 
     terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest` is the largest.
-    They enter as exact multiples of a power of two that is at most 1.
+    They enter as exact multiples of a power of two that is at most 1. places: see `FixedPointSum`, for vectors that are likely to come.
     """
 
-    def __init__(self, terms: int, heaviest: int) -> None:
-        self.terms, self._unit = terms, 2.0 ** -math.ceil(math.log2(max(heaviest, 1)))
+    def __init__(self, terms: int, heaviest: int, places: Mapping[Key, Tensor] | None = None) -> None:
+        self.terms, self._unit = terms, 1.0 / (1 << (max(heaviest, 1) - 1).bit_length())
         self.clients, self.weight = 0, 0
-        self._vectors: dict[tuple[str, str], FixedPointSum] = {}
+        self._places = {} if places is None else places
+        self._vectors: dict[Key, FixedPointSum] = {}
         self._numbers: dict[str, list[float]] = {}
-        self._joined: dict[str, Fraction] | None = None  # the sums over several ranks
+        self._joined: Mapping[str, int] | None = None  # the sums over several ranks
 
     def add_(
         self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]
@@ -194,34 +202,27 @@ class RoundSums:
     def parts(self) -> SumParts:
         """What other ranks must know of these sums before they are added up."""
         shapes = {key: tuple(one.high.shape) for key, one in self._vectors.items()}
-        numbers = {name: sum(map(Fraction, values), Fraction(0)) for name, values in self._numbers.items()}
+        numbers = {name: sum(map(_whole, values)) for name, values in self._numbers.items()}
         return SumParts(shapes, numbers, self.clients, self.weight)
 
-    def join_(self, ranks: Sequence[SumParts], like: Tensor, add_: Callable[[Sequence[Tensor]], None]) -> None:
-        """Becomes the sum over the ranks, whose `parts` these are. add_: adds int64 tensors up over them; like: a tensor on their device.
+    def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
+        """Those of a sum, int64 `[2, *shape]`, to be added to; of zeros where this rank has none. like: a tensor on the device."""
+        return self._sum(*key, like.new_empty((1, *shape))).both
 
-        Raises ValueError when two ranks hold vectors of one name and different shapes.
-        """
-        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-        for part in ranks:
-            for key, shape in part.shapes.items():
-                if shapes.setdefault(key, shape) != shape:
-                    raise ValueError(
-                        f"the upload {key[1]!r} must have one shape for all clients, got {shapes[key]} and {shape}"
-                    )
-        sums = [self._sum(kind, name, like.new_empty((1, *shapes[kind, name]))) for kind, name in sorted(shapes)]
-        add_([limb for one in sums for limb in (one.high, one.low)])
-        for one in sums:
-            one.carry_()
-        names = sorted({name for part in ranks for name in part.numbers})
-        self._joined = {n: sum((part.numbers.get(n, Fraction(0)) for part in ranks), Fraction(0)) for n in names}
-        self.clients, self.weight = (sum(getattr(part, n) for part in ranks) for n in ("clients", "weight"))
+    def become_(self, parts: SumParts, like: Tensor) -> None:
+        """The sums of several ranks, when the limbs of all vectors in `parts` have been added up. like: a tensor on the device."""
+        for key, shape in parts.shapes.items():
+            self._sum(*key, like.new_empty((1, *shape))).carry_()
+        self._joined, self.clients, self.weight = parts.numbers, parts.clients, parts.weight
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
         """The sum of vectors like the rows of `rows`."""
         found = self._vectors.get((kind, name))
         if found is None:
-            found = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms)
+            place = self._places.get((kind, name))
+            if place is not None and place.shape[1:] != rows.shape[1:]:
+                place = None
+            found = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
         elif found.high.shape != rows.shape[1:]:
             raise ValueError(
                 f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after {list(found.high.shape)}"
@@ -230,7 +231,7 @@ class RoundSums:
 
     def mean(self, name: str) -> Tensor:
         """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
-        return self._get("mean", name).value() / (self.weight * self._unit)
+        return self._get("mean", name).value().div_(self.weight * self._unit)
 
     def total(self, name: str) -> Tensor:
         """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
@@ -246,7 +247,13 @@ class RoundSums:
     def number(self, name: str) -> float:
         """The sum of a number over the clients that were added, correctly rounded; 0 when nobody sent it."""
         if self._joined is not None:
-            return float(self._joined.get(name, Fraction(0)))
+            return self._joined.get(name, 0) / (1 << _SMALLEST)
         return math.fsum(
             self._numbers.get(name, ())
         )  # exact before its one rounding, so the order of the clients has no part in it
+
+
+def _whole(number: float) -> int:
+    """A finite number in units of the smallest double."""
+    numerator, denominator = float(number).as_integer_ratio()
+    return numerator << (_SMALLEST + 1 - denominator.bit_length())

@@ -43,7 +43,10 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RunState:
-    """A run between two rounds, as this rank knows it. The tensors are never written in place, so a state stays valid while the next one is made."""
+    """A run between two rounds, as this rank knows it. The tensors are never written in place, so a state stays valid while the next one is made.
+
+    history: one list for all states of a run, so its first `round` records are those of this one. Of several ranks the first has them.
+    """
 
     round: int  # completed
     server: State
@@ -265,7 +268,10 @@ class RunDirectory:
         Of several ranks one may have died: then the last checkpoint stands.
         """
         if self.ranks.size == 1 and state.round > self.saved_round >= 0:
-            write_bytes(self.path / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in state.history).encode())
+            write_bytes(
+                self.path / "metrics.jsonl",
+                "".join(json.dumps(r) + "\n" for r in state.history[: state.round]).encode(),
+            )
             self.save(state)
 
     def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .aggregate import RoundSums, SumParts
+from .aggregate import RoundSums
 from .algorithms.base import Algorithm, Round, State, Upload, is_elementwise
 from .checkpoint import RunState
 from .clients import Population
 from .clientstate import ClientStates
+from .exchange import Exchange
 from .executors import Task, Work
 from .localstep import LocalStep, RowEnd, RowEnds
 from .measures.base import Measures
-from .ranks import Ranks
 from .settings import Settings
 
 log = logging.getLogger("fastsam.fed")
 
 _NAMED = 3  # excluded clients that the log names, a round
+_COUNTS = 3  # that ranks add up beside the sums: of excluded clients, steps, back-propagations
 _NOTHING: frozenset[int] = frozenset()
 BUFFERS = "model buffers"  # the name under which buffers enter the sums
-
-
-@dataclass(frozen=True)
-class RankPart:
-    """What a rank tells the others of its part of a cohort. stateful: its clients that keep a state."""
-
-    sums: SumParts
-    excluded: dict[int, str]
-    steps: int
-    backprops: int
-    stateful: list[int]
 
 
 class Cohort:
@@ -55,6 +45,7 @@ class Cohort:
         about: Round,
         active: Sequence[int],
         states: ClientStates,
+        exchange: Exchange,
         measures: Measures | None = None,
         mine: Sequence[int] | None = None,
     ) -> None:
@@ -65,7 +56,9 @@ class Cohort:
         sizes = population.sizes
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
         self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
-        self.sums = RoundSums(len(active), max(self.weights.values()))
+        self.exchange = exchange
+        places = self.exchange.open(_COUNTS + len(active), before.server["w"])
+        self.sums = RoundSums(len(active), max(self.weights.values()), places)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.steps = self.backprops = 0
@@ -201,18 +194,21 @@ class Cohort:
         else:
             self.clients.pop(client, None)
 
-    def join(self, ranks: Ranks) -> None:
+    def join(self) -> None:
         """Adds up what all ranks have; collective. Raises RankError when one has died."""
+        ranks = self.exchange.ranks
         if ranks.size == 1:
             return
-        stateful = [i for i in self.mine if i in self.clients]
-        own = RankPart(self.sums.parts(), self.excluded, self.steps, self.backprops, stateful)
-        parts = ranks.gather(own)
-        self.sums.join_([part.sums for part in parts], self.before.server["w"], ranks.add_)
-        self.excluded = {i: reason for part in parts for i, reason in part.excluded.items()}
-        self.steps, self.backprops = sum(p.steps for p in parts), sum(p.backprops for p in parts)
+        stateful = self.clients.keys() & set(self.mine)
+        homes = [
+            ranks.rank + 1 if i in stateful else 0 for i in self.active
+        ]  # each client was on one rank: the sum is its home
+        counts = [len(self.excluded), self.steps, self.backprops, *homes]
+        excluded, self.steps, self.backprops, *homes = self.exchange.close_(self.sums, counts)
+        if excluded:
+            self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
         rested = {i: rank for i, rank in self.homes.items() if i not in self.weights}
-        self.homes = rested | {i: rank for rank, part in enumerate(parts) for i in part.stateful}
+        self.homes = rested | {i: home - 1 for i, home in zip(self.active, homes, strict=True) if home}
         join = getattr(self.measures, "join", None)
         if join is not None:
             join(ranks, self.about)

@@ -16,6 +16,7 @@ from .clients import Population
 from .clientstate import ClientStates
 from .cohort import BUFFERS, Cohort
 from .evaluate import Evaluator
+from .exchange import Exchange
 from .executors import Choice
 from .measures.base import Measures
 from .ranks import Ranks
@@ -53,21 +54,25 @@ class Loop:
         self.sampler = sampling.make(settings.sampler, len(population.clients), settings.participation)
 
     def run(self, directory: RunDirectory | None, progress: Progress | None) -> None:
-        """The rounds that are left. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round."""
+        """The rounds that are left. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
+
+        Until the end only rank 0 has the records.
+        """
+        exchange = Exchange(self.ranks)
         try:
             while self.state.round < self.settings.rounds:
-                self.state = self._round(self.state)
-                record = self.state.history[-1]
+                self.state = self._round(self.state, exchange)
                 if directory is not None:
                     if self.ranks.first:
-                        directory.log(record)
+                        directory.log(self.state.history[-1])
                     if (
                         self.state.round % self.settings.checkpoint_every == 0
                         or self.state.round == self.settings.rounds
                     ):
                         directory.save(self.state)
                 if progress is not None and self.ranks.first:
-                    progress(dict(record))
+                    progress(dict(self.state.history[-1]))
+            self.state = replace(self.state, history=self.ranks.share(self.state.history))
         except BaseException:
             if directory is not None:
                 directory.rescue(self.state)
@@ -78,12 +83,12 @@ class Loop:
         clients = self.ranks.gather(replace(self.state, server={}).nbytes)
         return replace(self.state, clients={}).nbytes + sum(clients)
 
-    def _round(self, state: RunState) -> RunState:
+    def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
         settings, clients, t = self.settings, len(self.population.clients), state.round
         active = sampling.draw(self.sampler, t, clients, settings.seed)
         if callable(settings.sampler):  # it may draw what it likes; the ranks need one cohort
-            active = self.ranks.share(active)
+            active = self.ranks.cohort(active, clients, state.server["w"])
         about = Round(
             t, settings.lr_of(t), settings.local_epochs, clients, len(active), settings.server_lr, settings.lr_of(0)
         )
@@ -93,13 +98,13 @@ class Loop:
             state = replace(state, clients=self.ranks.moved(state.clients, dealt, state.homes, self.states.adopt))
             mine = [i for i in active if dealt[i] == self.ranks.rank]
         cohort = Cohort(
-            self.algorithm, self.population, settings, state, about, active, self.states, self.measures, mine
+            self.algorithm, self.population, settings, state, about, active, self.states, exchange, self.measures, mine
         )
         executor, sorts = self.chosen.executor, self.chosen.longest_first
         tasks = cohort.tasks(sorts, self._next(t), getattr(executor, "stacks", 1))
         for ends in executor.train(state.server["w"], state.buffers, tasks):
             cohort.close(ends)
-        cohort.join(self.ranks)
+        cohort.join()
         cohort.check()
         server = check_server(
             self.algorithm.step_server(state.server, cohort.sums, about), state.server["w"], "step_server"
@@ -108,17 +113,16 @@ class Loop:
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
             buffers = move_buffers(buffers, cohort.sums.mean(BUFFERS))
-        record: dict[str, Any] = {}
         if self.ranks.first:
-            record = {"round": t + 1, "lr": about.lr, **cohort.record()}
+            record: dict[str, Any] = {"round": t + 1, "lr": about.lr, **cohort.record()}
             record |= self._evaluate(server["w"], buffers, t + 1) | self._traffic(len(active))
             if self.measures is not None:
                 record |= self.measures.round(state.server, server, cohort.sums, about)
             record |= {"backprops": cohort.backprops, "excluded": cohort.excluded_list()}
             record |= {"seconds_training": trained, "seconds": time.perf_counter() - began}
-        history = [*state.history, self.ranks.share(record)]
+            state.history.append(record)
         self.states.commit()
-        return RunState(t + 1, server, buffers, cohort.clients, history, cohort.homes)
+        return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
 
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""

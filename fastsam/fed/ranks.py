@@ -108,15 +108,30 @@ class Ranks:
             dist.broadcast_object_list(found, src=0)
         return found[0]
 
+    def cohort(self, active: Sequence[int], clients: int, like: Tensor) -> list[int]:
+        """The cohort of rank 0 in ascending order, out of `clients` clients; collective. like: a tensor on the device of the run."""
+        if self.size == 1:
+            return list(active)
+        chosen = torch.zeros(clients, dtype=torch.uint8)
+        chosen[list(active)] = 1
+        chosen = chosen.to(like.device)
+        with _told():
+            dist.broadcast(chosen, src=0)
+        return chosen.nonzero().flatten().tolist()
+
     def add_(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one buffer."""
         if self.size == 1 or not tensors:
             return
         buffer = torch.cat([t.flatten() for t in tensors])
-        with _told():
-            dist.all_reduce(buffer)
+        self.sum_(buffer)
         for t, part in zip(tensors, buffer.split([t.numel() for t in tensors]), strict=True):
             t.copy_(part.view_as(t))
+
+    def sum_(self, buffer: Tensor) -> None:
+        """The buffer (of one length and dtype on all ranks) becomes its sum over the ranks; collective."""
+        with _told():
+            dist.all_reduce(buffer)
 
     def _send(self, state: State, to: int) -> None:
         with _told():
