@@ -19,13 +19,13 @@ from typing import Any
 
 from bench.environment import command_line, facts
 from bench.fed import on_gpu, report, share
-from bench.fed.race import Entry, Result, race
+from bench.fed import overhead as costs
+from bench.fed.race import Entry, Figure, Result, race
 from bench.fed.worker import PEERS
 from bench.fed.workload import Workload
 
 ROUNDS = {"mlp": 20, "cnn": 2}  # of a chunk
 EXACT = ("sequential", "threads")
-ONE_PASS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d", "mofedsam", "fedsam")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Case:
     result: Result
     axis: str = ""
     at: tuple[float, ...] = ()
+
+    @property
+    def figures(self) -> list[Figure]:
+        return self.result.figures
 
 
 def _race(options: Options, entries: list[Entry], model: str) -> Result:
@@ -72,14 +76,9 @@ def speed(options: Options) -> Iterator[Case]:
             yield Case(f"{model.upper()}, {algorithm}", _race(options, entries, model))
 
 
-def overhead(options: Options) -> Iterator[Case]:
-    """What an algorithm costs per local step beside FedAvg."""
-    for model in ("mlp", "cnn"):
-        entries = [
-            Entry(name, "fastsam-sequential", Workload(model, name, device=options.device))
-            for name in ("fedavg", *ONE_PASS)
-        ]
-        yield Case(f"{model.upper()}, algorithms", _race(options, entries, model))
+def overhead(options: Options) -> Iterator[costs.Costs]:
+    """What an algorithm costs beside FedAvg, per local step and per round."""
+    yield from costs.measure(options.device, options.chunks if options.quick else 2 * options.chunks)
 
 
 def growth(options: Options) -> Iterator[Case]:
@@ -118,7 +117,7 @@ def ranks(options: Options) -> Iterator[Case]:
     yield Case("CNN, ranks", _race(options, entries, "cnn"))
 
 
-PARTS: dict[str, Callable[[Options], Iterator[Case]]] = {
+PARTS: dict[str, Callable[[Options], Iterator[Case] | Iterator[costs.Costs]]] = {
     "speed": speed,
     "overhead": overhead,
     "growth": growth,
@@ -145,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         for case in PARTS[part](options):
             cases.append(asdict(case))
             print(report.table(cases[-1]), flush=True)
-            failed |= any(f.problem for f in case.result.figures if f.label not in PEERS)
+            failed |= any(f.problem for f in case.figures if f.label not in PEERS)
             _write(arguments.out, content)
     _write(arguments.out, content)
     return int(failed)

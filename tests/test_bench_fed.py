@@ -6,22 +6,26 @@ import json
 import random
 import stat
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from bench import federated
-from bench.fed import bare, on_gpu, report, share
+from bench.fed import bare, on_gpu, overhead, report, share
 from bench.fed import race as races
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import CONTENDERS, PEERS, Chunks
 from bench.fed.workload import Workload
 from bench.timing import Summary
+from fastsam import fed
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD = Workload("mlp")
@@ -226,6 +230,95 @@ def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: 
     assert [getattr(owner, name) for owner, name in share.INSIDE] == before
 
 
+# ---- what an algorithm costs ------------------------------------------------------------------------------------------
+
+
+class Costly:
+    """Trains nothing, but the clock says that it took time: so much a step, and so much more a round."""
+
+    PER_ROUND: ClassVar = {"fedavg": 0.5, "scaffold": 1.5, "fedcm": 0.5}
+    PER_STEP: ClassVar = {"fedavg": 0.25, "scaffold": 0.25, "fedcm": 0.375}
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.log, self.failing, self.untrained = 0.0, list[str](), "", ""
+        self.time = self.perf_counter = self.process_time = lambda: self.now
+        monkeypatch.setattr(overhead, "time", self)
+        monkeypatch.setattr(overhead.ours, "train", self.train)
+        monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold", "fedcm"))
+        monkeypatch.setattr(Workload, "loss_of", lambda load, model: 3.0 if load.algorithm == self.untrained else 0.5)
+
+    def train(self, load: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
+        assert option == "sequential"
+        for round in range(rounds):
+            self.log.append(load.algorithm)
+            if load.algorithm == self.failing and round == 1:
+                raise ValueError("no such vector")
+            self.now += self.PER_ROUND[load.algorithm] + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
+            tick()
+        return nn.Identity()
+
+
+@pytest.mark.parametrize(("model", "cohort"), [("mlp", 20), ("cnn", 4)])
+def test_a_steps_cost_is_what_it_adds_to_a_round(model: str, cohort: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Costly(monkeypatch)
+    found = overhead.compare(model, "sequential", "cpu", 3)
+    assert found.title == f"{model.upper()}, sequential" and [c.label for c in found.costs] == ["scaffold", "fedcm"]
+    scaffold, fedcm = found.costs
+    for cost, step, whole in ((scaffold, 1.0, 21.5 / 20.5), (fedcm, 1.5, 30.5 / 20.5)):
+        assert cost.problem is None and cost.step is not None and cost.round is not None
+        assert [cost.step.median, cost.step.q1, cost.step.q3] == [step] * 3
+        assert cost.round.median == pytest.approx(whole) and cost.seconds == Summary(*[0.25 * step] * 3)
+    turns, runs = 1 + 3, 2 if cohort == 20 else 3
+    each = turns * runs * overhead.ROUNDS[model]
+    assert [clock.log.count(name) for name in ("scaffold", "fedcm", "fedavg")] == [
+        each + runs,
+        each + runs,
+        2 * each + runs,
+    ]
+
+
+def test_in_a_turn_an_algorithm_is_beside_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Costly(monkeypatch)
+    overhead.compare("cnn", "sequential", "cpu", 1)
+    first, second = (
+        ["fedavg", "scaffold"] * 3 + ["fedavg", "fedcm"] * 3,
+        ["scaffold", "fedavg"] * 3 + ["fedcm", "fedavg"] * 3,
+    )
+    assert clock.log[:24] == [*first, *second]
+
+
+def test_an_algorithm_that_fails_is_left_out_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = threading.active_count()
+    clock = Costly(monkeypatch)
+    clock.failing = "scaffold"
+    scaffold, fedcm = overhead.compare("mlp", "sequential", "cpu", 2).costs
+    assert scaffold.problem == "scaffold: ValueError: no such vector" and scaffold.step is None
+    assert fedcm.problem is None and fedcm.step is not None and fedcm.step.median == 1.5
+    clock.failing = "fedavg"
+    assert {c.problem for c in overhead.compare("mlp", "sequential", "cpu", 2).costs} == {
+        "fedavg: ValueError: no such vector"
+    }
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(("untrained", "left"), [("fedcm", ["scaffold"]), ("fedavg", [])])
+def test_a_cost_counts_only_where_training_worked(
+    untrained: str, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Costly(monkeypatch).untrained = untrained
+    costs = overhead.compare("mlp", "sequential", "cpu", 1).costs
+    assert [c.label for c in costs if c.problem is None] == left
+    assert all("did not train: loss 3" in str(c.problem) for c in costs if c.label not in left)
+
+
+def test_one_real_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold",))
+    monkeypatch.setattr(overhead, "ROUNDS", {"mlp": 1})
+    (cost,) = overhead.compare("mlp", "auto", "cpu", 1).costs
+    assert cost.problem is None and cost.round is not None and cost.round.median > 0
+    assert all(name in fed.algorithms.registry for name in overhead.ALGORITHMS)
+
+
 # ---- tables and plots --------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +351,20 @@ def content() -> dict[str, Any]:
                     "at": [10, 100, 1000],
                 }
             ],
+            "overhead": [
+                {
+                    "title": "MLP, auto",
+                    "costs": [
+                        asdict(
+                            overhead.Cost(
+                                "fedcm", Summary(1.0312, 1.02, 1.04), Summary(1.2, 1.1, 1.3), Summary(1, 1, 1)
+                            )
+                        ),
+                        asdict(overhead.Cost("feddyn", problem="no | vector")),
+                    ],
+                    "busy": 0.0,
+                }
+            ],
             "share": {"seconds": 0.2, "own_share": 0.034},
             "gpu": {
                 "series": [
@@ -276,11 +383,13 @@ def test_a_page_says_every_figure() -> None:
     assert page.startswith("2 cores of A CPU; torch 2.13.0; commit `0123456789ab`; `python -m bench.federated`")
     assert "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |" in page
     assert "| flower | failed: no / actors at all | | |" in page
+    assert "| fedcm | 1.031 | 1.020–1.040 | 1.200 | 1.100–1.300 |" in page
+    assert "| feddyn | failed: no / vector | | | |" in page
     assert "3.4% of a CNN round" in page
     assert "| 4 | 12.3 | – |" in page and "| 8 | – | 500.0 |" in page
     assert "Kernels of 5 streams ran at the same time." in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in rows} == {5, 4}
+    assert {line.count("|") for line in rows} == {6, 5, 4}
 
 
 def test_a_failed_profile_is_named() -> None:
@@ -381,3 +490,21 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     assert federated.main(["--parts", "speed", "--quick"]) == 1
     with pytest.raises(SystemExit):
         federated.main(["--peer", "tff=/bin/true"])
+
+
+def test_the_command_measures_overheads_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = Summary(1, 1, 1)
+    asked: list[tuple[str, int]] = []
+
+    def pretend(device: str, turns: int) -> list[overhead.Costs]:
+        asked.append((device, turns))
+        problem = "broken" if len(asked) > 1 else None
+        return [overhead.Costs("MLP, auto", [overhead.Cost("fedcm", one, one, one, problem)], 0.0)]
+
+    monkeypatch.setattr(overhead, "measure", pretend)
+    assert federated.main(["--parts", "overhead", "--chunks", "5", "--out", str(tmp_path)]) == 0
+    assert (
+        json.loads((tmp_path / "federated.json").read_text())["parts"]["overhead"][0]["costs"][0]["step"]["median"] == 1
+    )
+    assert federated.main(["--parts", "overhead", "--quick"]) == 1
+    assert asked == [("cpu", 10), ("cpu", 3)]

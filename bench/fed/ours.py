@@ -21,6 +21,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         workload.tensors(),
         fed.algorithms.registry[workload.algorithm](),
         rounds=rounds,
+        local_epochs=workload.epochs,
         batch_size=BATCH,
         lr=LR,
         participation=workload.cohort / workload.clients,

@@ -18,7 +18,9 @@ UNMEASURED = "Not measured yet."  # between the markers until there is a JSON
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """One race as Markdown: speed relative to its first line, median and quartiles."""
+    """One race as Markdown: speed relative to its first line, median and quartiles; or what algorithms cost beside FedAvg."""
+    if "costs" in case:
+        return costs_table(case)
     lines = [
         f"**{case['title']}**",
         "",
@@ -27,13 +29,34 @@ def table(case: Mapping[str, Any]) -> str:
     ]
     for figure in case["result"]["figures"]:
         if figure["problem"]:
-            words = " ".join(figure["problem"].replace("|", "/").split())[:80]
-            lines.append(f"| {figure['label']} | failed: {words} | | |")
+            lines.append(f"| {figure['label']} | {_failed(figure['problem'])} | | |")
             continue
         speed = figure["speed"]
         quartiles = f"{speed['q1']:.2f}–{speed['q3']:.2f}"
         lines.append(f"| {figure['label']} | {speed['median']:.2f} | {quartiles} | {figure['peak_mib']:.0f} MiB |")
     return "\n".join([*lines, ""])
+
+
+def costs_table(case: Mapping[str, Any]) -> str:
+    """Seconds relative to FedAvg's: of a local step, and of a round."""
+    lines = [
+        f"**{case['title']}**",
+        "",
+        "| | seconds of a local step, FedAvg = 1 | quartiles | of a round | quartiles |",
+        "|---|---|---|---|---|",
+    ]
+    for cost in case["costs"]:
+        if cost["problem"]:
+            lines.append(f"| {cost['label']} | {_failed(cost['problem'])} | | | |")
+            continue
+        cells = [f"{s['median']:.3f} | {s['q1']:.3f}–{s['q3']:.3f}" for s in (cost["step"], cost["round"])]
+        lines.append(f"| {cost['label']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _failed(problem: str) -> str:
+    """The problem as the cell of a table."""
+    return "failed: " + " ".join(problem.replace("|", "/").split())[:80]
 
 
 def share_line(found: Mapping[str, float]) -> str:

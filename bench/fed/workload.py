@@ -38,7 +38,7 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots: of ours; None for its own choice.
+    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs: of ours; None for its own choice of slots.
 
     device: of the model and the data (the other simulators take the CPU).
     """
@@ -49,6 +49,7 @@ class Workload:
     cohort: int = 20
     device: str = "cpu"
     slots: int | None = None
+    epochs: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
