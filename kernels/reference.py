@@ -1,4 +1,5 @@
-"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else.
+"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else; how a number is
+rounded stochastically, in `rounding`.
 
 Conventions, shared by every backend
 ------------------------------------
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from .columns import Column
 from .conventions import CLIP_EPS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
+from .rounding import DROPPED, random_bits, stochastic
 
 
 def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
@@ -127,8 +129,9 @@ def perturb_(
     save=False: `w` is `origin`; `z` is only written.
 
     seed: None, or int64 `[rows]`: half-precision weights are then `z = stochastic(round(w) + rho*d/(norm + nu))`, where `round` is to
-        nearest and `stochastic` to one of the two neighbours, with random bits that are a function of the row's seed and of the element's
-        place in the row. So `z - round(w)`, the perturbation of the weights that the first gradient belongs to, is right on average.
+        nearest and `stochastic` (see `rounding`) to one of the two neighbours, with random bits that are a function of the row's seed and of
+        the element's place in the row. So `z - round(w)`, the perturbation of the weights that the first gradient belongs to, is right on
+        average.
 
     A row whose norm is zero or not finite is not perturbed: `z = w`, bit for bit.
     """
@@ -142,42 +145,13 @@ def perturb_(
         direction = torch.where(h[Column.ADAPTIVE] != 0, t * t * direction, direction)
         scale = _scale(hyper, group, sumsq, dtype)
         moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
-        if seed is None or w_.dtype not in _DROPPED:
+        if seed is None or w_.dtype not in DROPPED:
             w_.copy_(torch.where(moves, w + scale * direction, w))
             continue
         base = o_.to(w_.dtype)
         places = torch.arange(offset, offset + base.shape[1], device=base.device)
-        moved = stochastic(base.to(dtype) + scale * direction, _random_bits(seed, places), w_.dtype)
+        moved = stochastic(base.to(dtype) + scale * direction, random_bits(seed, places), w_.dtype)
         w_.copy_(torch.where(moves, moved, base))
-
-
-_DROPPED = {torch.float16: 13, torch.bfloat16: 16}  # bits that a float32 has more than these
-_WORD = 0xFFFFFFFF
-
-
-def _mix(x: Tensor, key: Tensor | int) -> Tensor:
-    """A bijection of 32 bits that mixes them well (two multiplications, as in Wellons' "lowbias32"), with a key in its middle. int64 tensors
-    of numbers below 2^32; products wrap, which leaves their low 32 bits right."""
-    x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD ^ key
-    x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
-    return x ^ (x >> 16)
-
-
-def _random_bits(seed: Tensor, places: Tensor) -> Tensor:
-    """32 random bits per row and place (modulo 2^32), `[rows, places]`."""
-    first = _mix(seed & _WORD, 0x9E3779B9)
-    second = _mix((seed >> 32) & _WORD ^ first, 0x85EBCA6B)
-    return _mix(places & _WORD ^ first[:, None], second[:, None])
-
-
-def stochastic(y: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    """One of the two neighbours of `y` (float32) among the numbers of `dtype`, each as often as the other is far, given 32 random bits."""
-    dropped, size = _DROPPED[dtype], y.abs()
-    # Subnormal float16 numbers share one unit: that of the numbers from 2^-14 on.
-    raised = torch.where((size < 2.0**-14) & torch.tensor(dtype == torch.float16, device=y.device), 2.0**-14, 0.0)
-    bits = (size + raised).view(torch.int32).to(torch.int64) + (random >> (32 - dropped))
-    rounded = (bits >> dropped << dropped).to(torch.int32).view(torch.float32) - raised
-    return torch.where(y.isnan(), y, rounded.copysign(y)).to(dtype)
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from .triton_common import (
 
 @triton.jit
 def mix(x, key):
-    """`_mix` of `reference`, in uint32."""
+    """`_mix` of `rounding`, in uint32."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -46,7 +46,7 @@ def keys(seed):
 
 @triton.jit
 def stochastic(y, random, DTYPE: tl.constexpr):
-    """`stochastic` of `reference`: one of the two neighbours of `y` (float32) among the numbers of `DTYPE`."""
+    """`stochastic` of `rounding`: one of the two neighbours of `y` (float32) among the numbers of `DTYPE`."""
     HALF: tl.constexpr = tl.float16 == DTYPE
     DROPPED: tl.constexpr = 13 if HALF else 16
     size = tl.abs(y)
