@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor.exc import InductorError
 
-from fastsam.fed.executors import compiled, inductor
+from fastsam.fed.executors import inductor
 
 
 def test_other_errors_pass_as_they_are() -> None:
@@ -21,18 +21,34 @@ def test_other_errors_pass_as_they_are() -> None:
 def test_a_broken_file_in_the_compilers_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What torch says of a library that a killed linker left empty; the end about TORCH_LOGS helps nobody here."""
 
-    def broken(*arguments: object) -> None:
+    def broken(*arguments: object, **options: object) -> None:
         error = InductorError(ImportError("a.so: file too short"), None)
         error.args = (error.args[0] + "\n\nSet TORCHDYNAMO_VERBOSE=1 for the internal stack trace",)
         raise error
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    steps = compiled.Steps.__new__(compiled.Steps)
-    steps._made = {("kind", ("z",), (2, 8), (2, 4, 3), (2, 4), 4): broken}
-    with pytest.raises(RuntimeError) as raised:
-        steps.run_("kind", {"z": torch.zeros(2, 8)}, torch.zeros(2, 1, 8), torch.zeros(2, 4, 3), torch.zeros(2, 4), 4)
+    monkeypatch.setattr(inductor, "_alone", lambda: broken)
+    with pytest.raises(RuntimeError) as raised, inductor.compiling():
+        inductor.built(torch.relu, [torch.zeros(2)])
     assert str(raised.value) == (
         "torch.compile failed: ImportError: a.so: file too short\nIf a compilation was killed before, its half-written files "
         f"are in the way: delete the directory {tmp_path} and run again; or use compile=False"
     )
     assert isinstance(raised.value.__cause__, InductorError)
+
+
+def test_a_torch_without_the_compiler_alone_compiles_with_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def compile(traced: torch.fx.GraphModule, **how: object) -> torch.fx.GraphModule:
+        given.append(how)
+        return traced
+
+    monkeypatch.setattr(inductor, "_alone", lambda: None)
+    monkeypatch.setattr(torch, "compile", compile)
+    x = torch.zeros(3)
+    function = inductor.built(lambda x: x.add_(1), [x])
+    assert given == [{"fullgraph": True, "dynamic": False, "options": {"cpp_wrapper": True}}]
+    assert x.tolist() == [0, 0, 0], "what it is traced with must not be written"
+    function(x)
+    assert x.tolist() == [1, 1, 1]

@@ -49,10 +49,8 @@ class Client:
         return x[self.row], y[self.row]
 
 
-def begun(
-    group: Sequence[tuple[int, Task]], kind: Kind, shapes: dict[tuple[object, ...], int], by_row: bool
-) -> list[Client]:
-    """Tasks that are alike, with their slots: several of them share a feed (see there `by_row`), where nothing augments.
+def begun(group: Sequence[tuple[int, Task]], kind: Kind, shapes: dict[tuple[object, ...], int]) -> list[Client]:
+    """Tasks that are alike, with their slots: several of them share a feed, where nothing augments.
 
     shapes: a number for each shape of a step that was seen so far; new ones are added.
     """
@@ -62,7 +60,7 @@ def begun(
     keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
-    feed = Feed([task for _, task in group], by_row) if len(group) > 1 and first.augment is None else None
+    feed = Feed([task for _, task in group]) if len(group) > 1 and first.augment is None else None
     return [
         Client(
             task, slot, kind, epoch, (full, last), feed, row, task.batches() if feed is None else None,

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fastsam_kernels.columns import Column
 from fastsam_kernels.conventions import CLIP_EPS
 
 from ..localstep import Direction
 from .base import LocalOptions, Setup
+from .feed import Samples
 from .form import Form, Kind
-from .inductor import compiling
+from .inductor import built, compiling
 from .stacked import StackedPasses
 
 CHUNK = 8  # steps that are unrolled: more of them compile longer and run no faster
@@ -73,44 +73,45 @@ class Steps:
         self.passes, self.options, self.layout = passes, options, passes.layout
         self._made: dict[tuple[object, ...], Callable[..., Any]] = {}
 
-    def run_(self, kind: Kind, fields: dict[str, Tensor], hyper: Tensor, x: Tensor, y: Tensor, size: int) -> Tensor:
-        """Takes the steps of `x`, `y` (`[rows, samples, ...]`, batches of `size`) on the fields, which are written; losses `[rows]`.
+    def run_(
+        self, kind: Kind, fields: dict[str, Tensor], hyper: Tensor, losses: Tensor, samples: Samples, size: int
+    ) -> None:
+        """Takes the steps of `samples` (batches of `size`) on the fields, which are written.
 
-        fields: "z" and what the kind has of "q", "p", "mu", "s", "eps", "momentum", `[rows, stride]`. The losses are summed over samples.
+        fields: "z" and what the kind has of "q", "p", "mu", "s", "eps", "momentum", `[rows, stride]`. losses: float64 `[rows]`, those of
+        the steps are added, summed over samples.
         """
-        names, tensors = tuple(fields), list(fields.values())
-        key = (kind, names, tuple(tensors[0].shape), x.shape, y.shape, size)
+        names, tensors = tuple(fields), [*fields.values(), hyper, losses, *samples]
+        key = (kind, names, size, *((t.shape, t.dtype) for t in tensors))
         if key not in self._made:
-            leaves = [view.detach().requires_grad_() for view in self.layout.views(fields["z"])]
-            for batch in zip(x.split(size, 1), y.split(size, 1), strict=True):
-                self.passes.traced.run(leaves, *batch)
-            self._made[key] = self._compiled(partial(self._steps, kind, names, size), tensors, hyper, x, y)
+            self._made[key] = self._function(kind, names, size, tensors, samples)
         with torch.no_grad(), compiling():
-            losses, *written = self._made[key](tensors, hyper, x, y)
-        for name, value in zip((n for n in names if n in _CARRIED), written, strict=True):
-            fields[name].copy_(value)
-        return losses
+            self._made[key](*tensors)
 
-    @staticmethod
-    def _compiled(
-        steps: Callable[..., Any], tensors: list[Tensor], hyper: Tensor, x: Tensor, y: Tensor
+    def _function(
+        self, kind: Kind, names: tuple[str, ...], size: int, tensors: list[Tensor], samples: Samples
     ) -> Callable[..., Any]:
-        traced = make_fx(steps)([t.clone() for t in tensors], hyper, x, y)
-        # The calls from kernel to kernel in C++, too: in Python they are a quarter of the time.
-        return torch.compile(traced, fullgraph=True, dynamic=False, options={"cpp_wrapper": x.device.type == "cpu"})
+        """Compiled from the recorded passes of these shapes."""
+        for batch in samples.batches(size):
+            self.passes.traced.run([view.detach().requires_grad_() for view in self.layout.views(tensors[0])], *batch)
+        with torch.no_grad(), compiling():
+            return built(partial(self._steps, kind, names, size), tensors)
 
-    def _steps(
-        self, kind: Kind, names: tuple[str, ...], size: int, tensors: list[Tensor], hyper: Tensor, x: Tensor, y: Tensor
-    ) -> Any:
-        fields = {name: self.layout.views(t) for name, t in zip(names, tensors, strict=True)}
+    def _steps(self, kind: Kind, names: tuple[str, ...], size: int, *tensors: Tensor) -> tuple[()]:
+        """What is compiled: `tensors` as `run_` has them."""
+        fields = {name: self.layout.views(t) for name, t in zip(names, tensors, strict=False)}
+        hyper, losses, *samples = tensors[len(names) :]
         state = State(fields["z"], fields.get("momentum"), fields.get("mu"), fields.get("eps"))
-        losses = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-        for batch in zip(x.split(size, 1), y.split(size, 1), strict=True):
-            loss = self._step(kind, state, fields, hyper, *batch)
-            losses = losses + loss.double() * batch[1].shape[1]
+        total = losses
+        for x, y in Samples(*samples).batches(size):
+            loss = self._step(kind, state, fields, hyper, x, y)
+            total = total + loss.double() * y.shape[1]
+        losses.copy_(total)
         ends = {"z": state.w, "momentum": state.momentum, "mu": state.mu, "eps": state.eps}
-        out = [self._flat(ends[n] or [], t) for n, t in zip(names, tensors, strict=True) if n in _CARRIED]
-        return (losses, *out)
+        for name, t in zip(names, tensors, strict=False):
+            if name in ends:
+                t.copy_(self._flat(ends[name] or [], t))
+        return ()
 
     def _flat(self, vectors: Vectors, like: Tensor) -> Tensor:
         """One `[rows, stride]` with the elements of each row in the parameters' own orders, and zeros between."""
@@ -195,9 +196,6 @@ class Steps:
             v = [_over(h(Column.MOMENTUM), m) * m + vi for m, vi in zip(state.momentum, v, strict=True)]
             state.momentum = v
         state.w = [w - _over(h(Column.LR), w) * vi for w, vi in zip(state.w, v, strict=True)]
-
-
-_CARRIED = ("z", "momentum", "mu", "eps")
 
 
 def _column(hyper: Tensor, dtype: torch.dtype, column: Column) -> Tensor:

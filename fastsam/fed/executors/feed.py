@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,53 +14,74 @@ from .base import BLOCK, Task, sent
 Batch = tuple[Tensor, Tensor]
 
 
+class Samples(NamedTuple):
+    """Which samples several rows take. x, y: `[n, ...]`, contiguous; wanted: int64 `[rows, samples]`, places in them, contiguous."""
+
+    x: Tensor
+    y: Tensor
+    wanted: Tensor
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """The samples of all rows, `[rows, size, ...]`; the last ones as many as there are left."""
+        for part in self.wanted.split(size, 1):
+            yield self.x[part], self.y[part]
+
+
 class Feed:
     """The batches of clients that begin together and are alike: as many samples, one batch size, no augmentation.
 
-    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In memory a row's
-    batches follow each other (`by_row`: for who takes several of them at once), or the rows of a batch lie side by side.
+    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In memory the rows
+    of a batch lie side by side.
     """
 
-    def __init__(self, tasks: Sequence[Task], by_row: bool = True) -> None:
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
-        self.by_row = by_row or tasks[0].work.store is None
+        self.epoch = -(-tasks[0].samples // self.size)  # batches
         self._blocks = self._gathered()
         self._ahead: list[Batch] = []
-        self._fresh: Batch | None = None  # the block of which nothing but the first batch was asked for, by row
         self._at = -1
+        self._orders: tuple[int, Tensor] | None = None  # of one epoch
 
     def get(self, k: int) -> Batch:
         """Batch k of all rows. Asked for in order; several times for one k is fine."""
         while self._at < k:
             if len(self._ahead) > 1:
                 self._ahead.pop(0)
-                self._fresh = None
             else:
                 self._ahead = next(self._blocks)
             self._at += 1
         return self._ahead[0]
 
-    def span(self, k: int, count: int) -> Batch:
-        """Batches k to k + count - 1 of all rows, one after the other: `[rows, samples, ...]`, contiguous. Asked for in order."""
-        first = self.get(k)
-        if self._fresh is not None and len(self._ahead) == count:
-            block, self._fresh = self._fresh, None
-            self._at, self._ahead = k + count - 1, self._ahead[-1:]
-            return block
-        x, y = zip(first, *(self.get(i) for i in range(k + 1, k + count)), strict=True)
-        return torch.cat(x, 1), torch.cat(y, 1)
+    def span(self, k: int, count: int, rows: int) -> Samples:
+        """The samples of batches k to k + count - 1, which are of one epoch. Rows that nobody needs, up to `rows`, take those of the first."""
+        epoch, first = divmod(k, self.epoch)
+        orders = self._places(epoch)[:, first * self.size : (first + count) * self.size]
+        store = self.tasks[0].work.store
+        if store is None:
+            x, y = (filled(part, rows) for part in self._taken(orders))
+            own = torch.arange(y.shape[0] * y.shape[1], device=y.device).view(y.shape[:2])
+            return Samples(x.flatten(0, 1), y.flatten(0, 1), own)
+        return Samples(store.x, store.y, sent(filled(orders, rows).contiguous(), store.y.device))
 
-    def _gathered(self) -> Iterator[list[Batch]]:
-        """The batches of one block after the other."""
-        first, n = self.tasks[0], self.tasks[0].samples
-        for epoch in range(first.epochs):
+    def _places(self, epoch: int) -> Tensor:
+        """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the client's own data."""
+        if self._orders is None or self._orders[0] != epoch:
+            first, n = self.tasks[0], self.tasks[0].samples
             if first.shuffle:
                 orders = seeds.permutations(n, [t.seed for t in self.tasks], "shuffle", epoch)
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
-            for block in orders.split(BLOCK * self.size, 1):
-                if self.by_row:
-                    self._fresh = x, y = self._taken(block)
+            if first.work.store is not None:
+                orders = orders + torch.tensor([t.begin for t in self.tasks])[:, None]
+            self._orders = epoch, orders
+        return self._orders[1]
+
+    def _gathered(self) -> Iterator[list[Batch]]:
+        """The batches of one block after the other."""
+        for epoch in range(self.tasks[0].epochs):
+            for block in self._places(epoch).split(BLOCK * self.size, 1):
+                if self.tasks[0].work.store is None:
+                    x, y = self._taken(block)
                     yield list(zip(x.split(self.size, 1), y.split(self.size, 1), strict=True))
                 else:
                     yield self._side_by_side(block)
@@ -76,12 +98,11 @@ class Feed:
 
     def _taken(self, orders: Tensor) -> Batch:
         """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also `[batches, rows, samples]`."""
-        tasks, store, device = self.tasks, self.tasks[0].work.store, self.tasks[0].y.device
+        tasks, store = self.tasks, self.tasks[0].work.store
+        wanted = sent(orders.contiguous(), tasks[0].y.device)
         if store is not None:
-            wanted = sent((orders + torch.tensor([t.begin for t in tasks])[:, None]).flatten(), device)
-            x, y = (part.index_select(0, wanted).unflatten(0, orders.shape) for part in (store.x, store.y))
+            x, y = (part.index_select(0, wanted.flatten()).unflatten(0, orders.shape) for part in (store.x, store.y))
             return x, y
-        wanted = sent(orders.contiguous(), device)
         x, y = (part.new_empty(*orders.shape, *part.shape[1:]) for part in (tasks[0].x, tasks[0].y))
         for row, task in enumerate(tasks):
             torch.index_select(task.x, 0, wanted[row], out=x[row])
@@ -96,10 +117,7 @@ def alike(task: Task) -> tuple[object, ...]:
     return (task.x.shape, task.y.shape, task.batch_size, task.epochs, task.shuffle, task.augment)
 
 
-def filled(batch: Batch, rows: int) -> Batch:
-    """The batch with the samples of its first row for rows up to `rows` that nobody needs: one shape, not many."""
-    x, y = batch
-    spare = rows - len(x)
-    if not spare:
-        return x, y
-    return torch.cat([x, x[:1].expand(spare, *x.shape[1:])]), torch.cat([y, y[:1].expand(spare, *y.shape[1:])])
+def filled(rows: Tensor, count: int) -> Tensor:
+    """`rows`, and its first row again for those up to `count` that nobody needs: one shape, not many."""
+    spare = count - len(rows)
+    return torch.cat([rows, rows[:1].expand(spare, *rows.shape[1:])]) if spare else rows

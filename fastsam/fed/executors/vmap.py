@@ -14,7 +14,7 @@ from ..replica import Replica
 from . import compiled, stacked
 from .base import Setup, Task, vectors_of
 from .client import Client, begun, ended, failed, one_feed
-from .feed import Batch, alike, filled
+from .feed import Batch, alike
 from .form import Form, Kind, Rows
 from .randomness import NoRandomness
 from .row import check_vectors
@@ -94,7 +94,7 @@ class Vmap:
             neighbours = [slot_and_task for _, slot_and_task in pairs]
             kind, began = kinds[id(neighbours[0][1].step)], len(opened)
             for _, group in groupby(neighbours, key=lambda pair: alike(pair[1])):
-                opened += begun(list(group), kind, self._shapes, self.setup.compile)
+                opened += begun(list(group), kind, self._shapes)
             self._begin(opened[began:])
         return opened
 
@@ -202,10 +202,9 @@ class Vmap:
         form = self._prepared(self._forms.setdefault(part, Form(self.rows, slice(*part))), clients)
         form.arrange(first.kind)
         count = min(compiled.CHUNK, epoch - first.k % epoch)
-        x, y = filled(feed.span(first.k, count), self.slots)
-        fields = compiled.fields_of(form)
+        samples_of = feed.span(first.k, count, self.slots)
         try:
-            self.losses[form.part] += steps.run_(first.kind, fields, form.hyper, x, y, size)
+            steps.run_(first.kind, compiled.fields_of(form), form.hyper, self.losses, samples_of, size)
         except Exception as error:
             raise failed(clients, error) from error
         for client in clients:
