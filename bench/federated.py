@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +111,11 @@ def _series(
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Two processes beside one, one thread each."""
+    """Two processes beside one, one thread each; and two that share nothing but the machine: what ranks could reach on it."""
     load = Workload("cnn", device=options.device)
     entries = [Entry(f"{n} rank{'s' * (n > 1)}", "fastsam-ranks", load, ranks=n) for n in (1, 2)]
+    half = replace(load, cohort=load.cohort // 2)
+    entries += [Entry("2 runs apart, half the clients each", "fastsam-apart", half, ranks=2)]
     yield Case("CNN, ranks", _race(options, entries, "cnn"))
 
 

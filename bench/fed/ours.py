@@ -25,7 +25,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         batch_size=BATCH,
         lr=LR,
         participation=workload.cohort / workload.clients,
-        sampler=together(workload) if dist.is_torchelastic_launched() else "fixed",
+        sampler=counted(workload, tick) if dist.is_torchelastic_launched() else "fixed",
         eval_every=rounds,
         slots=workload.slots,
         progress=lambda record: tick(),
@@ -33,11 +33,12 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
     ).model
 
 
-def together(workload: Workload) -> Callable[[int, torch.Generator], list[int]]:
-    """Sampling for several ranks, all of which begin a round together: while the first waits for its turn, the others must not work ahead."""
+def counted(workload: Workload, tick: Callable[[], None]) -> Callable[[int, torch.Generator], list[int]]:
+    """Sampling on several ranks, all of which count rounds: `progress` is called on the first alone."""
 
     def sample(round: int, generator: torch.Generator) -> list[int]:
-        dist.barrier()
+        if round and dist.get_rank():
+            tick()
         return torch.randperm(workload.clients, generator=generator)[: workload.cohort].tolist()
 
     return sample

@@ -2,12 +2,14 @@
 
 It gets ready, trains one chunk of rounds that nobody times, and then a chunk whenever a line comes in on standard input, answering with
 the seconds of a round. After the last chunk it says the loss over all data and its peak memory. Answers go to the standard output's own
-file descriptor; whatever the libraries print goes to standard error.
+file descriptor; whatever the libraries print goes to standard error. Several processes of a launcher (torchrun) begin every chunk together;
+rank 0 hears and speaks.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -35,16 +37,23 @@ CONTENDERS = {
     "fastsam-graph": ("ours", "graph"),
     "fastsam": ("ours", "auto"),
     "fastsam-ranks": ("ours", "sequential"),
+    "fastsam-apart": ("ours", "sequential"),
 }
 PEERS = ("flower", "pfl", "fedlab", "fedjax")
 
 
-class Chunks:
-    """Counts rounds; at the end of each chunk reports its time and waits for the next order."""
+Say = Callable[[Any], None]
 
-    def __init__(self, chunks: int, rounds: int, say: Callable[[Any], None], wait: Callable[[], None]) -> None:
-        self.rounds, self.say, self.wait, self.done, self.since = rounds, say, wait, 0, 0.0
-        self.total = (chunks + 1) * rounds
+
+class Chunks:
+    """Counts rounds; at the end of each chunk reports its time and waits for the next order.
+
+    wait: until the work of the chunk is done. meet: until all processes begin the next one.
+    """
+
+    def __init__(self, total: int, rounds: int, say: Say, wait: Callable[[], None], meet: Callable[[], None]) -> None:
+        self.rounds, self.say, self.wait, self.meet, self.done, self.since = rounds, say, wait, meet, 0, 0.0
+        self.total, self.first = total, _first()
 
     def tick(self) -> None:
         self.done += 1
@@ -53,9 +62,33 @@ class Chunks:
         self.wait()
         seconds = time.perf_counter() - self.since
         self.say("ready" if self.done == self.rounds else seconds / self.rounds)
-        if self.done < self.total and not sys.stdin.readline():
-            raise SystemExit("the driver is gone")
+        if self.done < self.total:
+            if self.first and not sys.stdin.readline():
+                raise SystemExit("the driver is gone")
+            self.meet()
         self.since = time.perf_counter()
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def apart() -> Callable[[], None]:
+    """Makes strangers of a launcher's processes: each is one alone from now on. Returns what waits until all of them are there."""
+    from torch import distributed
+
+    store, _, size = next(distributed.rendezvous("env://"))
+    for name in ("WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    numbers = itertools.count()
+
+    def meet() -> None:
+        key = f"chunk {next(numbers)}"
+        if store.add(key, 1) == size:
+            store.set(f"{key}, all", "")
+        store.wait([f"{key}, all"])
+
+    return meet
 
 
 def main() -> None:
@@ -64,7 +97,7 @@ def main() -> None:
     os.dup2(2, 1)
 
     def say(what: Any) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if _first():
             print(json.dumps(what), file=answers, flush=True)
 
     import torch
@@ -72,7 +105,10 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     workload = Workload(**json.loads(described))
     wait = torch.cuda.synchronize if workload.device == "cuda" else lambda: None
-    steps = Chunks(int(chunks), int(rounds), say, wait)
+    meet = torch.distributed.barrier if torch.distributed.is_torchelastic_launched() else lambda: None
+    if name == "fastsam-apart":
+        wait = meet = apart()
+    steps = Chunks((int(chunks) + 1) * int(rounds), int(rounds), say, wait, meet)
     module, option = CONTENDERS[name]
     trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
