@@ -42,18 +42,22 @@ CONTENDERS = {
 PEERS = ("flower", "pfl", "fedlab", "fedjax")
 
 
-Say = Callable[[Any], None]
-
-
 class Chunks:
     """Counts rounds; at the end of each chunk reports its time and waits for the next order.
 
     wait: until the work of the chunk is done. meet: until all processes begin the next one.
     """
 
-    def __init__(self, total: int, rounds: int, say: Say, wait: Callable[[], None], meet: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chunks: int,
+        rounds: int,
+        say: Callable[[Any], None],
+        wait: Callable[[], None],
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
         self.rounds, self.say, self.wait, self.meet, self.done, self.since = rounds, say, wait, meet, 0, 0.0
-        self.total, self.first = total, _first()
+        self.total = (chunks + 1) * rounds
 
     def tick(self) -> None:
         self.done += 1
@@ -63,7 +67,7 @@ class Chunks:
         seconds = time.perf_counter() - self.since
         self.say("ready" if self.done == self.rounds else seconds / self.rounds)
         if self.done < self.total:
-            if self.first and not sys.stdin.readline():
+            if _first() and not sys.stdin.readline():
                 raise SystemExit("the driver is gone")
             self.meet()
         self.since = time.perf_counter()
@@ -108,7 +112,7 @@ def main() -> None:
     meet = torch.distributed.barrier if torch.distributed.is_torchelastic_launched() else lambda: None
     if name == "fastsam-apart":
         wait = meet = apart()
-    steps = Chunks((int(chunks) + 1) * int(rounds), int(rounds), say, wait, meet)
+    steps = Chunks(int(chunks), int(rounds), say, wait, meet)
     module, option = CONTENDERS[name]
     trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
