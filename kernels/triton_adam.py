@@ -1,6 +1,6 @@
 """`update_adam_` of `reference`, where the equations stand, in Triton.
 
-Two launches: one counts the steps and computes their bias corrections, one per row and segment; the other moves the weights.
+One launch: every program computes the bias corrections of its segment; the last of a row counts the steps, when all have read them.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_call import Call, compilable, compute_type, launch, wrote
+from . import reference
+from .triton_call import Call, compilable, compute_type, wrote
 from .triton_common import (
     BETA1,
     BETA2,
@@ -28,7 +28,6 @@ from .triton_common import (
     divide,
     field_base,
     inverse,
-    limit_if,
     list_base,
     load,
     locate,
@@ -38,8 +37,9 @@ from .triton_common import (
     widen,
     write,
 )
+from .triton_tickets import last_of_row, tickets_of
 
-COUNT_BLOCK = 64  # segments per program
+COUNT_BLOCK = tl.constexpr(128)  # segments counted at a time
 BITS = tl.constexpr(25)  # float32 counts to 2**24
 
 
@@ -55,26 +55,17 @@ def _power(base, exponent):
     return result
 
 
-@triton.jit(do_not_specialize=["segments", "programs_per_row"])
-def _count_kernel(
-    corrections, steps, found_inf, table, hyper,
-    segments, programs_per_row, hyper_row, hyper_group, steps_row, steps_slot, BLOCK: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0)
-    row = (program // programs_per_row).to(tl.int64)
-    segment = program % programs_per_row * BLOCK + tl.arange(0, BLOCK)
-    mask = segment < segments
-    group = tl.load(table + 4 * segment + 2, mask=mask, other=0)
-    slot = tl.load(table + 4 * segment + 3, mask=mask, other=0)
-    counter = steps + row * steps_row + slot * steps_slot
-    count = tl.load(counter, mask=mask, other=0) + 1
-    tl.store(counter, count, mask=segment < limit_if(running(found_inf), segments, True))
-    h = hyper + row * hyper_row + group * hyper_group
-    step_size = tl.load(h + LR) / (1.0 - _power(tl.load(h + BETA1), count))
-    root_correction = tl.sqrt(1.0 - _power(tl.load(h + BETA2), count))
-    pair = corrections + 2 * (row * segments + segment)
-    tl.store(pair, step_size, mask=mask)
-    tl.store(pair + 1, root_correction, mask=mask)
+@triton.jit
+def _count_row(steps, steps_slot, table, segments, run):
+    """Counts the step of each of a row's segments."""
+    start = 0
+    while start < segments:
+        segment = start + tl.arange(0, COUNT_BLOCK)
+        slot = tl.load(table + 4 * segment + 3, mask=segment < segments, other=0)
+        counter = steps + slot * steps_slot
+        mask = segment < tl.where(run, segments, 0)
+        tl.store(counter, tl.load(counter, mask=mask, other=0) + 1, mask=mask)
+        start += COUNT_BLOCK
 
 
 @triton.jit
@@ -100,16 +91,17 @@ def _adam_block(
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _adam_kernel(
-    z, origin, exp_avg, exp_avg_sq, grads, corrections, grad_scale, found_inf, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, z_stride, origin_stride, exp_avg_stride, exp_avg_sq_stride, grads_stride,
+    z, origin, exp_avg, exp_avg_sq, grads, steps, tickets, grad_scale, found_inf, chunks, table, hyper,
+    n_chunks, segments, steps_row, steps_slot, hyper_row, hyper_group, z_stride, origin_stride, exp_avg_stride, exp_avg_sq_stride, grads_stride,
     Z_FLAT: tl.constexpr, Z_DTYPE: tl.constexpr, GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
     DECOUPLED: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
     h = hyper + row * hyper_row + group * hyper_group
-    pair = corrections + 2 * (row * segments + segment)
-    step_size = tl.load(pair).to(COMPUTE)
-    root_correction = tl.load(pair + 1).to(COMPUTE)
+    steps += row * steps_row
+    count = tl.load(steps + tl.load(table + 4 * segment + 3) * steps_slot) + 1
+    step_size = (tl.load(h + LR) / (1.0 - _power(tl.load(h + BETA1), count))).to(COMPUTE)
+    root_correction = tl.sqrt(1.0 - _power(tl.load(h + BETA2), count)).to(COMPUTE)
     a = (tl.load(h + A) * inverse(grad_scale)).to(COMPUTE)
     decay = tl.load(h + DECAY)
     shrink = (1.0 - tl.load(h + LR) * decay).to(COMPUTE)
@@ -143,6 +135,8 @@ def _adam_kernel(
                 step_size, root_correction, eps, run, DECOUPLED, KEEP, True, COMPUTE,
             )  # fmt: skip
             start += BLOCK
+    if last_of_row(tickets, row, n_chunks):
+        _count_row(steps, steps_slot, table, segments, run)
 
 
 @compilable(
@@ -165,39 +159,19 @@ def update_adam_(
     keep: bool = False,
 ) -> None:
     """See `reference.update_adam_`."""
-    if not z:
-        return
     call = Call(table, hyper.shape[0], hyper.device, hyper)
+    if not call.plan.n_chunks:  # nothing to move; steps may be counted
+        reference.update_adam_(
+            z, origin, grads, table, hyper, exp_avg, exp_avg_sq, steps, grad_scale, found_inf, decoupled, keep
+        )
+        return
     call.operand("z", z)
     call.operand("grads", grads)
     call.field("origin", origin)
     call.field("exp_avg", exp_avg)
     call.field("exp_avg_sq", exp_avg_sq)
-    corrections = _count(call, hyper, steps, found_inf)
-    scalars = {"corrections": corrections, "grad_scale": grad_scale, "found_inf": found_inf}
-    call.each_chunk(_adam_kernel, **scalars, DECOUPLED=decoupled, KEEP=keep, COMPUTE=compute_type(z[0].dtype))
+    counters = {"steps": steps, "steps_row": steps.stride(0), "steps_slot": steps.stride(1)}
+    scalars = {"tickets": tickets_of(steps, call.rows), "grad_scale": grad_scale, "found_inf": found_inf}
+    constants = {"DECOUPLED": decoupled, "KEEP": keep, "COMPUTE": compute_type(z[0].dtype)}
+    call.each_chunk(_adam_kernel, **counters, **scalars, **constants)
     wrote(z)
-
-
-def _count(call: Call, hyper: Tensor, steps: Tensor, found_inf: Tensor | None) -> Tensor:
-    """Counts the step; returns `[rows, segments, 2]`: lr over the first bias correction, the root of the second."""
-    corrections = torch.empty(call.rows, call.plan.segments, 2, dtype=torch.float64, device=call.device)
-    programs_per_row = triton.cdiv(call.plan.segments, COUNT_BLOCK)
-    launch(
-        _count_kernel,
-        call.rows * programs_per_row,
-        call.device,
-        corrections=corrections,
-        steps=steps,
-        found_inf=found_inf,
-        table=call.plan.table,
-        hyper=hyper,
-        segments=call.plan.segments,
-        programs_per_row=programs_per_row,
-        hyper_row=hyper.stride(0),
-        hyper_group=hyper.stride(1),
-        steps_row=steps.stride(0),
-        steps_slot=steps.stride(1),
-        BLOCK=COUNT_BLOCK,
-    )
-    return corrections

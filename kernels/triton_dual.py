@@ -16,7 +16,6 @@ from .triton_common import (
     BLOCK,
     CHUNK,
     LANES,
-    LOG2_LANES,
     NU,
     PENALTY,
     RHO,
@@ -25,11 +24,10 @@ from .triton_common import (
     load,
     locate,
     narrow,
-    pairwise_sum,
     store,
     widen,
 )
-from .triton_norm import finish_, partials_of
+from .triton_norm import finish_row, sum_chunks_
 
 
 @triton.jit
@@ -42,9 +40,10 @@ def _direction(grads, mu, s, lane, rest, penalty, COMPUTE: tl.constexpr, MASKED:
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_norm_kernel(
-    partials, grads, mu, s, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, grads_stride, mu_stride, s_stride,
-    GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
+    sumsq, partials, tickets, grads, mu, s, chunks, table, hyper,
+    n_chunks, segments, sumsq_stride, hyper_row, hyper_group, grads_stride, mu_stride, s_stride,
+    GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
     penalty = tl.load(hyper + row * hyper_row + group * hyper_group + PENALTY).to(COMPUTE)
@@ -63,7 +62,7 @@ def _dual_norm_kernel(
             d, _, _ = _direction(grads, mu, s, start + lane, rest, penalty, COMPUTE, True)
             total += d * d  # what is not read counts as zero in all three, hence here too
             start += LANES
-    tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
+    finish_row(sumsq, sumsq_stride, partials, tickets, row, n_chunks, total, ACCUMULATE)
 
 
 @compilable(
@@ -83,10 +82,7 @@ def dual_norm_(
     call.operand("grads", grads)
     call.field("mu", mu)
     call.field("s", s)
-    partials = partials_of(call)
-    if grads:
-        call.each_chunk(_dual_norm_kernel, partials=partials, COMPUTE=compute_type(grads[0].dtype))
-    finish_(sumsq, partials, call, accumulate)
+    sum_chunks_(_dual_norm_kernel, sumsq, grads, call, accumulate)
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from torch import Tensor
 from .conventions import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_call import Call, compilable, launch
 from .triton_common import CHUNK, LANES, LOG2_LANES, list_base, load, locate, pairwise_sum, widen
-from .triton_norm import finish_
+from .triton_norm import sum_partials
+from .triton_tickets import last_of_row, tickets_of
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
 LOW_SHIFT, LOW_MASK = tl.constexpr(LOW_BITS), tl.constexpr((1 << LOW_BITS) - 1)
@@ -32,8 +33,10 @@ def _add_products(xy, yy, x, y, lane, rest, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments", "apart"])
 def _inner_kernel(
-    partials, x, y, chunks, table, n_chunks, segments, apart, x_stride, y_stride,
+    out, partials, tickets, x, y, chunks, table,
+    n_chunks, segments, apart, out_row, out_stride, x_stride, y_stride,
     X_FLAT: tl.constexpr, X_DTYPE: tl.constexpr, Y_FLAT: tl.constexpr, Y_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     row, segment, begin, rest, offset, _ = locate(chunks, table, n_chunks)
     x = list_base(x, row, x_stride, segment, segments, offset, begin, X_FLAT, X_DTYPE, ALIGNED)
@@ -51,6 +54,10 @@ def _inner_kernel(
             start += LANES
     tl.store(partials + tl.program_id(0), pairwise_sum(xy, LOG2_LANES))
     tl.store(partials + apart + tl.program_id(0), pairwise_sum(yy, LOG2_LANES))
+    if last_of_row(tickets, row, n_chunks):
+        mine, first = out + row * out_row, partials + row * n_chunks
+        sum_partials(mine, first, n_chunks, ACCUMULATE)
+        sum_partials(mine + out_stride, first + apart, n_chunks, ACCUMULATE)
 
 
 @compilable("(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate=False) -> ()")
@@ -59,12 +66,14 @@ def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor,
     call = Call(table, out.shape[0], out.device)
     call.operand("x", x)
     call.operand("y", y)
+    if not call.plan.n_chunks:
+        if not accumulate:
+            out.zero_()
+        return
     apart = call.rows * call.plan.n_chunks
     partials = torch.empty(2, apart, dtype=torch.float64, device=out.device)
-    if x:
-        call.each_chunk(_inner_kernel, partials=partials, apart=apart)
-    for i in range(2):
-        finish_(out[:, i], partials[i], call, accumulate)
+    places = {"out": out, "out_row": out.stride(0), "out_stride": out.stride(1), "partials": partials, "apart": apart}
+    call.each_chunk(_inner_kernel, tickets=tickets_of(out, call.rows), ACCUMULATE=accumulate, **places)
 
 
 @triton.jit(do_not_specialize=["rows", "apart"])

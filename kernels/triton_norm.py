@@ -1,6 +1,6 @@
 """Sums of squares in Triton: `norm_` of `reference`, where the equations stand, and what `update_norm_` shares with it.
 
-Two launches: a float64 partial sum per chunk, then their sum per row, both in an order that the table alone fixes. No atomics.
+One launch: a float64 partial sum per chunk, and their sum by the last program of the row, both in an order that the table alone fixes.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -9,13 +9,14 @@ Two launches: a float64 partial sum per chunk, then their sum per row, both in a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_call import Call, compilable, compute_type, launch
+from .triton_call import Call, compilable, compute_type
 from .triton_common import (
     ADAPTIVE,
     CHUNK,
@@ -29,6 +30,30 @@ from .triton_common import (
     pairwise_sum,
     widen,
 )
+from .triton_tickets import last_of_row, tickets_of
+
+
+@triton.jit
+def sum_partials(out, partials, n_chunks, ACCUMULATE: tl.constexpr):
+    """`out (+)=` the sum of a row's partial sums, in an order that their number alone fixes."""
+    lane = tl.arange(0, LANES)
+    total = tl.zeros([LANES], dtype=tl.float64)
+    start = 0
+    while start < n_chunks:
+        total += tl.load(partials + start + lane, mask=start + lane < n_chunks, other=0)
+        start += LANES
+    result = pairwise_sum(total, LOG2_LANES)
+    if ACCUMULATE:
+        result += tl.load(out)
+    tl.store(out, result)
+
+
+@triton.jit
+def finish_row(sumsq, sumsq_stride, partials, tickets, row, n_chunks, total, ACCUMULATE: tl.constexpr):
+    """Stores this chunk's partial sum, that of the lanes of `total`; the last program of the row adds all of them up."""
+    tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
+    if last_of_row(tickets, row, n_chunks):
+        sum_partials(sumsq + row * sumsq_stride, partials + row * n_chunks, n_chunks, ACCUMULATE)
 
 
 @triton.jit
@@ -43,10 +68,10 @@ def _add_direction(total, grads, weights, lane, rest, adaptive, eta, COMPUTE: tl
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _norm_kernel(
-    partials, grads, weights, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, grads_stride, weights_stride,
+    sumsq, partials, tickets, grads, weights, chunks, table, hyper,
+    n_chunks, segments, sumsq_stride, hyper_row, hyper_group, grads_stride, weights_stride,
     GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr, WEIGHTS_FLAT: tl.constexpr, WEIGHTS_DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
+    COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
     h = hyper + row * hyper_row + group * hyper_group
@@ -67,33 +92,21 @@ def _norm_kernel(
         while start < rest:
             total = _add_direction(total, grads, weights, start + lane, rest, adaptive, eta, COMPUTE, True)
             start += LANES
-    tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
+    finish_row(sumsq, sumsq_stride, partials, tickets, row, n_chunks, total, ACCUMULATE)
 
 
-@triton.jit(do_not_specialize=["n_chunks"])
-def _finish_kernel(sumsq, partials, n_chunks, sumsq_stride, ACCUMULATE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([LANES], dtype=tl.float64)
-    start = 0
-    while start < n_chunks:
-        total += tl.load(partials + row * n_chunks + start + lane, mask=start + lane < n_chunks, other=0)
-        start += LANES
-    result = pairwise_sum(total, LOG2_LANES)
-    if ACCUMULATE:
-        result += tl.load(sumsq + row * sumsq_stride)
-    tl.store(sumsq + row * sumsq_stride, result)
-
-
-def partials_of(call: Call) -> Tensor:
-    """Room for a partial sum per row and chunk."""
-    return torch.empty(call.rows * call.plan.n_chunks, dtype=torch.float64, device=call.device)
-
-
-def finish_(sumsq: Tensor, partials: Tensor, call: Call, accumulate: bool) -> None:
-    """`sumsq[r] (+)=` the sum of the row's partial sums."""
-    args = {"sumsq": sumsq, "partials": partials, "n_chunks": call.plan.n_chunks, "sumsq_stride": sumsq.stride(0)}
-    launch(_finish_kernel, call.rows, call.device, **args, ACCUMULATE=accumulate)
+def sum_chunks_(
+    kernel: Any, sumsq: Tensor, operand: Sequence[Tensor], call: Call, accumulate: bool, **args: Any
+) -> None:
+    """`sumsq[r] (+)=` what `kernel`, which ends in `finish_row`, adds up over the row's chunks of `operand`, in whose dtype it computes."""
+    if not call.plan.n_chunks:
+        if not accumulate:
+            sumsq.zero_()
+        return
+    partials = torch.empty(call.rows * call.plan.n_chunks, dtype=torch.float64, device=call.device)
+    args |= {"sumsq": sumsq, "sumsq_stride": sumsq.stride(0), "partials": partials, "ACCUMULATE": accumulate}
+    compute = compute_type(operand[0].dtype)
+    call.each_chunk(kernel, tickets=tickets_of(sumsq, call.rows), COMPUTE=compute, **args)
 
 
 @compilable(
@@ -111,7 +124,4 @@ def norm_(
     call = Call(table, hyper.shape[0], sumsq.device, hyper)
     call.operand("grads", grads)
     call.operand("weights", weights)
-    partials = partials_of(call)
-    if grads:
-        call.each_chunk(_norm_kernel, partials=partials, COMPUTE=compute_type(grads[0].dtype))
-    finish_(sumsq, partials, call, accumulate)
+    sum_chunks_(_norm_kernel, sumsq, grads, call, accumulate)

@@ -21,7 +21,6 @@ from .triton_common import (
     DAMPENING,
     DECAY,
     LANES,
-    LOG2_LANES,
     LR,
     MOMENTUM,
     NESTEROV,
@@ -34,13 +33,12 @@ from .triton_common import (
     load,
     load_if,
     locate,
-    pairwise_sum,
     running,
     store_if,
     widen,
     write,
 )
-from .triton_norm import finish_, partials_of
+from .triton_norm import finish_row, sum_chunks_
 
 EPSILON = tl.constexpr(CLIP_EPS)
 
@@ -67,10 +65,11 @@ def _add_update(total, origin, grads, g1, q, lane, rest, a, b, phi, full, COMPUT
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_norm_kernel(
-    partials, z, origin, grads, g1, q, grad_scale, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, z_stride, origin_stride, grads_stride, g1_stride, q_stride,
+    sumsq, partials, tickets, z, origin, grads, g1, q, grad_scale, chunks, table, hyper,
+    n_chunks, segments, sumsq_stride, hyper_row, hyper_group, z_stride, origin_stride, grads_stride, g1_stride, q_stride,
     Z_FLAT: tl.constexpr, Z_DTYPE: tl.constexpr, GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
-    G1_FLAT: tl.constexpr, G1_DTYPE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
+    G1_FLAT: tl.constexpr, G1_DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
     h = hyper + row * hyper_row + group * hyper_group
@@ -97,7 +96,7 @@ def _update_norm_kernel(
         while start < rest:
             total = _add_update(total, w, grads, g1, q, start + lane, rest, a, b, phi, full, COMPUTE, True)
             start += LANES
-    tl.store(partials + tl.program_id(0), pairwise_sum(total.to(tl.float64), LOG2_LANES))
+    finish_row(sumsq, sumsq_stride, partials, tickets, row, n_chunks, total, ACCUMULATE)
 
 
 @compilable(
@@ -118,11 +117,7 @@ def update_norm_(
 ) -> None:
     """See `reference.update_norm_`."""
     call = _call(z, origin, grads, table, hyper, g1, q)
-    partials = partials_of(call)
-    if z:
-        compute = compute_type(z[0].dtype)
-        call.each_chunk(_update_norm_kernel, partials=partials, grad_scale=grad_scale, COMPUTE=compute)
-    finish_(sumsq, partials, call, accumulate)
+    sum_chunks_(_update_norm_kernel, sumsq, z, call, accumulate, grad_scale=grad_scale)
 
 
 def _call(

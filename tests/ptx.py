@@ -34,9 +34,9 @@ from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("origin", "momentum", "q", "shift", "mu", "s", "eps", "exp_avg", "exp_avg_sq")
 OPERANDS = ("z", "grads", "weights", "g1", "x", "y")
-NUMBERS = ("n_chunks", "segments", "programs_per_row", "apart", "rows")
+NUMBERS = ("n_chunks", "segments", "apart", "rows", "steps_slot")
 LONGS = ("chunks", "table", "seed", "high", "low")
-DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "corrections", "scale", "largest")
+DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "out", "scale", "largest")
 SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WIDE = r"global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 
@@ -69,6 +69,8 @@ class Variant:
             return f"*{SHORT[self.dtype if name == 'origin' and not self.master else state]}"
         if name in DOUBLES:
             return "*fp64"
+        if name == "tickets":
+            return "*i32"
         return "*i64" if name in LONGS else "*fp32"  # else a scaler's numbers, or step counters
 
     def source(self) -> ASTSource:
@@ -94,19 +96,19 @@ def variants() -> list[Variant]:
     found = []
     save, sgd, adam = (("SAVE", True),), (("FIRST", False), ("KEEP", False)), (("DECOUPLED", True), ("KEEP", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
-    f32 = torch.float32
+    f32, total = torch.float32, (("ACCUMULATE", True),)
     rows, plain_sum = ((("BASED", full), ("MEASURED", full), ("BLOCK", triton_common.LANES)) for full in (True, False))
     for aligned in (True, False):
         found += [
             Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True, options=rows),
-            Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",)),
-            Variant(triton_norm._norm_kernel, f32, aligned),
+            Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",), options=total),
+            Variant(triton_norm._norm_kernel, f32, aligned, options=total),
             Variant(triton_perturb._perturb_kernel, f32, aligned, absent=("seed",), options=save),
             Variant(triton_perturb._restore_kernel, f32, aligned),
-            Variant(triton_dual._dual_norm_kernel, f32, aligned),
+            Variant(triton_dual._dual_norm_kernel, f32, aligned, options=total),
             Variant(triton_dual._dual_perturb_kernel, f32, aligned),
-            Variant(triton_inner._inner_kernel, f32, aligned),
-            Variant(triton_update._update_norm_kernel, f32, aligned),
+            Variant(triton_inner._inner_kernel, f32, aligned, options=total),
+            Variant(triton_update._update_norm_kernel, f32, aligned, options=total),
             Variant(triton_update._sgd_kernel, f32, aligned, absent=plain, options=sgd),
             Variant(triton_adam._adam_kernel, f32, aligned, absent=("grad_scale",), options=adam),
         ]
@@ -120,8 +122,6 @@ def variants() -> list[Variant]:
     found += [
         Variant(triton_inner._accumulate_kernel, f32, flat=True, absent=("base", "largest"), options=plain_sum),
         Variant(triton_update._sgd_kernel, f32, options=sgd),
-        Variant(triton_norm._finish_kernel, f32, options=(("ACCUMULATE", False),)),
-        Variant(triton_adam._count_kernel, f32, options=(("BLOCK", triton_adam.COUNT_BLOCK),)),
     ]
     return found
 
@@ -144,6 +144,7 @@ def look(variant: Variant, arch: int) -> dict[str, Any]:
         "wide_loads": len(re.findall(rf"\bld\.{WIDE}", text)),
         "wide_stores": len(re.findall(rf"\bst\.{WIDE}", text)),
         "atomics": len(re.findall(r"\b(?:atom|red)\.", text)),
+        "tickets": len(re.findall(r"\batom\.global\.gpu\.acq_rel\.add\.[su]32", text)),
         "fused": len(re.findall(r"\bfma\.", text)),
         "inexact": len(re.findall(r"\b(?:div|sqrt|rcp|rsqrt)\.(?:full|approx)", text)),
         "local": len(re.findall(r"\b(?:ld|st)\.local", text)),

@@ -79,7 +79,7 @@ def test_every_storage_type_has_128_bits(found: dict, dtype: str) -> None:
         assert perturb["bf16_by_hardware"] > 0
 
 
-def test_nothing_spilled_fused_approximated_or_atomic(found: dict) -> None:
+def test_nothing_spilled_fused_or_approximated(found: dict) -> None:
     for kernel, counts in found.items():
         assert counts["local"] == counts["STACK"] == counts["LOCAL"] == 0, f"{kernel} spills registers: {counts}"
         assert counts["REG"] <= 128, (
@@ -87,4 +87,16 @@ def test_nothing_spilled_fused_approximated_or_atomic(found: dict) -> None:
         )
         assert counts["fused"] == 0, f"{kernel} fuses multiply and add, so its bits depend on what the compiler saw"
         assert counts["inexact"] == 0, f"{kernel} divides or takes roots approximately"
-        assert counts["atomics"] == 0, f"{kernel} adds in whatever order blocks finish"
+
+
+def test_no_atomics_but_the_ticket_of_a_row(found: dict) -> None:
+    """An integer, taken with release and acquire: the last program sees what the others stored. Other atomics would add in any order."""
+    for kernel, counts in found.items():
+        takes = kernel.split()[0] in (
+            "norm_kernel",
+            "dual_norm_kernel",
+            "update_norm_kernel",
+            "inner_kernel",
+            "adam_kernel",
+        )
+        assert counts["tickets"] == counts["atomics"] == takes, kernel

@@ -1,0 +1,65 @@
+"""Which program of a row is the last to finish, by an integer ticket: so one launch makes a row's partial sums and adds them up."""
+
+# The parameters of a kernel are values on the device, which have no Python type.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COUNT = 1 << 16  # tickets per device
+
+
+@triton.jit
+def last_of_row(tickets, row, programs):
+    """True in the last of the row's `programs` to come here; what the others stored is then visible to it, and what they read was read.
+
+    Its ticket is 0 again then, ready for the next launch or the next replay of a graph.
+    """
+    tl.debug_barrier()  # the ticket is taken by one thread: the stores of the others come before
+    ticket = tickets + row
+    last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(ticket, 0)
+    return last
+
+
+class _Tickets:
+    """The tickets of a device. Kernels that may run at the same time need tickets of their own, and so does every captured graph. Two calls that
+    write the same output cannot run at the same time, so the output's address says which tickets a call has."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(COUNT, dtype=torch.int32, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # once: other streams use them too
+        self._taken: dict[tuple[int, int], Tensor] = {}
+        self._next = 0
+
+    def of(self, output: Tensor, rows: int) -> Tensor | None:
+        key = (output.data_ptr(), rows)
+        if key not in self._taken:
+            if self._next + rows > COUNT:
+                return None
+            self._taken[key] = self._memory[self._next : self._next + rows]
+            self._next += rows
+        return self._taken[key]
+
+
+_lock = threading.Lock()
+_devices: dict[torch.device, _Tickets] = {}
+
+
+def tickets_of(output: Tensor, rows: int) -> Tensor:
+    """int32 `[rows]`, all 0, for a call that writes `output`. Where addresses have used up the memory, or a graph's capture is the first to
+    ask, they are the call's own: one more small kernel."""
+    device = output.device
+    with _lock:
+        if device not in _devices and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _devices[device] = _Tickets(device)
+        found = _devices[device].of(output, rows) if device in _devices else None
+    return torch.zeros(rows, dtype=torch.int32, device=device) if found is None else found
