@@ -206,7 +206,9 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
             return candidate
         reasons.append(f"{candidate.name}: {reason}")
     if not candidates:
-        reasons.append(f"{'no backend' if name == 'auto' else name} does not serve the device {device.type!r}")
+        reasons.append(
+            f"{'no backend serves' if name == 'auto' else name + ' does not serve'} the device {device.type!r}"
+        )
     raise RuntimeError(
         f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is available"
     )

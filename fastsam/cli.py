@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 USAGE, INTERRUPTED = 2, 130
+MISSING = "not installed"
+MOST_POINTS = 1001  # of a side of a loss surface: a million losses
+OPTIONAL = {  # packages of the extras, and what each is for
+    "triton": "kernels for GPUs: pip install 'fastsam[triton]'",
+    "torchvision": "EMNIST, CIFAR, image folders and the model vit_b_32: pip install 'fastsam[vision]'",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,19 +162,19 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Versions and the table of backends. 1 when torch cannot be imported."""
-    for name, text in [
-        ("fastsam", _version("fastsam")),
-        ("python", f"{platform.python_version()} ({platform.machine()}, {platform.system()})"),
-    ]:
-        print(f"{name:<9} {text}")
-    for package in ("torch", "triton", "numpy"):
-        print(f"{package:<9} {_version(package)}")
+    """Versions, those of the optional packages too, and the table of backends. 1 when torch cannot be imported."""
+    python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
+    versions = {"fastsam": _version("fastsam"), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
+    for package, use in OPTIONAL.items():
+        found = _version(package)
+        versions[package] = f"{found} ({use})" if found == MISSING else found
+    for name, text in versions.items():
+        print(f"{name:<12} {text}")
     import torch
 
     from fastsam import backends
 
-    print(f"{'cuda':<9} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device'}\n")
+    print(f"{'cuda':<12} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for backend in backends.table():
         print(
@@ -210,8 +216,10 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
     lists = (_split(arguments.algorithms), _split(arguments.seeds), arguments.sweep)
     plan = comparison.plan(configs.read(arguments.config, flags), *lists)
-    if arguments.surface is not None and arguments.surface < 2:
-        raise ValueError(f"--surface needs 2 points or more, got {arguments.surface}; 51 is the usual grid")
+    if arguments.surface is not None and not 2 <= arguments.surface <= MOST_POINTS:
+        raise ValueError(
+            f"--surface needs 2 points or more, {MOST_POINTS} at most, got {arguments.surface}; 51 is the usual grid"
+        )
     directory = arguments.run_dir or numbered(f"{plan.name}-compare", arguments.resume)
     comparison.check_directory(plan, directory, arguments.resume)
     for config in plan.configs:
@@ -272,7 +280,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return MISSING
 
 
 def _quote(path: Path) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastsam import fed
+from fastsam import backends, fed
 
 X, Y = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
 
@@ -225,3 +225,34 @@ def test_a_round_without_any_good_client_ends_the_run(tmp_path):
     ):
         start(Explodes(), [(X, Y), *bad], sampler=lambda t, g: [[0], [1, 2]][t], rounds=3, run_dir=tmp_path / "run")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"run_dir": 5}, "run_dir must be a path, got 5"),
+        ({"resume": True}, "resume=True continues what is in run_dir; name the directory"),
+        ({"resume": "yes", "run_dir": "new"}, "resume must be one of True, False, got 'yes'"),
+        ({"progress": 5}, "progress must be a function of a round's record, got 5"),
+        ({"loss": "mse_loss"}, r"loss must be a function loss\(model\(x\), y\) .*got 'mse_loss'"),
+        ({"batch_size": 10**20}, "batch_size must be an integer >= 1 of 64 bits, got 100000000000000000000"),
+        ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+        ({"test": (X[:, :4], Y)}, r"not on the test set \(x torch.float32 \[6, 4\]\): RuntimeError"),
+    ],
+    ids=str,
+)
+def test_what_would_only_be_found_after_a_round_is_told_before(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        start(**options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_values():
+    with pytest.raises(ValueError, match="parameters without values .on the device 'meta'.*to_empty"):
+        start(oracle.smooth_model(torch.float32).to("meta"))
+
+
+def test_no_backend_serves_a_device_without_memory():
+    with pytest.raises(RuntimeError, match="cannot serve torch.float32 on meta: no backend serves the device 'meta'"):
+        backends.select("auto", torch.device("meta"), torch.float32)

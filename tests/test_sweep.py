@@ -147,7 +147,7 @@ def test_the_command_line_draws_it_all(
 def test_surface_needs_a_grid(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     read(tmp_path)
     assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg", "--surface", "1"]) == 1
-    assert "--surface needs 2 points or more, got 1" in capsys.readouterr().err
+    assert "--surface needs 2 points or more, 1001 at most, got 1" in capsys.readouterr().err
 
 
 def test_bare_surface_does_not_swallow_a_flag(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from .algorithms.base import Algorithm, Round, check_algorithm, check_server
 from .atomic import write_json
 from .centralised import in_turn, pooled
 from .checkpoint import RunDirectory, RunState
+from .checks import choice
 from .clients import Population, prepare
 from .environment import environment
 from .evaluate import Evaluator
@@ -122,6 +124,7 @@ def run(
         buffers=buffers, executor=executor, slots=slots, compile=compile, memory_format=memory_format, client_state=client_state,
         max_excluded=max_excluded, clip_update=clip_update, checkpoint_every=checkpoint_every,
     )  # fmt: skip
+    _check_surroundings(run_dir, resume, progress)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
@@ -194,6 +197,16 @@ def _loop(
     nbytes = len(population.clients) * clientstate.vectors(algorithm, state.server) * w0.nbytes
     states = clientstate.make(settings.client_state, place, nbytes, chosen.slots)
     return Loop(population, algorithm, settings, chosen, evaluator, view, state, states)
+
+
+def _check_surroundings(run_dir: Any, resume: Any, progress: Any) -> None:
+    """Raises ValueError for a place or a listener that would be found useless after the first round, or never."""
+    if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
+        raise ValueError(f"run_dir must be a path, got {run_dir!r}")
+    if choice("resume", resume, (True, False)) and run_dir is None:
+        raise ValueError("resume=True continues what is in run_dir; name the directory")
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress must be a function of a round's record, got {progress!r}")
 
 
 def _of_the_finished(loop: Loop) -> dict[str, Any]:

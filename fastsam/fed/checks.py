@@ -29,13 +29,15 @@ def number(
 
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number, `at_least` or more."""
+    """`value` as an int. Raises ValueError unless it is a whole number of 64 bits (all that torch can count with), `at_least` or more."""
     expected = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{expected}, got {value!r}")
     converted = int(value)
     if at_least is not None and converted < at_least:
         raise ValueError(f"{expected}, got {value!r}")
+    if not -(2**63) <= converted < 2**63:
+        raise ValueError(f"{expected} of 64 bits, got {value!r}")
     return converted
 
 

@@ -99,6 +99,8 @@ def plan(
     axes = tuple(parse_axis(text) for text in (sweep or source.compare.get("sweep") or []))
     _unique([axis.name for axis in axes], "swept key")
     check_taken(axes, names)
+    if seeds is not None and not seeds:
+        raise ConfigError("seeds must be integers such as 0,1,2, got none")
     numbers = [_seed(s) for s in (seeds or source.compare.get("seeds") or [])] or [_only_seed(source, names, axes)]
     _unique([str(n) for n in numbers], "seed")
     runs = tuple(

@@ -30,6 +30,7 @@ else:
     import tomli as tomllib
 
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
+LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
 
 
 class ConfigError(ValueError):
@@ -143,12 +144,26 @@ def resolve(
     Raises ConfigError for an unknown key (the nearest good one is named), another algorithm's option, a wrong type or
     choice, and a key without meaning in this run.
     """
-    name = algorithm or source.flags.get("algorithm") or source.values.get("algorithm") or RunConfig.algorithm
+    name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):
         raise ConfigError(f"algorithm must be a string, got {name!r}")
-    own = algorithm_options(name)
     _check_tables(source, [name, *beside])
-    short = short_name(name)
+    filed, values, options = _layered(source, name, beside)
+    values |= {"algorithm": name, "name": values.get("name") or source.name}
+    if "/" in values["name"] or len(values["name"].encode()) > LONGEST_NAME:
+        raise ConfigError(
+            f"name is a part of a directory's name: at most {LONGEST_NAME} bytes without '/', got {values['name']!r}; "
+            "--run-dir takes any path"
+        )
+    if seed is not None:
+        values["seed"] = seed
+    return RunConfig(**_with_meaning(values, filed), options=_complete(name, options))
+
+
+def _layered(source: Source, name: str, beside: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The keys as the file has them, the keys with the flags over them, and the algorithm's options; all typed."""
+    own, short = algorithm_options(name), short_name(name)
+    filed: dict[str, Any] = {}
     values: dict[str, Any] = {}
     options: dict[str, Any] = {}
     layers = [(source.values, False, False), (source.tables.get(short, {}), True, False)]
@@ -161,15 +176,20 @@ def resolve(
                 values[key] = check_type(key, value, _TYPES[key], text, CHOICES.get(key, ()))
             elif in_table or not any(key in algorithm_options(other) for other in beside):
                 raise ConfigError(_unknown(key, name, own))
-    values |= {"algorithm": name, "name": values.get("name") or source.name}
-    if seed is not None:
-        values["seed"] = seed
-    config = RunConfig(**values, options=_complete(name, options))
-    foreign = foreign_keys(config)
+        filed = filed if text else dict(values)
+    return filed, values, options
+
+
+def _with_meaning(values: dict[str, Any], filed: dict[str, Any]) -> dict[str, Any]:
+    """`values` without what the file says and a flag has made meaningless: its `alpha` beside ``--split iid``.
+
+    Raises ConfigError for a key that is a flag itself, or had no meaning in the file either.
+    """
+    foreign, before = foreign_keys(RunConfig(**values)), foreign_keys(RunConfig(**filed))
     for key in values:
-        if key in foreign:
+        if key in foreign and (key not in filed or key in before or values[key] != filed[key]):
             raise ConfigError(f"{key} has no meaning here: {foreign[key]}; remove it")
-    return config
+    return {key: value for key, value in values.items() if key not in foreign}
 
 
 def check_type(key: str, value: Any, kind: Any, text: bool = False, choices: Sequence[str] = ()) -> Any:
@@ -257,5 +277,6 @@ def _unknown(key: str, algorithm: str, own: Iterable[str]) -> str:
 
 def nearest(word: str, good: Iterable[str]) -> str:
     """The end of a message, with the word of `good` that is most like `word`; nothing where none is."""
-    close = difflib.get_close_matches(word, list(good), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    spelled = {name.lower(): name for name in good}
+    close = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return f" (did you mean {spelled[close[0]]!r}?)" if close else ""

@@ -16,7 +16,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and backends, for environment.json."""
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in ("fastsam", "torch", "triton", "numpy", "safetensors")},
+        "packages": {
+            name: _version(name) for name in ("fastsam", "torch", "triton", "torchvision", "numpy", "safetensors")
+        },
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),
         "device": str(device) if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})",

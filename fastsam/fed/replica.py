@@ -34,6 +34,11 @@ def check_model(model: nn.Module) -> torch.dtype:
             f"federated training runs in float32 or float64, all trainable parameters in one of them; the model has {names}. "
             "Half-precision models are not served: convert with model.float()"
         )
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "the model has parameters without values (on the device 'meta'): model.to_empty(device='cpu') makes room for them, "
+            "then load or initialise them"
+        )
     bad = next((name for name, p in model.named_parameters() if p.requires_grad and not torch.isfinite(p).all()), None)
     if bad is not None:
         raise ValueError(f"the model's parameter {bad!r} holds NaN or infinity before the first round")

@@ -31,13 +31,15 @@ class Trial:
 def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
     """Takes the step on the client with most samples. The model, and torch's random state, stay as they are.
 
-    Raises ValueError: the model or the loss does not work on the data, labels outside the model's outputs, another number of
-    outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients.
+    Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside the model's outputs,
+    another number of outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients.
     """
     client = max(range(len(population.clients)), key=lambda i: len(population.clients[i][1]))
     x, y = (t[:batch_size] for t in population.clients[client])
     trial = copy.deepcopy(model).to(x.device)
     devices = [x.device] if x.device.type == "cuda" else []
+    if not callable(loss):
+        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}")
     with torch.random.fork_rng(devices):
         try:
             with torch.no_grad():
@@ -64,11 +66,13 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
                 f"a trial step on client {client} (x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}) failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
+        if population.test is not None:
+            _check_test(trial, population.test[0])
     if any(p.grad is not None and p.grad.is_sparse for p in trainable(trial)):
         raise ValueError(
             "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
         )
-    changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
     return Trial(labels and y.dim() == 1, changed, draws, (x, y))
 
 
@@ -83,6 +87,18 @@ def _check_outputs(outputs: int, classes: int | None) -> None:
             f"the model has {outputs} outputs and the data {classes} classes; a model class or function with a parameter 'classes' "
             "is made with the right number, others may take it in model_options"
         )
+
+
+def _check_test(trial: nn.Module, x: Tensor) -> None:
+    """What works on the clients may not on the test set: samples of another shape would end the run after its first round."""
+    try:
+        with torch.no_grad():
+            trial.eval()(x[:1])
+    except Exception as error:
+        raise ValueError(
+            f"the model works on the clients' data, but not on the test set (x {x.dtype} {list(x.shape)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_loss(value: object) -> None:

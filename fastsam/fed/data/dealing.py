@@ -42,6 +42,21 @@ def check_clients(clients: int, samples: int) -> None:
         )
 
 
+def split_generator(seed: int) -> np.random.RandomState:
+    """numpy's legacy generator, from which the splits draw. Raises ValueError for a seed that it does not take."""
+    if not 0 <= integer("the split's seed", seed) < 2**32:
+        raise ValueError(f"the split's seed must be an integer in 0..{2**32 - 1}, got {seed!r}")
+    return np.random.RandomState(seed)
+
+
+def check_shares(shares: np.ndarray, alpha: float) -> None:
+    """Raises ValueError unless every row that was drawn from a Dirichlet distribution adds up to one: no alpha at the ends of the numbers does."""
+    if np.isnan(shares).any():
+        raise ValueError(f"alpha={alpha!r} is too small: the class priors underflow to 0/0; take 0.01 or more")
+    if not np.allclose(shares.sum(-1), 1):
+        raise ValueError(f"alpha={alpha!r} is too large: the class priors overflow; take 1e6 or less, or split='iid'")
+
+
 def equal_sizes(samples: int, clients: int) -> np.ndarray:
     """``floor(samples / clients)`` for everyone; the remainder goes to client 0 (as in the simulators)."""
     sizes = np.full(clients, samples // clients, dtype=np.int64)

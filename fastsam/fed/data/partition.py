@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 
 from fastsam.fed.checks import choice, integer, number
-from fastsam.fed.data.dealing import Partition, check_clients, check_labels, draw, equal_sizes
+from fastsam.fed.data.dealing import (
+    Partition,
+    check_clients,
+    check_labels,
+    check_shares,
+    draw,
+    equal_sizes,
+    split_generator,
+)
 from fastsam.fed.data.lists import own
 from fastsam.fed.data.per_class import dirichlet_per_class
 
@@ -36,11 +44,10 @@ def dirichlet(
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
     alpha = number("alpha", alpha, above=0)
-    rng = np.random.RandomState(seed)
+    rng = split_generator(seed)
     order = rng.permutation(labels.size)
     priors = rng.dirichlet([alpha] * classes, size=clients)
-    if not np.isfinite(priors).all():
-        raise ValueError(f"alpha={alpha!r} is too small: the class priors underflow to 0/0; take 0.01 or more")
+    check_shares(priors, alpha)
     taken = draw(labels[order], priors, equal_sizes(labels.size, clients), rng, exhausted)
     return Partition([order[t] for t in taken], priors)
 
@@ -67,7 +74,7 @@ def pathological(
     check_clients(clients, labels.size)
     present = np.flatnonzero(np.bincount(labels, minlength=classes))
     chosen = _check_chosen(classes_per_client, present.size, labels.size, clients)
-    rng = np.random.RandomState(seed)
+    rng = split_generator(seed)
     order = rng.permutation(labels.size)
     rows = np.zeros((clients, present.size))
     rows[:, :chosen] = 1 / chosen
@@ -113,7 +120,7 @@ def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, class
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
-    order = np.random.RandomState(seed).permutation(labels.size)
+    order = split_generator(seed).permutation(labels.size)
     counts = np.bincount(labels, minlength=classes)
     if balanced:
         uneven = np.flatnonzero(counts % clients)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fastsam.fed.checks import integer, number
-from fastsam.fed.data.dealing import Partition, check_clients, check_labels, frequencies
+from fastsam.fed.data.dealing import Partition, check_clients, check_labels, frequencies, split_generator
 
 _ATTEMPTS = 1000  # at leaving no client with too few samples
 
@@ -32,7 +32,7 @@ def dirichlet_per_class(
         raise ValueError(
             f"min_samples={least}: {clients} clients would need {least * clients} training samples, there are {labels.size}"
         )
-    rng = np.random.RandomState(seed)
+    rng = split_generator(seed)
     pools = [np.flatnonzero(labels == c) for c in range(classes)]
     for _ in range(_ATTEMPTS):
         parts = _deal_classes(pools, clients, alpha, labels.size / clients, rng)

@@ -45,7 +45,7 @@ def reproduce(
     missing data raise.
     """
     table = load(name, scale)
-    numbers = _numbers(seeds) if seeds else table.seeds
+    numbers = table.seeds if seeds is None else _numbers(seeds)
     plans = runner.plans(table, numbers, flags)
     asked = {"reproduce": name, "scale": scale, "seeds": list(numbers), "flags": list(flags)}
     _check_directory(plans, asked, directory, resume)
@@ -88,9 +88,12 @@ def show(made: Document, console: Console) -> None:
 
 def _numbers(seeds: Sequence[str]) -> list[int]:
     try:
-        return [int(seed) for seed in seeds]
+        numbers = [int(seed) for seed in seeds]
     except ValueError:
-        raise ConfigError(f"--seeds takes integers such as 0,1,2, got {','.join(seeds)!r}") from None
+        numbers = []
+    if not numbers:
+        raise ConfigError(f"--seeds takes integers such as 0,1,2, got {','.join(seeds)!r}")
+    return numbers
 
 
 def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directory: Path, resume: bool) -> None:

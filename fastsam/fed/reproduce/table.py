@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from ..config import ConfigError, Source, tomllib
+from ..config import ConfigError, Source, nearest, tomllib
 from ..keys import keys
 
 SCALES = ("digits",)
@@ -118,7 +118,7 @@ def names() -> list[str]:
 def load(name: str, scale: str | None = None) -> Table:
     """A table at a scale. Raises ConfigError for a name or a scale that does not exist."""
     if name not in names():
-        raise ConfigError(f"there is no table {name!r}; choose from {', '.join(names())}")
+        raise ConfigError(f"there is no table {name!r}{nearest(name, names())}; choose from {', '.join(names())}")
     if scale is not None and scale not in SCALES:
         raise ConfigError(f"--scale must be one of {', '.join(SCALES)}, got {scale!r}")
     content = _read("tables", name)

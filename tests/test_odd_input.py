@@ -1,0 +1,121 @@
+"""Odd words and numbers on the command line: each a line that says what was expected, before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastsam import cli
+from fastsam.fed import data
+from fastsam.fed.config import ConfigError, read, resolve
+
+CONFIG = """
+clients = 4
+alpha = 0.3
+model = "mlp"
+model_options = {hidden = [4]}
+rounds = 1
+participation = 1.0
+executor = "sequential"
+"""
+HUGE = str(10**20)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("run small.toml --batch-size " + HUGE, f"batch_size must be an integer >= 1 of 64 bits, got {HUGE}"),
+        ("run small.toml --seed " + HUGE, f"seed must be an integer of 64 bits, got {HUGE}"),
+        ("run small.toml --seed -" + HUGE, f"seed must be an integer of 64 bits, got -{HUGE}"),
+        ("run small.toml --slots " + HUGE, "slots .* of 64 bits"),
+        ("run small.toml --split-seed -1", "the split's seed must be an integer in 0..4294967295, got -1"),
+        ("run small.toml --split-seed 4294967296", "the split's seed must be .* got 4294967296"),
+        ("run small.toml --split dirichlet_per_class --split-seed -1", "the split's seed must be"),
+        ("run small.toml --alpha 1e308", r"alpha=1e\+308 is too large.*split='iid'"),
+        ("run small.toml --alpha 1e-308", "alpha=1e-308 is too small"),
+        ("run small.toml --algorithm FedLESAM_D", "unknown algorithm 'FedLESAM_D' .did you mean 'fedlesam-d'"),
+        ("run small.toml --algorithm FedSAM", "did you mean 'fedsam'"),
+        ("run small.toml --algorithm=", "unknown algorithm ''"),
+        ("run small.toml --name a/b", "name is a part of a directory's name.*without '/', got 'a/b'"),
+        ("run small.toml --name ../../b", "without '/'"),
+        ("run small.toml --name " + 121 * "x", "at most 120 bytes"),
+        ("compare small.toml --algorithms fedavg --seeds=", "seeds must be integers such as 0,1,2, got none"),
+        ("compare small.toml --algorithms fedavg --seeds " + HUGE, "seed must be an integer of 64 bits"),
+        (
+            "compare small.toml --algorithms fedavg --surface 99999999",
+            "--surface needs 2 points or more, 1001 at most, got 99999999",
+        ),
+        ("reproduce fedlesam-tabel2", "no table 'fedlesam-tabel2' .did you mean 'fedlesam-table2'"),
+        ("reproduce fedlesam-table2 --scale --seeds=", "--seeds takes integers such as 0,1,2, got ''"),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_is_told_in_one_line(here: Path, capsys: pytest.CaptureFixture, words: str, told: str) -> None:
+    assert cli.main(words.split(" ")) == 1
+    printed = capsys.readouterr().err.strip()
+    assert re.search(f"^error: .*{told}", printed) and "\n" not in printed
+    assert sorted(path.name for path in here.iterdir()) == ["small.toml"]
+
+
+def test_a_seed_may_be_negative_and_fill_its_bits() -> None:
+    for seed in (-1, -(2**63), 2**63 - 1):
+        assert cli.main(["run", "small.toml", "--seed", str(seed), "--run-dir", f"run{seed}"]) == 0
+
+
+def test_names_in_letters_of_any_language(here: Path) -> None:
+    (here / "größe.toml").write_text(CONFIG)
+    assert cli.main(["run", "größe.toml"]) == 0
+    assert json.loads((here / "runs" / "größe-fedavg-001" / "config.json").read_text())["name"] == "größe"
+
+
+def test_a_flag_sets_aside_what_the_file_says_for_another_split(here: Path) -> None:
+    config = resolve(read("small.toml", ["--split", "pathological", "--classes-per-client", "2"]))
+    assert config.split == "pathological" and "alpha" not in config.record()
+    (here / "config.json").write_text(json.dumps(config.record()))
+    assert resolve(read("config.json")) == config
+    own = resolve(read("small.toml", ["--split", "own", "--indices", "mine.json"]))
+    assert not {"clients", "alpha"} & own.record().keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("split = 'iid'\nalpha = 0.3", []),
+        ("split = 'iid'\nalpha = 0.3", ["--split", "pathological"]),
+        ("alpha = 0.3", ["--split", "iid", "--alpha", "0.6"]),
+        ("", ["--split", "iid", "--alpha", "0.6"]),
+    ],
+)
+def test_a_key_without_meaning_is_still_an_error_where_it_was_meant(here: Path, text: str, flags: list[str]) -> None:
+    (here / "other.toml").write_text(text)
+    with pytest.raises(ConfigError, match="alpha has no meaning here"):
+        resolve(read("other.toml", flags))
+
+
+@pytest.mark.parametrize("split", ["iid", "dirichlet", "pathological", "dirichlet_per_class"])
+def test_the_seed_of_a_split_is_what_numpy_takes(split: str) -> None:
+    labels = np.arange(60) % 3
+    options = {"alpha": 1.0} if "dirichlet" in split else {}
+    for seed in (-1, 2**32, 1.5, "20", None):
+        with pytest.raises(ValueError, match="the split's seed must be an integer.* got"):
+            data.partition.make(split, labels, 2, seed, **options)
+    assert len(data.partition.make(split, labels, 2, np.int64(2**32 - 1), **options)) == 2
+
+
+def test_info_says_which_extras_are_there(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_version", lambda package: cli.MISSING if package == "torchvision" else "1.2.3")
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^triton +1\.2\.3$", out, re.M)
+    assert re.search(r"^torchvision +not installed \(.*vit_b_32: pip install 'fastsam\[vision\]'\)$", out, re.M)
