@@ -128,10 +128,9 @@ class Cohort:
         self.steps += sum(ends.steps)
         self.backprops += sum(ends.backprops)
         averaged = self.settings.buffers == "average" and ends.buffers is not None
-        bare = ends.dual is None and ends.gradient is None and not averaged
-        if self._plain and bare:
+        if self._plain and ends.dual is None and ends.gradient is None and not averaged:
             self._close_plain(ends)
-        elif self._alike and bare and len(ends.clients) > 1 and self._match(ends):
+        elif self._alike and not averaged and len(ends.clients) > 1 and self._match(ends):
             self._close_alike(ends)
         else:
             for end in ends.each():
@@ -152,10 +151,19 @@ class Cohort:
         return len(set(ends.steps)) == 1 and matching([self._open.get(i, {}) for i in ends.clients])
 
     def _close_alike(self, ends: RowEnds) -> None:
-        """One call of an elementwise `close_client` for all of them."""
-        known = together([self._open.pop(i, {}) for i in ends.clients])
-        end = RowEnd(-1, ends.displacement, ends.steps[0], sum(ends.backprops), ends.losses, sum(ends.seen))
+        """One call of an elementwise `close_client` for all of them; or each by itself, where what is not summed excludes one."""
+        known = together([self._open.get(i, {}) for i in ends.clients])
+        end = RowEnd(
+            -1, ends.displacement, ends.steps[0], sum(ends.backprops), ends.losses, sum(ends.seen),
+            dual=ends.dual, eps=ends.eps, gradient=ends.gradient,
+        )  # fmt: skip
         state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
+        if _problem(end, [*upload.mean.values(), *upload.total.values()]) is not None:
+            for one in ends.each():
+                self._close_one(one)
+            return
+        for i in ends.clients:
+            self._open.pop(i, None)
         weights = [self.weights[i] for i in ends.clients]
         numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
         means, totals = ({n: x.expand_as(ends.rows) for n, x in part.items()} for part in (upload.mean, upload.total))
@@ -266,7 +274,7 @@ def shortened(x: Tensor, limit: float) -> Tensor:
 
 
 def _problem(end: RowEnd, summed: Sequence[Tensor]) -> str | None:
-    """What of an end is not finite, apart from vectors that are summed (they are checked there); None when nothing is."""
+    """What of an end (of one client or several) is not finite, apart from vectors that are summed (they are checked there); None for nothing."""
     seen = {id(x) for x in summed}
     for name in ("displacement", "gradient", "dual"):
         x = getattr(end, name)

@@ -30,7 +30,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def elementwise(method: Method) -> Method:
-    """Marks a `local_step` or `close_client` that computes element by element; the latter puts the displacement itself into a mean.
+    """Marks a `local_step` or `close_client` that computes element by element.
 
     Where all definitions that an object inherits are marked, it may be called once for n clients (with equally many local steps): the
     vectors of their states and ends are `[n, stride]`, or `[stride]` where they are one for all; so are those that it returns.

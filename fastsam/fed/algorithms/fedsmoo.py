@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..checks import choice, number
 from ..localstep import NU
-from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Sums, Upload
+from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Sums, Upload, elementwise
 from .dynamic import DynamicRegularizer, attraction, check_phi
 from .schedule import Scheduled, check_scheduled, value_at
 
@@ -77,6 +77,7 @@ class FedSMOO(DynamicRegularizer):
         start = super().init_client(server) if self.dyn else Algorithm.init_client(self, server)
         return {**start, "mu_i": torch.zeros_like(server["w"])}
 
+    @elementwise
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         rho = value_at("rho", self.rho, round)
         step = LocalStep(Direction.GRADIENT_MINUS_DUAL, rho=rho, mu=client["mu_i"], s=server["s"], penalty=self.alpha)
@@ -85,6 +86,7 @@ class FedSMOO(DynamicRegularizer):
         phi = self.phi_of(round)
         return replace(step, q=attraction(phi, server, client), phi=phi)
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         if end.dual is None or end.eps is None:
             raise ValueError("FedSMOO needs the dual and the perturbation of every client; this executor returned none")

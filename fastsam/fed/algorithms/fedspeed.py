@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ..checks import number
-from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Upload
+from .base import Algorithm, Direction, LocalStep, Round, RowEnd, State, Upload, elementwise
 from .dynamic import attraction, check_phi
 from .schedule import Scheduled, check_scheduled, value_at
 
@@ -43,10 +43,12 @@ class FedSpeed(Algorithm):
     def init_client(self, server: State) -> State:
         return {"h_i": torch.zeros_like(server["w"])}
 
+    @elementwise
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         rho, q = value_at("rho", self.rho, round), attraction(self.phi, server, client)
         return LocalStep(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q, phi=self.phi)
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         h_i = client["h_i"] + end.displacement
         return {"h_i": h_i}, Upload(mean={"delta": end.displacement + h_i})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import choice, number
-from .base import Algorithm, LocalStep, Round, RowEnd, State, Sums, Upload
+from .base import Algorithm, LocalStep, Round, RowEnd, State, Sums, Upload, elementwise
 
 FORMS = ("convex", "heavy_ball")
 
@@ -52,6 +52,7 @@ class MimeLite(Algorithm):
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         return LocalStep(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
 
+    @elementwise
     def close_client(self, server: State, client: State, end: RowEnd, round: Round) -> tuple[State, Upload]:
         if end.gradient is None:
             raise ValueError("MimeLite needs the full gradient of every client; this executor returned none")
