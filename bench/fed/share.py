@@ -1,10 +1,16 @@
-"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of the sums)."""
+"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of the sums).
+
+Strictly: the loop's are also the gathers of batches, the copies of the global weights into a client's row, and the server's step, which torch's
+own operations do and any loop has.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from bench.fed import ours
@@ -17,7 +23,7 @@ INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (For
 
 
 def measure(device: str, rounds: int) -> dict[str, float]:
-    """Seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation, the server's step, records).
+    """Seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation, the server's step, records): medians.
 
     On a GPU the host's time says nothing about where the device's goes: there it is the host's share.
     """
@@ -30,8 +36,11 @@ def measure(device: str, rounds: int) -> dict[str, float]:
             inside.append(spent())
 
         ours.train(Workload("cnn", device=device), rounds + 1, tick, "sequential")
-    whole, within = ticks[-1] - ticks[0], inside[-1] - inside[0]  # the first round warms up
-    return {"seconds": whole / rounds, "own_share": 1 - within / whole}
+    whole, within = ([after - before for before, after in pairwise(marks)] for marks in (ticks, inside))
+    shares = [
+        1 - part / seconds for part, seconds in zip(within, whole)
+    ]  # the first round, before the first tick, warms up
+    return {"seconds": median(whole), "own_share": median(shares)}
 
 
 @contextmanager

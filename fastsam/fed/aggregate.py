@@ -65,7 +65,9 @@ class FixedPointSum:
         """
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
-        self._kernels.accumulate_(self.high, self.low, x.detach().contiguous(), factor, base=begin, largest_=largest)
+        if x.requires_grad:
+            x = x.detach()
+        self._kernels.accumulate_(self.high, self.low, x.contiguous(), factor, base=begin, largest_=largest)
 
     def carry_(self) -> None:
         """Moves what is over in the low limb to the high one; the number they stand for stays."""
@@ -84,10 +86,14 @@ class FixedPointSum:
 
     def value(self) -> Tensor:
         """The sum as float64."""
-        return self.low.double().mul_(2.0**-LOW_BITS).add_(self.high).mul_(2.0**-HIGH_BITS)
+        return self.over(1.0)
+
+    def over(self, divisor: float) -> Tensor:
+        """The sum divided by a number, float64."""
+        return self.low.double().mul_(2.0**-LOW_BITS).add_(self.high).div_(divisor * 2.0**HIGH_BITS)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Term:
     """Vectors of some clients, `[n, ...]` (each less `begin`), that go into one sum with a factor. scale: of a unit of weight; None: no weight."""
 
@@ -131,6 +137,9 @@ def _not_finite(numbers: Mapping[str, Sequence[float]], n: int) -> list[str | No
 
 def _by_weight(weights: Sequence[int], problems: Sequence[str | None]) -> Iterator[tuple[int, list[int]]]:
     """Each weight with the places of those clients that have it and no problem."""
+    if len(set(weights)) == 1 and not any(problems):
+        yield weights[0], list(range(len(weights)))
+        return
     for weight in set(weights):
         chosen = [
             i for i, (w, problem) in enumerate(zip(weights, problems, strict=True)) if w == weight and not problem
@@ -231,7 +240,7 @@ class RoundSums:
 
     def mean(self, name: str) -> Tensor:
         """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
-        return self._get("mean", name).value().div_(self.weight * self._unit)
+        return self._get("mean", name).over(self.weight * self._unit)
 
     def total(self, name: str) -> Tensor:
         """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""

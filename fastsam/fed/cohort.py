@@ -24,6 +24,7 @@ from .settings import Settings
 log = logging.getLogger("fastsam.fed")
 
 _NAMED = 3  # excluded clients that the log names, a round
+_DRAWN = 8  # clients that train one by one and have the orders of their samples drawn together
 _COUNTS = 3  # that ranks add up beside the sums: of excluded clients, steps, back-propagations
 _NOTHING: frozenset[int] = frozenset()
 BUFFERS = "model buffers"  # the name under which buffers enter the sums
@@ -84,11 +85,15 @@ class Cohort:
         order, later = self._ordered(self.mine, longest_first), self._ordered(later, longest_first)
         self.states.begin(self.before.clients, order, later)
         begins = None if population.store is None else population.store.begins
+        orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), stacks):
             clients = order[at : at + stacks]
+            if stacks == 1 and settings.shuffle and at % _DRAWN == 0:
+                orders = work.drawn(order[at : at + _DRAWN], population.sizes)
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 x, y = population.clients[i]
-                yield Task(i, work, x, y, step, self._snapshots(i), 0 if begins is None else begins[i], row)
+                begin = 0 if begins is None else begins[i]
+                yield Task(i, work, x, y, step, self._snapshots(i), begin, row, orders.pop(i, None))
 
     def _steps(self, clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
         """The constants of each client, and the row in them that is its own.
@@ -130,7 +135,7 @@ class Cohort:
         averaged = self.settings.buffers == "average" and ends.buffers is not None
         if self._plain and ends.dual is None and ends.gradient is None and not averaged:
             self._close_plain(ends)
-        elif self._alike and not averaged and len(ends.clients) > 1 and self._match(ends):
+        elif self._alike and not averaged and self._match(ends):
             self._close_alike(ends)
         else:
             for end in ends.each():
@@ -155,7 +160,7 @@ class Cohort:
         known = together([self._open.get(i, {}) for i in ends.clients])
         end = RowEnd(
             -1, ends.displacement, ends.steps[0], sum(ends.backprops), ends.losses, sum(ends.seen),
-            dual=ends.dual, eps=ends.eps, gradient=ends.gradient,
+            dual=ends.dual, eps=ends.eps, gradient=ends.gradient, input_map=ends.input_map,
         )  # fmt: skip
         state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
         if _problem(end, [*upload.mean.values(), *upload.total.values()]) is not None:

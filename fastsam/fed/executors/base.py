@@ -87,6 +87,20 @@ class Work:
     augment: Augment | None = None
     store: Store | None = None
 
+    def seed_of(self, client: int) -> int:
+        """What all random numbers of a client's work derive from."""
+        return seeds.derive(self.seed, "client", self.round, client)
+
+    def drawn(self, clients: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
+        """The orders of the samples of some clients, one an epoch; sizes: of all clients.
+
+        For a few clients at once: behind each client's training this would find its code and its tables outside of the processor's caches.
+        """
+        return {
+            i: [seeds.permutation(sizes[i], own, "shuffle", epoch) for epoch in range(self.epochs)]
+            for i, own in ((i, self.seed_of(i)) for i in clients)
+        }
+
 
 @dataclass(slots=True)
 class Task:
@@ -94,7 +108,8 @@ class Task:
 
     x, y: its data, on the device of the executor; in the store of the round, where there is one, from the sample `begin` on.
     snapshots: local steps before which the row is to be kept. row: which of the step's vectors are its own, where those are of several
-    clients (`[n, stride]`); only for executors that say how many clients they `stack`.
+    clients (`[n, stride]`); only for executors that say how many clients they `stack`. orders: of its samples, one an epoch, where they have
+    been drawn (see `drawn`).
     """
 
     client: int
@@ -105,6 +120,7 @@ class Task:
     snapshots: frozenset[int] = frozenset()
     begin: int = 0
     row: int = 0
+    orders: Sequence[Tensor] | None = None
 
     def vector(self, name: str) -> Tensor | None:
         """Its own vector of the step, `[stride]`."""
@@ -114,7 +130,7 @@ class Task:
     @property
     def seed(self) -> int:
         """What all random numbers of this work derive from."""
-        return seeds.derive(self.work.seed, "client", self.work.round, self.client)
+        return self.work.seed_of(self.client)
 
     @property
     def round(self) -> int:
@@ -166,8 +182,9 @@ class Task:
         if not self.shuffle:
             yield from zip(self.x.split(size), self.y.split(size), strict=True)
             return
-        order = sent(seeds.permutation(len(self.y), self.seed, "shuffle", epoch), self.y.device)
-        for block in order.split(size):
+        drawn = self.orders[epoch] if self.orders else seeds.permutation(len(self.y), self.seed, "shuffle", epoch)
+        order = sent(drawn, self.y.device)
+        for block in order.split(size) if len(order) > size else (order,):
             yield self.x.index_select(0, block), self.y.index_select(0, block)
 
     def pass_seed(self, step: int) -> int:
@@ -186,7 +203,13 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
 
 def sent(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do before."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
+    return (
+        t.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else t
+        if t.device == device
+        else t.to(device)
+    )
 
 
 class Executor(Protocol):

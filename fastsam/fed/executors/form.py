@@ -31,7 +31,7 @@ class Kind:
     def of(cls, step: LocalStep) -> Kind:
         return cls(step.direction, step.q is not None, bool(step.phi), step.keeps_first, bool(step.surrogate_gap))
 
-    @property
+    @cached_property
     def two_passes(self) -> bool:
         """Whether a first gradient finds the perturbation."""
         return self.direction not in (Direction.NONE, Direction.CONSTANT)
@@ -138,20 +138,16 @@ class Form:
 
     def shift_(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[stride]`, or `[rows, stride]`."""
-        p = self.field("p")
-        p.copy_(e)
-        self.kernels.norm_(self.sumsq, [p], [], self.layout.table, self.hyper)
-        norm, rho = self.sumsq.sqrt(), self.hyper[:, 0, Column.RHO]
-        scale = torch.where(self.sumsq.isfinite() & (norm > 0), rho / (norm + NU), torch.zeros_like(norm))
-        p.mul_(scale.to(p.dtype)[:, None])
-        self.z.add_(p)
-        self.field("begin").copy_(self.z)
+        p, begin, rows, table = self.field("p"), self.field("begin"), e.expand_as(self.z), self.layout.table
+        self.kernels.norm_(self.sumsq, [rows], [], table, self.hyper)
+        self.kernels.perturb_([begin], self.z, [rows], table, self.hyper, self.sumsq, False)
+        torch.sub(begin, self.z, out=p)
+        self.z.copy_(begin)
         if self.folds:
-            phi, decay = self.hyper[:, 0, Column.PHI], self.hyper[:, 0, Column.DECAY]
+            phi, decay = self.hyper[:, :, Column.PHI], self.hyper[:, :, Column.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
-            folded = p * -inside.to(p.dtype)[:, None]
-            own = self.field("q")
-            self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded + self.q)
+            own, folded = self.field("q"), p * -inside.to(p.dtype)
+            self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
 
     # --- a step ---
 

@@ -37,6 +37,8 @@ class Row:
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
         self._filled: tuple[float, ...] = ()
+        self._known: tuple[LocalStep | None, float] = None, 0.0
+        self._kind = self.form.kind
         self._sized: tuple[int, ...] = ()
         self.replica.module.train()
 
@@ -44,7 +46,8 @@ class Row:
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begins a task from the weights `start` (`[stride]`) and the model's `buffers`. Raises ValueError for vectors that do not fit."""
-        check_vectors(task.step, start)
+        if task.step is not self._known[0]:
+            check_vectors(task.step, start)
         self.task, self.start, self.buffers = task, start, buffers
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
@@ -59,7 +62,7 @@ class Row:
             self.form.shift_(task.step.e)
         self._measure(task)
         self.batches: Iterator[tuple[Tensor, Tensor]] = task.batches()
-        self.random.begin(task.pass_seed(0))
+        self.random.begin()
 
     def step_(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
@@ -103,7 +106,7 @@ class Row:
             begins=self.start if step.e is None else self.form.field("begin"),
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
-            losses=(torch.stack(self.losses).double() * self.sizes).sum()[None],
+            losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
             seen=(len(task.y) * task.epochs,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             dual=None if step.mu is None else self.form.field("mu"),
@@ -117,18 +120,24 @@ class Row:
 
     def _begin(self, step: LocalStep) -> None:
         """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they are."""
-        form, numbers = self.form, self.rows.numbers(step, self.task.lr)
-        # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
-        if self._filled != numbers or step.surrogate_gap:
-            self.rows.hyper[0, 0] = sent(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-            self._filled = numbers
-        form.arrange(Kind.of(step))
+        form = self.form
+        if self._known[0] is not step or self._known[1] != self.task.lr or step.surrogate_gap:
+            self._fill(step, self.task.lr)
+        form.arrange(self._kind)
         form.begin_(self.start)
         if step.q is not None:
             form.q = step.q[None]
         if step.mu is not None and step.s is not None:
             form.field("mu")[0].copy_(step.mu)
             form.s = step.s[None]
+
+    def _fill(self, step: LocalStep, lr: float) -> None:
+        numbers = self.rows.numbers(step, lr)
+        # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
+        if self._filled != numbers or step.surrogate_gap:
+            self.rows.hyper[0, 0] = sent(torch.tensor(numbers, dtype=torch.float64), self.z.device)
+            self._filled = numbers
+        self._known, self._kind = (step, lr), Kind.of(step)
 
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
