@@ -121,3 +121,14 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pyte
     assert cli.main([*run, "third"]) == 1
     message = capsys.readouterr().err
     assert "not the complete" in message and "Traceback" not in message and not Path("third").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told(
+    tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/data cannot be made \(Not a directory\); name another with data_dir"):
+        cifar10(tmp_path / "file" / "data", clients=3, download=True)
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(OSError, match="data cannot be written to; name another with data_dir"):
+        cifar10(tmp_path / "data", clients=3, download=True)

@@ -23,16 +23,14 @@ def write_bytes(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def make_directory(path: Path) -> None:
-    """The directory and those above it. Raises OSError that says what to do where it cannot be made or written to."""
+def make_directory(path: Path, advice: str = "choose another run directory") -> None:
+    """The directory and those above it. Raises OSError that says what to do (`advice`) where it cannot be made or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(
-            f"the directory {path} cannot be made ({error.strerror}); choose another run directory"
-        ) from error
+        raise OSError(f"the directory {path} cannot be made ({error.strerror}); {advice}") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise OSError(f"the directory {path} cannot be written to; choose another run directory")
+        raise OSError(f"the directory {path} cannot be written to; {advice}")
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fastsam.fed.atomic import make_directory
 from fastsam.fed.imports import vision
 
 PATIENCE = 60.0  # seconds without a byte after which a download has failed; torchvision itself waits for ever
@@ -109,7 +110,7 @@ class Archive:
 
     def _download(self, reader: Any, path: Path) -> None:
         """The archive at `path`; only a complete file ever has that name."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent, "name another with data_dir")
         with TemporaryDirectory(prefix=".fastsam-", dir=path.parent) as aside:
             part = Path(aside) / path.name
             try:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastsam.fed.atomic import make_directory
 from fastsam.fed.checks import integer
 from fastsam.fed.data import augment as augmentation
 from fastsam.fed.data.archives import ArchiveError
@@ -145,6 +146,7 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
 def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
     """The folder at the top of a zip file, beside it; it has its name when it is whole."""
     utils = vision("torchvision.datasets.utils", _PURPOSE)
+    make_directory(archive.parent, f"unpack {archive.name} yourself, or put it into another data_dir")
     with TemporaryDirectory(prefix=".fastsam-", dir=archive.parent) as aside:
         try:
             utils.extract_archive(archive, aside)
@@ -210,7 +212,7 @@ def _pixels(files: list[Path], size: int, cache: Path) -> np.ndarray:
     array, stamp = cache.with_suffix(".npy"), cache.with_suffix(".json")
     shape = (len(files), 3, size, size)
     if not (stamp.is_file() and array.is_file() and json.loads(stamp.read_text()) == made_of):
-        cache.parent.mkdir(exist_ok=True)
+        make_directory(cache.parent, "the resized images are kept there: link the folders into another data_dir")
         stamp.unlink(missing_ok=True)
         part = array.with_suffix(f".{os.getpid()}.part")  # another process may be at it too
         try:
