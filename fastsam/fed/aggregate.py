@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
 
 from .. import ops
+from ..backends import Kernels
 
 LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
 _SMALLEST = 1074  # every double is a whole number of 2^-1074
@@ -40,7 +42,7 @@ class FixedPointSum:
         if place is None:
             place = torch.zeros(2, *like.shape, dtype=torch.int64, device=like.device)
         self.both, (self.high, self.low) = place, place.unbind()
-        self._kernels = ops.bind("auto", like.device, torch.float32)  # every backend gives the same integers
+        self._kernels = _kernels(like.device)
 
     def problem(self, x: Tensor, factor: float) -> str | None:
         """Why `factor * x` cannot be added; None when it can."""
@@ -93,6 +95,11 @@ class FixedPointSum:
         return self.low.double().mul_(2.0**-LOW_BITS).add_(self.high).div_(divisor * 2.0**HIGH_BITS)
 
 
+@cache
+def _kernels(device: torch.device) -> Kernels:
+    return ops.bind("auto", device, torch.float32)  # every backend gives the same integers
+
+
 @dataclass(slots=True)
 class Term:
     """Vectors of some clients, `[n, ...]` (each less `begin`), that go into one sum with a factor. scale: of a unit of weight; None: no weight."""
@@ -114,8 +121,9 @@ def _added(terms: Sequence[Term], weight: int, n: int) -> list[str | None]:
         term.sum.add_(term.rows, term.factor(weight), term.begin, size)
     problems: list[str | None] = [None] * n
     for term, size in zip(terms, sizes, strict=True):
-        found = [term.sum.problem_of_size(largest, term.factor(weight)) for largest in size.tolist()]
-        if any(found):
+        factor, largest = term.factor(weight), size.tolist()
+        if not all(x * factor <= term.sum.bound for x in largest):  # NaN is not either
+            found = [term.sum.problem_of_size(x, factor) for x in largest]
             problems = [p or (f and f"its {term.name!r} {f}") for p, f in zip(problems, found, strict=True)]
     for i in [i for i, problem in enumerate(problems) if problem]:
         for term in terms:
@@ -202,10 +210,12 @@ class RoundSums:
             some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
             for i, problem in zip(chosen, _added(some, weight, len(chosen)), strict=True):
                 problems[i] = problem
-        added = [i for i, problem in enumerate(problems) if problem is None]
+        if any(problems):
+            added = [i for i, problem in enumerate(problems) if problem is None]
+            weights, numbers = [weights[i] for i in added], {n: [v[i] for i in added] for n, v in numbers.items()}
         for name, values in numbers.items():
-            self._numbers.setdefault(name, []).extend(values[i] for i in added)
-        self.clients, self.weight = self.clients + len(added), self.weight + sum(weights[i] for i in added)
+            self._numbers.setdefault(name, []).extend(values)
+        self.clients, self.weight = self.clients + len(weights), self.weight + sum(weights)
         return problems
 
     def parts(self) -> SumParts:

@@ -69,13 +69,14 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
         raise ValueError(
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round} it returned {ids!r}"
         ) from error
-    if not chosen or min(chosen) < 0 or max(chosen) >= clients or len(set(chosen)) != len(chosen):
+    ordered = sorted(chosen)
+    if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
         wrong = [i for i in chosen if not 0 <= i < clients]
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
         raise ValueError(
             f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round} it returned {what}"
         )
-    return sorted(chosen)
+    return ordered
 
 
 def likely(sampler: str | Sampler, clients: int, participation: float) -> int:
