@@ -149,7 +149,7 @@ MUTANTS = [
     Mutant(A + "estimate", '"w_old_i": server["w"]}', '"w_old_i": server["w"] + end.displacement}', "fedlesam"),
     Mutant(A + "estimate", '"w_old": server["w"]}', '"w_old": after["w"]}', "fedlesam-last-round"),
     Mutant(A + "estimate", 'client.get("w_old_i") if self.ref == "client" else', "False or", "fedlesam"),
-    Mutant("executors.form", "self.z.add_(p)", "self.z.sub_(p)", "fedlesam"),
+    Mutant("executors.form", "self.z.copy_(begin)", "self.z.sub_(p)", "fedlesam"),
     Mutant("executors.form", "inside = phi if self.sumsq_v is not None else phi + decay", "inside = phi", "fedlesam"),
     Mutant("executors.form", "p * -inside", "p * inside", "fedlesam-d"),
     Mutant("executors.row", 'self.start if step.e is None else self.form.field("begin")', "self.start", "fedlesam"),
