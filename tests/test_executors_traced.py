@@ -221,3 +221,39 @@ def test_a_run_is_the_same_with_and_without_replays(monkeypatch):
     ours = weights()
     monkeypatch.setattr(Traced, "run", lambda self, weights, x, y: None)
     assert torch.allclose(ours, weights(), rtol=1e-12, atol=1e-13)
+
+
+def products(passes, form, x, y):
+    """The matrix products of a pass, and which of their results lie transposed in memory."""
+    _, program = program_of(passes, form, x, y)
+    made = [call for call in program.needed() if call.op in (aten.bmm.default, aten.baddbmm.default)]
+    assert all(call.outs[0].tensor.is_contiguous() for call in made)
+    return [tuple(call.outs[0].tensor.shape) for call in made]
+
+
+def test_a_product_that_is_read_transposed_alone_is_made_so():
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 8, 6), torch.randint(3, (5, 8))
+    passes, form = stacked(nn.Linear(6, 3))
+    assert products(passes, form, x, y)[0] == (5, 3, 8)  # cross-entropy reads the classes first
+    same(passes, form, x, y)
+
+
+class BothWays(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x):
+        product = self.layer(x)
+        return product.transpose(0, 1) @ product.exp()
+
+
+def test_a_product_that_is_read_both_ways_is_made_once():
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 6, 6), torch.randint(6, (5, 6))
+    passes, form = stacked(BothWays())
+    found = products(passes, form, x, y)
+    recorded, _ = program_of(passes, form, x, y)
+    assert len(found) <= sum(op in (aten.bmm.default, aten.mm.default) for op, *_ in recorded.calls)
+    same(passes, form, x, y)

@@ -145,3 +145,19 @@ def test_what_a_sampler_must_not_return(returned, words):
 def test_seeds_depend_on_every_part(a, b):
     assert (seeds.derive(*a) == seeds.derive(*b)) == (repr(tuple(a)) == repr(tuple(b)))
     assert 0 <= seeds.derive(*a) < 2**63
+
+
+PARTS = st.lists(st.one_of(st.integers(), st.text()), max_size=3)
+
+
+@settings(deadline=None)
+@given(PARTS, st.lists(st.integers(), max_size=4), PARTS)
+def test_seeds_derived_together_are_those_derived_one_by_one(before, values, after):
+    assert seeds.derive_each(values, before, after) == [seeds.derive(*before, value, *after) for value in values]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 70), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=5))
+def test_orders_drawn_together_are_those_drawn_one_by_one(n, of):
+    expected = [seeds.permutation(n, seed, "shuffle", 1).tolist() for seed in of]
+    assert seeds.permutations(n, of, "shuffle", 1).tolist() == expected

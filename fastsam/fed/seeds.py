@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import torch
@@ -12,6 +12,18 @@ from torch import Tensor
 def derive(*parts: int | str) -> int:
     """A number of 63 bits that depends on all parts and on nothing else; the same on every machine."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def derive_each(values: Iterable[int], before: Sequence[int | str] = (), after: Sequence[int | str] = ()) -> list[int]:
+    """`derive(*before, value, *after)` for each value; what they have in common is hashed once."""
+    start = blake2b("".join(["(", *(f"{part!r}, " for part in before)]).encode(), digest_size=8)
+    end = "".join(f", {part!r}" for part in after) + (")" if before or after else ",)")
+    made = []
+    for value in values:
+        digest = start.copy()
+        digest.update(f"{value}{end}".encode())
+        made.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return made
 
 
 def generator(*parts: int | str) -> torch.Generator:
@@ -28,8 +40,8 @@ def permutation(n: int, *parts: int | str) -> Tensor:
 
 def permutations(n: int, seeds: Iterable[int], *parts: int | str) -> Tensor:
     """`permutation(n, seed, *parts)` for each seed, int64 `[seeds, n]` on the CPU."""
-    made, orders = torch.Generator(), []
-    for seed in seeds:
-        made.manual_seed(derive(seed, *parts))
-        orders.append(torch.randperm(n, generator=made))
-    return torch.stack(orders)
+    derived, made = derive_each(seeds, after=parts), torch.Generator()
+    orders = torch.empty(len(derived), n, dtype=torch.int64)
+    for seed, order in zip(derived, orders.unbind(), strict=True):
+        torch.randperm(n, generator=made.manual_seed(seed), out=order)
+    return orders

@@ -19,7 +19,7 @@ class Client:
     """A task in a slot. Its batches come from a feed that it shares with its neighbours (`row` in it), or are its own.
 
     epoch: steps of an epoch. shapes: what rows must have in common to take a step together: for a whole batch, and for the last one of
-    an epoch.
+    an epoch. seen: samples of all its batches.
     """
 
     task: Task
@@ -31,6 +31,7 @@ class Client:
     row: int
     own: Iterator[Batch] | None
     steps: int
+    seen: int
     k: int = 0
     extra_backprops: int = 0
     snapshots: dict[int, Snapshot] = field(default_factory=dict)
@@ -60,11 +61,12 @@ def begun(group: Sequence[tuple[int, Task]], kind: Kind, shapes: dict[tuple[obje
     keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
+    steps, seen = epoch * first.epochs, first.samples * first.epochs
     feed = Feed([task for _, task in group]) if len(group) > 1 and first.augment is None else None
     return [
         Client(
             task, slot, kind, epoch, (full, last), feed, row, task.batches() if feed is None else None,
-            epoch * task.epochs,
+            steps, seen,
         )
         for row, (slot, task) in enumerate(group)
     ]  # fmt: skip
@@ -93,7 +95,7 @@ def ended(
         steps=[c.k for c in clients],
         backprops=[c.k * c.task.step.backprops + c.extra_backprops for c in clients],
         losses=losses[at],
-        seen=[c.task.samples * c.task.epochs for c in clients],
+        seen=[c.seen for c in clients],
         buffers=None if moved is None else moved.expand(len(clients), -1),
         dual=kept("mu", step.mu is not None),
         eps=kept("eps", step.mu is not None),

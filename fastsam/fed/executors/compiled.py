@@ -82,7 +82,7 @@ class Steps:
         the steps are added, summed over samples.
         """
         names, tensors = tuple(fields), [*fields.values(), hyper, losses, *samples]
-        key = (kind, names, size, *((t.shape, t.dtype) for t in tensors))
+        key = (kind, names, size, hyper.shape, *((t.shape, t.dtype) for t in samples))
         if key not in self._made:
             self._made[key] = self._function(kind, names, size, tensors, samples)
         with torch.no_grad(), compiling():

@@ -68,7 +68,7 @@ class Feed:
         if self._orders is None or self._orders[0] != epoch:
             first, n = self.tasks[0], self.tasks[0].samples
             if first.shuffle:
-                orders = seeds.permutations(n, [t.seed for t in self.tasks], "shuffle", epoch)
+                orders = seeds.permutations(n, seeds_of(self.tasks), "shuffle", epoch)
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
             if first.work.store is not None:
@@ -108,6 +108,12 @@ class Feed:
             torch.index_select(task.x, 0, wanted[row], out=x[row])
             torch.index_select(task.y, 0, wanted[row], out=y[row])
         return x, y
+
+
+def seeds_of(tasks: Sequence[Task]) -> list[int]:
+    """`Task.seed` of each of some tasks of one round."""
+    work = tasks[0].work
+    return seeds.derive_each((task.client for task in tasks), before=(work.seed, "client", work.round))
 
 
 def alike(task: Task) -> tuple[object, ...]:

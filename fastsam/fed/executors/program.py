@@ -95,9 +95,13 @@ class Recorder(TorchDispatchMode):
 
 
 class Program:
-    """Straight-line operations from `inputs` to `outputs`. Built call by call with `emit`, which gives equal calls one Value."""
+    """Straight-line operations from `inputs` to `outputs`. Built call by call with `emit`, which gives equal calls one Value.
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    turns: whether products that are read transposed become products of the transposed matrices; `turned` holds those that did.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], turns: bool = True) -> None:
+        self.turns, self.turned = turns, list[Call]()
         self.inputs = [Value(t) for t in inputs]
         self.calls: list[Call] = []
         self.outputs: list[Value] = []

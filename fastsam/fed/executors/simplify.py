@@ -41,7 +41,20 @@ def simplified(
 
     Raises CannotTraceError where the calls cannot be replayed.
     """
-    program = Program(inputs)
+    program = _simplified(Program(inputs), calls, inputs, outputs, strides)
+    needed = set(program.needed())
+    if any(product in needed for product in program.turned):  # it is read as it was, too: one product instead of two
+        program = _simplified(Program(inputs, turns=False), calls, inputs, outputs, strides)
+    return program
+
+
+def _simplified(
+    program: Program,
+    calls: Sequence[Recorded],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    strides: Sequence[tuple[int, ...]],
+) -> Program:
     for op, args, kwargs, out in functional(calls, inputs):
         args, kwargs = mapped((args, kwargs), lambda t: program.value(t) if isinstance(t, Tensor) else t)
         for old, new in zip(leaves(out), _emitted(program, op, args, kwargs), strict=True):
@@ -120,6 +133,25 @@ def _back(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return inner.args[0] if again else None
 
 
+def _turned(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
+    """A transposed product of matrices, with or without a bias, as the product of the transposed ones: it then lies in memory as it is read."""
+    value, call = args[0], args[0].call
+    if not program.turns or value.tensor.dim() != 3 or {d % 3 for d in args[1:]} != {1, 2} or call is None:
+        return None
+    if call.op is aten.bmm.default:
+        program.turned.append(call)
+        a, b = (_transposed(program, v) for v in call.args)
+        return program.emit(aten.bmm.default, b, a)
+    parts = call.args if call.op is aten.add.Tensor and not call.kwargs else ()
+    if not all(isinstance(v, Value) and v.tensor.dim() == 3 for v in parts):
+        return None
+    if not any(
+        v.call is not None and v.call.op is aten.bmm.default and v.tensor.shape == value.tensor.shape for v in parts
+    ):
+        return None
+    return program.emit(aten.add.Tensor, *(_emit(program, op, v, *args[1:]) for v in parts)) if parts else None
+
+
 def _reshape(program: Program, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value | None:
     """One view of contiguous memory, whatever chain of them it was."""
     root = args[0]
@@ -195,7 +227,7 @@ _RULES: dict[Any, tuple[Callable[..., Value | None], ...]] = {
     aten.expand.default: (_constant, _alias),
     aten.clone.default: (_constant, _copy),
     aten._to_copy.default: (_constant, _copy),
-    aten.transpose.int: (_back,),
+    aten.transpose.int: (_back, _turned),
     **dict.fromkeys((aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor), (_times_one,)),
     aten._log_softmax.default: (_narrow_log_softmax,),
     aten._log_softmax_backward_data.default: (_narrow_log_softmax_backward,),

@@ -92,7 +92,7 @@ class StackedPasses:
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:
     """The mean loss of each row, `[rows]`; labels of -100 do not count, as in torch's mean."""
-    losses = F.cross_entropy(outputs.flatten(0, 1), y.flatten(), reduction="none").view_as(y)
+    losses = F.cross_entropy(outputs.transpose(1, 2), y, reduction="none")
     return losses.sum(1) / (y != -100).sum(1)
 
 

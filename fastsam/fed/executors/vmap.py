@@ -108,21 +108,22 @@ class Vmap:
 
     def _begin(self, clients: list[Client]) -> None:
         """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at once."""
-        form, kind, first = self._form(clients), clients[0].kind, clients[0].task
-        shared = all(client.task.step is first.step for client in clients)
-        steps = [first.step] if shared else [client.task.step for client in clients]
+        form, tasks = self._form(clients), [client.task for client in clients]
+        first = tasks[0]
+        shared = all(task.step is first.step for task in tasks)
+        steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
         form.hyper.copy_(torch.tensor(numbers, dtype=torch.float64)[:, None])
-        self.losses[form.part] = 0
-        form.arrange(kind)
+        self.losses[form.part].zero_()
+        form.arrange(clients[0].kind)
         form.begin_(self.start)
         for name in ("q", "mu", "s"):
-            vectors = vectors_of([client.task for client in clients], name)
+            vectors = vectors_of(tasks, name)
             if vectors is not None:
                 form.field(name).copy_(vectors)
         if any(step.full_gradient for step in steps):
             self._full_gradients([c for c in clients if c.task.step.full_gradient])
-        if (e := vectors_of([client.task for client in clients], "e")) is not None:
+        if (e := vectors_of(tasks, "e")) is not None:
             form.shift_(e)
 
     def _full_gradients(self, clients: list[Client]) -> None:
@@ -198,13 +199,12 @@ class Vmap:
             return False
         if samples not in self.common or 2 * n < self.slots or any(c.task.snapshots for c in clients):
             return False
-        part = (0, self.slots)
-        form = self._prepared(self._forms.setdefault(part, Form(self.rows, slice(*part))), clients)
+        form = self._prepared(self._part(0, self.slots), clients)
         form.arrange(first.kind)
         count = min(compiled.CHUNK, epoch - first.k % epoch)
-        samples_of = feed.span(first.k, count, self.slots)
+        chunk = feed.span(first.k, count, self.slots)
         try:
-            steps.run_(first.kind, compiled.fields_of(form), form.hyper, self.losses, samples_of, size)
+            steps.run_(first.kind, compiled.fields_of(form), form.hyper, self.losses, chunk, size)
         except Exception as error:
             raise failed(clients, error) from error
         for client in clients:
@@ -250,10 +250,13 @@ class Vmap:
 
     def _form(self, clients: Sequence[Client]) -> Form:
         """Of neighbouring rows."""
-        part = (clients[0].slot, clients[-1].slot + 1)
-        if part not in self._forms:
-            self._forms[part] = Form(self.rows, slice(*part))
-        return self._forms[part]
+        return self._part(clients[0].slot, clients[-1].slot + 1)
+
+    def _part(self, begin: int, end: int) -> Form:
+        found = self._forms.get((begin, end))
+        if found is None:
+            found = self._forms[begin, end] = Form(self.rows, slice(begin, end))
+        return found
 
     def _gathered(self, clients: list[Client]) -> Form:
         """Their rows side by side: where they are, or copies, which `_return` takes back."""
