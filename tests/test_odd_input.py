@@ -96,6 +96,7 @@ def test_a_flag_sets_aside_what_the_file_says_for_another_split(here: Path) -> N
         ("split = 'iid'\nalpha = 0.3", []),
         ("split = 'iid'\nalpha = 0.3", ["--split", "pathological"]),
         ("alpha = 0.3", ["--split", "iid", "--alpha", "0.6"]),
+        ("alpha = 0.3", ["--split", "iid", "--alpha", "0.3"]),
         ("", ["--split", "iid", "--alpha", "0.6"]),
     ],
 )

@@ -15,7 +15,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,8 @@ def resolve(
         )
     if seed is not None:
         values["seed"] = seed
-    return RunConfig(**_with_meaning(values, filed), options=_complete(name, options))
+    flagged = source.flags.keys() | source.flag_tables.get(short_name(name), {}).keys()
+    return RunConfig(**_with_meaning(values, filed, flagged), options=_complete(name, options))
 
 
 def _layered(source: Source, name: str, beside: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -180,14 +181,14 @@ def _layered(source: Source, name: str, beside: Iterable[str]) -> tuple[dict[str
     return filed, values, options
 
 
-def _with_meaning(values: dict[str, Any], filed: dict[str, Any]) -> dict[str, Any]:
+def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collection[str]) -> dict[str, Any]:
     """`values` without what the file says and a flag has made meaningless: its `alpha` beside ``--split iid``.
 
     Raises ConfigError for a key that is a flag itself, or had no meaning in the file either.
     """
     foreign, before = foreign_keys(RunConfig(**values)), foreign_keys(RunConfig(**filed))
     for key in values:
-        if key in foreign and (key not in filed or key in before or values[key] != filed[key]):
+        if key in foreign and (key in flagged or key in before):
             raise ConfigError(f"{key} has no meaning here: {foreign[key]}; remove it")
     return {key: value for key, value in values.items() if key not in foreign}
 
