@@ -96,22 +96,29 @@ def test_closing_a_group_gives_the_bits_of_closing_each_client(bad, options):
 
 
 ELEMENTWISE = [
-    fed.SCAFFOLD,
-    fed.FedGAMMA,
-    fed.FedDyn,
-    fed.FedCM,
-    fed.MoFedSAM,
-    fed.FedLESAM,
-    fed.FedLESAM_S,
-    fed.FedLESAM_D,
+    (fed.SCAFFOLD, {}),
+    (fed.FedGAMMA, {}),
+    (fed.FedDyn, {}),
+    (fed.FedCM, {}),
+    (fed.MoFedSAM, {}),
+    (fed.FedLESAM, {}),
+    (fed.FedLESAM_S, {}),
+    (fed.FedLESAM_D, {}),
+    (fed.FedSpeed, {}),
+    (fed.MimeLite, {}),
+    (fed.FedSMOO, {}),
+    (fed.FedSMOO, {"s_rule": "mu_all"}),
+    (fed.FedSMOO, {"s_rule": "mu_active", "dyn": False}),
 ]
 
 
-@pytest.mark.parametrize("made", ELEMENTWISE, ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    ("made", "its"), ELEMENTWISE, ids=lambda x: getattr(x, "__name__", None) or "-".join(map(str, x.values()))
+)
 @pytest.mark.parametrize(
     ("bad", "options"), [((), {"weighting": "samples"}), ((1,), {"slots": 8, "rounds": 4})], ids=str
 )
-def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, bad, options):
+def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, its, bad, options):
     """A subclass with functions of its own is called for each client."""
     calls = []
 
@@ -124,10 +131,10 @@ def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, bad, options):
             calls.append(end.displacement.dim())
             return super().close_client(server, client, end, round)
 
-    stateless = made in (fed.FedCM, fed.MoFedSAM)  # their clients share their constants anyway
+    stateless = made in (fed.FedCM, fed.MoFedSAM, fed.MimeLite)  # their clients share their constants anyway
     for name in ("close_client",) if stateless else ("local_step", "close_client"):
         assert is_elementwise(made(), name) and not is_elementwise(Each(), name)
-    grouped, each = (run(algorithm(), bad, **options) for algorithm in (made, Each))
+    grouped, each = (run(algorithm(**its), bad, **options) for algorithm in (made, Each))
     assert set(calls) == {1} and len(calls) > len(SIZES)
     assert digest(grouped) == digest(each)
     assert [r["excluded"] for r in grouped.history] == [r["excluded"] for r in each.history]
