@@ -42,6 +42,17 @@ List list_of(const int64_t* addresses, const Call& call) {
   return List{std::vector<void*>(first, first + call.segments), std::vector<int64_t>(call.segments)};
 }
 
+// The operand in origin's place where that has the dtype of the weights and is no field: the table's offsets count from
+// its first address.
+List list_in_origin(const int64_t* frame, const Call& call) {
+  List list{std::vector<void*>(call.segments), std::vector<int64_t>(call.segments)};
+  const auto size = static_cast<int64_t>(size_of(call.origin_type));
+  for (int64_t i = 0; i < call.segments; ++i) {
+    list.start[i] = pointer<char>(frame[ORIGIN]) + call.table[i].offset * size;
+  }
+  return list;
+}
+
 UpdateArgs update_args_of(const int64_t* frame, const int64_t* grads, void* momentum, int keep) {
   UpdateArgs args{call_of(frame)};
   args.z = list_of(frame + WEIGHTS, args.call);
@@ -67,8 +78,10 @@ int guarded(const F& f) noexcept {
 
 #define FASTSAM_EXPORT extern "C" __attribute__((visibility("default")))
 
-// norm_ of all, then perturb_ with it; sumsq is written.
-FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive) {
+// norm_ of all, then perturb_ with it; sumsq is written. The norm of an adaptive group is of the weights, which without
+// `save` are in origin.
+FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
+                                        int save) {
   using namespace fastsam;
   return guarded([&] {
     PerturbArgs args{call_of(frame)};
@@ -76,7 +89,9 @@ FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* gra
     args.grads = list_of(grads, args.call);
     args.origin = Field{pointer<void>(frame[ORIGIN]), 0};
     args.sumsq = sumsq;
-    run_norm(NormArgs{args.call, args.grads, adaptive != 0 ? args.z : List{}, sumsq, false});
+    args.save = save != 0;
+    const List weights = adaptive == 0 ? List{} : args.save ? args.z : list_in_origin(frame, args.call);
+    run_norm(NormArgs{args.call, args.grads, weights, sumsq, false});
     run_perturb(args);
   });
 }

@@ -31,7 +31,7 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 @functools.cache
 def _function(name: str) -> Any:
     function = getattr(ctypes.CDLL(native.library()), f"fastsam_{name}")
-    pointers, integers = {"norm_perturb": (3, 1), "update_sgd": (3, 2), "update_adam": (5, 2)}[name]
+    pointers, integers = {"norm_perturb": (3, 2), "update_sgd": (3, 2), "update_adam": (5, 2)}[name]
     function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int] * integers
     return function
 
@@ -40,20 +40,37 @@ class Direct:
     """The calls of a step on the weights `z`, valid as long as all of these stay where they are.
 
     `z`: one tensor per segment; `origin` `[1, stride]`; `table` int64 `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
+    `apart`: None, or buffers like `z` and of its dtype, for perturbed weights that do not overwrite `z`; they may lie in `origin`.
     """
 
-    def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
-        words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[origin.dtype], _address(origin)]
-        frame = (ctypes.c_int64 * (len(words) + len(z)))(*words, *map(_address, z))
+    def __init__(
+        self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor, apart: Sequence[Tensor] | None = None
+    ) -> None:
         self._places = (ctypes.c_int64 * len(z))()  # of the gradients
-        self._z, self._held = z, (origin, table, hyper, frame)  # so that no address goes stale
-        self._at = ctypes.addressof(frame), ctypes.addressof(self._places)
+        self._z = z
+        self._held: list[Any] = [origin, hyper, apart]  # so that no address goes stale
+        self._at = self._frame(z, table, hyper, origin.dtype, _address(origin))
+        if apart is not None:
+            # Where the weights are in origin's place, offsets count from the first of them.
+            first, moved = min((_address(w) for w in z if w.numel()), default=0), table.clone()
+            moved[:, 0] = torch.tensor([(_address(w) - first) // w.element_size() if w.numel() else 0 for w in z])
+            self._apart_at = self._frame(apart, moved, hyper, z[0].dtype, first)
+            self._in_place_at = self._frame(z, table, hyper, z[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(z)}q").pack_into, self._places, 0)
         # The imaginary part of a conjugate has its sign changed lazily; only with one element is it dense.
         self._single = [i for i, tensor in enumerate(z) if tensor.numel() == 1]
         self._look: Look | None = None
         self._found: list[Tensor] | None = None  # gradients whose places are written down
         self._made: tuple[Any, list[Call]] = (None, [])
+
+    def _frame(
+        self, z: Sequence[Tensor], table: Tensor, hyper: Tensor, stored: torch.dtype, origin: int
+    ) -> tuple[int, int]:
+        """The addresses of a frame (`csrc/direct.cpp`) and of the gradients' places. `origin`: the address where its offsets start, 0 for none."""
+        words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[stored], origin]
+        frame = (ctypes.c_int64 * (len(words) + len(z)))(*words, *map(_address, z))
+        self._held += [table, frame]
+        return ctypes.addressof(frame), ctypes.addressof(self._places)
 
     @staticmethod
     def watched() -> bool:
@@ -80,29 +97,51 @@ class Direct:
             self._pack(*map(_address, grads))
         self._found = None  # which would keep their memory
 
-    def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool) -> None:
-        """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it, which saves the weights."""
+    def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
+        """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive` needs weights of
+        `origin`'s dtype."""
+        self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
+
+    def norm_perturb_apart_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool) -> None:
+        """The same with the perturbed weights in the buffers `apart`: `z` is only read. It counts as written, for who puts them in its place."""
+        self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
+
+    def _norm_perturb_(
+        self, at: tuple[int, int], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool
+    ) -> None:
         self._locate(grads)
-        if _function("norm_perturb")(*self._at, _address(sumsq), adaptive):
+        if _function("norm_perturb")(*at, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)
         _wrote(self._z)
 
-    def update_sgd(self, grads: Sequence[Tensor], momentum: Tensor | None, first: bool, keep: bool) -> list[Call]:
-        """The calls that make `update_sgd_`, see `reference`; valid until the next call of a method."""
+    def update_sgd(
+        self, grads: Sequence[Tensor], momentum: Tensor | None, first: bool, keep: bool, in_place: bool = False
+    ) -> list[Call]:
+        """The calls that make `update_sgd_`, see `reference`; valid until the next call of a method. `in_place`: from `z`, without an origin
+        (with `apart`)."""
         state = None if momentum is None else _address(momentum)
-        return self._calls("update_sgd", grads, state, first, keep)
+        return self._calls("update_sgd", grads, in_place, state, first, keep)
 
     def update_adam(
-        self, grads: Sequence[Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, steps: Tensor, decoupled: bool, keep: bool
+        self,
+        grads: Sequence[Tensor],
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        steps: Tensor,
+        decoupled: bool,
+        keep: bool,
+        in_place: bool = False,
     ) -> list[Call]:
-        """The calls that make `update_adam_`, see `reference`; valid until the next call of a method."""
-        return self._calls("update_adam", grads, *map(_address, (exp_avg, exp_avg_sq, steps)), decoupled, keep)
+        """The calls that make `update_adam_`, see `reference`; the rest as in `update_sgd`."""
+        state = map(_address, (exp_avg, exp_avg_sq, steps))
+        return self._calls("update_adam", grads, in_place, *state, decoupled, keep)
 
-    def _calls(self, name: str, grads: Sequence[Tensor], *arguments: int | None) -> list[Call]:
+    def _calls(self, name: str, grads: Sequence[Tensor], in_place: bool, *arguments: int | None) -> list[Call]:
         """Calls without a line of Python in them, so that no signal is handled between them; the first returns true when it could not run."""
         self._locate(grads)
         made, calls = self._made
-        if made != (name, *arguments):
-            calls = [partial(_function(name), *self._at, *arguments), partial(_wrote, self._z)]
-            self._made = (name, *arguments), calls
+        if made != (name, in_place, *arguments):
+            at = self._in_place_at if in_place else self._at
+            calls = [partial(_function(name), *at, *arguments), partial(_wrote, self._z)]
+            self._made = (name, in_place, *arguments), calls
         return calls

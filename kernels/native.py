@@ -86,11 +86,13 @@ def build_hint() -> str | None:
     return f"A compiler is here: `{build.COMMAND}` builds the fused kernels (or set FASTSAM_JIT=1 to build them at first use)"
 
 
-def direct(z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> Any:
+def direct(
+    z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor, apart: Sequence[Tensor] | None = None
+) -> Any:
     """A shorter way to the calls of a step on these operands: `direct.Direct`, or None where there is none (on a GPU)."""
     from .direct import Direct
 
-    return Direct(z, origin, table, hyper) if origin.device.type == "cpu" else None
+    return Direct(z, origin, table, hyper, apart) if origin.device.type == "cpu" else None
 
 
 def _wrote(z: Sequence[Tensor]) -> None:

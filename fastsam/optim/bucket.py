@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arena import Arena, Layout, is_dense
-from ..ops import Kernels, compute_dtype
+from ..ops import Kernels, bind, compute_dtype
 from .gradients import present
 
 _is_contiguous = torch.Tensor.is_contiguous
@@ -49,7 +49,8 @@ class Bucket:
     """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for messages.
 
     `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused update) it is their
-    float32 master copy, in every phase.
+    float32 master copy, in every phase. In a step that is made `in_place` it has the perturbed weights, and the parameters' own memory keeps
+    the unperturbed ones.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Bucket:
         kernels: Kernels,
         hyper: Tensor,
         fused: bool,
+        exclusive: bool = False,
     ) -> None:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hyper = kernels, hyper
@@ -75,6 +77,13 @@ class Bucket:
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.held: Selection = self.select(())
+        # The owner's promise: parameters may have the memory of `origin` for a while, and masters need no comparison.
+        self.exchanges, self._trusting = exclusive and not self.masters, exclusive and self.masters
+        self._perturbed = self.layout.views(self.origin[0]) if self.exchanges else None
+        self.in_place = False
+        self._away: Selection | None = None  # parameters that have the memory of `origin`, or are on their way
+        self._versions: list[int] | None = None  # of the weights after the last update
+        self._save = True
 
     # --- where the parameters are ---
 
@@ -93,6 +102,7 @@ class Bucket:
     def moved(self) -> None:
         """Follows parameters that have other memory of the same kind (`fits`)."""
         held = self.held.slots
+        self._versions = None
         self._attach()
         self.held = self.select(held)
 
@@ -150,7 +160,8 @@ class Bucket:
             make = getattr(self.kernels, "direct", None)
             if make is None:
                 return None
-            selection.direct = make(selection.z, self.origin, selection.table, self.hyper)
+            apart = None if self._perturbed is None else [self._perturbed[i] for i in selection.slots]
+            selection.direct = make(selection.z, self.origin, selection.table, self.hyper, apart)
         return None if selection.direct is None or selection.direct.watched() else selection.direct
 
     def _bare(self, grads: Sequence[Tensor]) -> bool:
@@ -160,6 +171,36 @@ class Bucket:
     def field(self, name: str) -> Tensor:
         """A field of the update's state, `[1, stride]` in the dtype of the arithmetic; zeros at first."""
         return self.arena.field(name, self.compute)
+
+    # --- what an exclusive owner allows ---
+
+    def begin(self) -> None:
+        """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written."""
+        self.in_place, self._away = False, None
+        self._save = not self._trusting or torch.compiler.is_compiling() or self._versions != self._versions_now()
+
+    def note_versions(self) -> None:
+        """After an update: weights and masters are in line."""
+        if self._trusting:
+            self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [p._version for p in self.params]
+
+    def leave(self, selection: Selection) -> None:
+        """Says that these parameters are about to get the memory of `origin`. Where that is interrupted, `come_home` ends it."""
+        self.in_place, self._away = True, selection
+
+    def come_home(self) -> None:
+        """Gives parameters their own memory back, but for those that somebody moved elsewhere."""
+        if self._away is None:
+            return
+        assert self._perturbed is not None
+        for i in self._away.slots:
+            if self.params[i].data_ptr() == self._perturbed[i].data_ptr():
+                self.params[i].data = self.aliases[i]
+        torch._C._increment_version(self.aliases)  # a graph that saved the perturbed weights then raises
+        self._away = None
 
     # --- the calls ---
 
@@ -171,7 +212,8 @@ class Bucket:
         weights = selection.z if adaptive else []
         if adaptive and self.masters:
             # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the weights.
-            self.save_(selection, grads)
+            if self._save:
+                self.save_(selection, grads)
             masters = self.layout.views(self.origin[0])
             grads, weights = [g.to(self.compute) for g in grads], [masters[i] for i in selection.slots]
         self.kernels.norm_(sumsq, grads, weights, selection.table, self.hyper, accumulate)
@@ -181,9 +223,22 @@ class Bucket:
     ) -> None:
         """Moves the weights to the perturbed point, and saves where they were. `seed`: rounds stochastically."""
         selection.load()
-        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, True, seed)
+        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, self._save, seed)
         selection.store()
         self.held = selection
+
+    def norm_perturb_(
+        self, direct: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
+    ) -> None:
+        """`norm_` and `perturb_` by the shorter way. Parameters that `leave` named get memory of their own for the perturbed weights."""
+        self.held = selection
+        if not self.in_place:
+            direct.norm_perturb_(grads, sumsq, adaptive, self._save)
+            return
+        assert self._perturbed is not None
+        direct.norm_perturb_apart_(grads, sumsq, adaptive)
+        for i in selection.slots:
+            self.params[i].data = self._perturbed[i]
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Saves the weights and leaves them: a perturbation whose norm is zero."""
@@ -192,7 +247,9 @@ class Bucket:
 
     def restore_(self, selection: Selection) -> None:
         """Puts saved weights back, bit for bit."""
-        if selection.slots:
+        if self.in_place:
+            self.come_home()
+        elif selection.slots:
             self.kernels.restore_(selection.z, self.origin, selection.table)
             selection.store()
 
@@ -204,6 +261,9 @@ class Bucket:
         Where it has not, `origin` holds older weights. The perturbed point is a function of `origin`, so it is computed again: weights
         that are there bit for bit have been perturbed, all others are untouched.
         """
+        if self.in_place:
+            self.come_home()
+            return
         again = [torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) for z in selection.z]
         self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False, seed)
         done = tuple(i for i, z in zip(selection.slots, again, strict=True) if _same_bits(self.aliases[i], z))
@@ -218,3 +278,21 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are equal, NaN and the signs of zeros included."""
     integers = _INTEGERS[a.element_size()]
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
+
+
+def buckets_of(
+    groups: Sequence[dict[str, Any]], backend: str, device: torch.device, hyper: Tensor, fused: bool, exclusive: bool
+) -> list[Bucket]:
+    """The parameters by dtype, in order."""
+    members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
+    number = 0
+    for group_number, group in enumerate(groups):
+        for p in group["params"]:
+            members.setdefault(p.dtype, []).append((p, number, group_number))
+            number += 1
+    buckets = []
+    for dtype, found in members.items():
+        params, numbers, group_numbers = zip(*found, strict=True)
+        kernels = bind(backend, device, dtype)
+        buckets.append(Bucket(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
+    return buckets

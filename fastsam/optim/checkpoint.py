@@ -36,7 +36,8 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
             if bucket.masters:
                 saved.setdefault(parameter, {})[MASTER] = views[slot].clone()
             if perturbed and slot in bucket.held.slots:
-                saved.setdefault(parameter, {})[UNPERTURBED] = views[slot].to(bucket.dtype, copy=True)
+                unperturbed = bucket.aliases[slot] if bucket.in_place else views[slot]
+                saved.setdefault(parameter, {})[UNPERTURBED] = unperturbed.to(bucket.dtype, copy=True)
     return saved
 
 

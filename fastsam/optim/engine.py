@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import ops
 from . import parameters
-from .bucket import Bucket, Selection
+from .bucket import Bucket, Selection, buckets_of
 from .checkpoint import Weights, restore_weights, saved_weights
 from .memory import Steady, Watch, look_of, parameters_of
 from .rules import Group, Rule, rule_of
@@ -38,8 +37,11 @@ class Engine:
     Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights back.
     """
 
-    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool = False) -> None:
-        self.base, self.backend, self.stochastic_rounding = base, backend, stochastic_rounding
+    def __init__(
+        self, base: Optimizer, backend: str, stochastic_rounding: bool = False, exclusive: bool = False
+    ) -> None:
+        self.base, self.backend = base, backend
+        self.stochastic_rounding, self.exclusive = stochastic_rounding, exclusive
         self.perturbations = torch.zeros(1, dtype=torch.int64)  # so many were made: the seed of the next one's rounding
         self.rule: Rule | None = rule_of(base)
         self.phase = Phase.IDLE
@@ -56,6 +58,8 @@ class Engine:
     def perturb_(self) -> None:
         """First pass: from the gradients to the perturbed point. Raises RuntimeError, before anything is written, for unusable gradients."""
         calls = self._calls = self.look()
+        for bucket in self.buckets:
+            bucket.begin()
         seed = self._seed
         if seed is not None:
             seed.add_(1)
@@ -67,9 +71,10 @@ class Engine:
                 bucket.perturb_(selection, grads, self._sum, seed)
         else:
             bucket, selection, grads = calls[0]
+            if bucket.exchanges:
+                bucket.leave(selection)
             self.phase = Phase.PERTURBING
-            direct.norm_perturb_(grads, self._sum, self._scalars.adaptive)
-            bucket.held = selection
+            bucket.norm_perturb_(direct, selection, grads, self._sum, self._scalars.adaptive)
         self.phase = Phase.PERTURBED
         self._calls = []
 
@@ -93,6 +98,8 @@ class Engine:
         # handled before the last one has returned.
         if any(map(partial.__call__, ready)):
             raise RuntimeError("the update could not run: out of memory, or torch's threads failed")
+        for bucket in self.buckets:
+            bucket.note_versions()
 
     def recover_(self) -> None:
         """The original weights back, bit for bit, from whatever phase; nothing when they are there."""
@@ -100,6 +107,7 @@ class Engine:
             for bucket, selection, grads in self._calls:
                 bucket.unperturb_(selection, grads, self._sum, self._seed)
         elif self.phase is not Phase.IDLE:
+            self._come_home()
             self._follow()
             for bucket in self.buckets:
                 bucket.restore_(bucket.held)
@@ -143,6 +151,7 @@ class Engine:
         """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that are there. Raises RuntimeError
         for unusable ones and, in a first pass, when the model was given other parameters."""
         groups, state = self.base.param_groups, self.base.state
+        self._come_home()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
             self._follow()
             self._refresh_options(groups)
@@ -167,6 +176,12 @@ class Engine:
         calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
         self._steady = self._steady_after(calls)
         return calls
+
+    def _come_home(self) -> None:
+        """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they are."""
+        if self.phase is not Phase.IDLE:
+            for bucket in self.buckets:
+                bucket.come_home()
 
     def _refresh_options(self, groups: list[Group]) -> None:
         if self._scalars.changed(groups):
@@ -206,7 +221,8 @@ class Engine:
             self.rebuild()
         elif not self._watch.same_memory():
             self._check_shapes()
-            if not all(bucket.fits() for bucket in self.buckets):
+            midway = self.phase is not Phase.IDLE and any(bucket.in_place for bucket in self.buckets)
+            if midway or not all(bucket.fits() for bucket in self.buckets):
                 self.rebuild()
             else:
                 parameters.check(self._watch.params)
@@ -229,7 +245,7 @@ class Engine:
         scalars = Scalars(rule, groups, device)
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
-        buckets = _buckets(groups, self.backend, device, scalars, rule)
+        buckets = buckets_of(groups, self.backend, device, scalars.tensor, rule is not None, self.exclusive)
         for bucket in buckets:
             restore_weights(bucket, weights, self.phase is not Phase.IDLE)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
@@ -277,21 +293,3 @@ class Engine:
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         self._carried, self._watch, self._steady = weights, None, None
         self.buckets, self._updates = [], []
-
-
-def _buckets(
-    groups: list[dict], backend: str, device: torch.device, scalars: Scalars, rule: Rule | None
-) -> list[Bucket]:
-    """The parameters by dtype, in order."""
-    members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
-    number = 0
-    for group_number, group in enumerate(groups):
-        for p in group["params"]:
-            members.setdefault(p.dtype, []).append((p, number, group_number))
-            number += 1
-    buckets = []
-    for dtype, found in members.items():
-        params, numbers, group_numbers = zip(*found, strict=True)
-        kernels = ops.bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, scalars.tensor, fused=rule is not None))
-    return buckets

@@ -52,6 +52,10 @@ class FusedSAM(Optimizer):
     stochastic_rounding
         half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is right on average, not to
         nearest. The random bits are a function of the number of perturbations so far.
+    exclusive
+        a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step` to the end of the step, and
+        nobody writes half-precision weights past their version counter (`p.data.add_(1)` does). With the compiled CPU kernels and parameters
+        of one dtype, perturbed weights then have memory of their own; master copies are not compared with the weights, on any backend.
     base_options
         go to the base optimizer: lr, momentum, ...
 
@@ -73,6 +77,7 @@ class FusedSAM(Optimizer):
         backend: str = "auto",
         check_finite: bool = False,
         stochastic_rounding: bool = False,
+        exclusive: bool = False,
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
@@ -85,7 +90,7 @@ class FusedSAM(Optimizer):
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = Engine(self.base_optimizer, backend, stochastic_rounding)
+        self._engine = Engine(self.base_optimizer, backend, stochastic_rounding, exclusive)
         self._share()
         self._check_parameters()
 
@@ -312,6 +317,7 @@ class FusedSAM(Optimizer):
             "check_finite": self.check_finite,
             "backend": self._engine.backend,
             "stochastic_rounding": self._engine.stochastic_rounding,
+            "exclusive": self._engine.exclusive,
             "perturbations": self._engine.perturbations.clone(),
             "perturbed": self._engine.phase is not Phase.IDLE,
             "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
@@ -320,8 +326,9 @@ class FusedSAM(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
         rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
+        exclusive = state.pop("exclusive", False)  # pickles of older versions have none
         super().__setstate__(state)
-        self._engine = Engine(self.base_optimizer, backend, rounding)
+        self._engine = Engine(self.base_optimizer, backend, rounding, exclusive)
         self._engine.perturbations = perturbations
         params = parameters_of(self.param_groups)
         self._engine.load({p: weights for p, weights in zip(params, saved, strict=True) if weights}, perturbed)

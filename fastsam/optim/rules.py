@@ -86,11 +86,11 @@ class SGDRule:
     ) -> list[partial[Any]]:
         momentum = None if kind is None else bucket.field("momentum_buffer")
         if grad_scale is None and found_inf is None and (direct := bucket.direct(part)) is not None:
-            return direct.update_sgd(grads, momentum, first, bucket.masters)
+            return direct.update_sgd(grads, momentum, first, bucket.masters, bucket.in_place)
         update = partial(
             bucket.kernels.update_sgd_,
             part.z,
-            bucket.origin,
+            None if bucket.in_place else bucket.origin,
             grads,
             part.table,
             bucket.hyper,
@@ -139,11 +139,11 @@ class AdamRule:
     ) -> list[partial[Any]]:
         state = bucket.field("exp_avg"), bucket.field("exp_avg_sq"), bucket.steps
         if grad_scale is None and found_inf is None and (direct := bucket.direct(part)) is not None:
-            return direct.update_adam(grads, *state, kind == "decoupled", bucket.masters)
+            return direct.update_adam(grads, *state, kind == "decoupled", bucket.masters, bucket.in_place)
         update = partial(
             bucket.kernels.update_adam_,
             part.z,
-            bucket.origin,
+            None if bucket.in_place else bucket.origin,
             grads,
             part.table,
             bucket.hyper,

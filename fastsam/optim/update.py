@@ -77,7 +77,7 @@ class FusedUpdate:
     ) -> list[partial[Any]]:
         """The calls that restore and update. Until they run, weights and state are as they were (saved, where they had not been)."""
         bucket = self.bucket
-        if selection is not bucket.held:
+        if selection is not bucket.held and not bucket.in_place:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
