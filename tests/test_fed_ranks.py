@@ -78,7 +78,10 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, alone: dict[str, str]) ->
     process.communicate(timeout=20)  # until the last one that holds the pipes has ended
 
 
-COMMAND = "run examples/digits.toml --rounds {rounds} --clients 6 --participation 0.9 --model mlp --local-epochs 1 --checkpoint-every 1"
+COMMAND = (
+    "run examples/digits.toml --rounds {rounds} --clients 6 --participation 0.9 --model mlp --local-epochs 1 "
+    "--checkpoint-every 1 --executor sequential"
+)
 
 
 def command(ranks: int, directory: Path, rounds: int, *flags: str) -> subprocess.Popen[str]:
