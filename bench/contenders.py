@@ -173,12 +173,13 @@ class CompiledStepper:
         return self.data
 
 
-def _ours(backend: str) -> Callable[[Sequence[Tensor]], Stepper]:
+def _ours(backend: str, exclusive: bool = False) -> Callable[[Sequence[Tensor]], Stepper]:
     def build(weights: Sequence[Tensor]) -> Stepper:
         from fastsam.optim import FusedSAM
 
         return OptimizerStepper(
-            weights, lambda p: FusedSAM(p, torch.optim.SGD, rho=RHO, backend=backend, **SGD_OPTIONS)
+            weights,
+            lambda p: FusedSAM(p, torch.optim.SGD, rho=RHO, backend=backend, exclusive=exclusive, **SGD_OPTIONS),
         )
 
     return build
@@ -226,6 +227,10 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         for b in backends.table()
         if b.device == device
     ]
+    if device == "cpu":  # where the perturbed weights of an exclusive owner have memory of their own
+        native = next(b for b in backends.table() if (b.name, b.device) == ("native", "cpu"))
+        title, build = "fastsam (native), exclusive", _ours("native", exclusive=True)
+        ours.append(Contender("fastsam_exclusive", title, build, _ours_why_not(native), ours=True))
     peers = [
         # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would cost it time.
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
