@@ -124,6 +124,19 @@ def test_info_says_which_extras_are_there(capsys: pytest.CaptureFixture, monkeyp
     assert re.search(r"^torchvision +not installed \(.*vit_b_32: pip install 'fastsam\[vision\]'\)$", out, re.M)
 
 
+def test_a_package_that_is_not_there_is_told_without_a_traceback(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    assert cli.main(["run", "small.toml", "--data", "cifar10"]) == 1
+    printed = capsys.readouterr().err.strip()
+    assert re.fullmatch(
+        "error: the data set 'cifar10' needs torchvision, which is not installed: pip install .*", printed
+    )
+
+
 def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
     run = subprocess.run(
         f"{sys.executable} -m fastsam info | true", shell=True, capture_output=True, text=True, timeout=120

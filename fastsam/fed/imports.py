@@ -81,8 +81,12 @@ def _load_module(name: str, what: str) -> ModuleType:
             sys.path.remove(here)
 
 
+class PackageError(ImportError):
+    """A package of an extra is not there, or does not import; the message says what to do."""
+
+
 def optional(module: str, package: str, purpose: str) -> ModuleType:
-    """A module of a package that fastsam does not need otherwise. Raises ImportError saying what to do, with the cause attached.
+    """A module of a package that fastsam does not need otherwise. Raises PackageError, with the cause attached.
 
     A package may be there and not import: torchvision beside a torch that it was not built for raises RuntimeError.
     """
@@ -96,7 +100,7 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
                 f"which cannot be imported ({type(error).__name__}: {error}): install the build of {package} that belongs to your "
                 "torch, from the same index"
             )
-        raise ImportError(f"{purpose} needs {package}, {what}", name=module) from error
+        raise PackageError(f"{purpose} needs {package}, {what}", name=module) from error
 
 
 # What torchvision's Python part describes to torch at its import, whether its compiled part was loaded or not.
@@ -115,7 +119,7 @@ def vision(module: str, purpose: str) -> ModuleType:
     """
     try:
         return optional(module, "torchvision", purpose)
-    except ImportError as error:
+    except PackageError as error:
         if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error.__cause__)):
             raise
     import torch
