@@ -116,7 +116,9 @@ ELEMENTWISE = [
     ("made", "its"), ELEMENTWISE, ids=lambda x: getattr(x, "__name__", None) or "-".join(map(str, x.values()))
 )
 @pytest.mark.parametrize(
-    ("bad", "options"), [((), {"weighting": "samples"}), ((1,), {"slots": 8, "rounds": 4})], ids=str
+    ("bad", "options"),
+    [((), {"weighting": "samples"}), ((1,), {"slots": 8, "rounds": 4}), ((1,), {"executor": "sequential", "slots": 1})],
+    ids=str,
 )
 def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, its, bad, options):
     """A subclass with functions of its own is called for each client."""
