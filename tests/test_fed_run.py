@@ -18,6 +18,7 @@ from test_fed_algorithms import same_bits
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.algorithms.base import Upload
 
 KEYS = [
     "round", "lr", "clients", "samples", "steps", "train_loss", "test_loss", "test_accuracy", "client_accuracy_mean", "client_accuracy_std",
@@ -176,3 +177,23 @@ def test_public_names():
         assert re.search(rf"\b{name}\b", pages), f"fed.{name} stands on no page of docs/"
     with pytest.raises(AttributeError, match="no attribute 'FedBest'"):
         _ = fed.FedBest
+
+
+class Noisy(fed.FedAvg):
+    """Adds noise from torch's default generator to every upload."""
+
+    def close_client(self, server, client, end, round):
+        state, upload = super().close_client(server, client, end, round)
+        return state, Upload({"delta": upload.mean["delta"] + 0.01 * torch.randn_like(end.displacement)})
+
+
+def test_what_an_algorithm_draws_after_a_client_does_not_depend_on_what_was_drawn_before(tmp_path):
+    def train(rounds, drawn, algorithm=Noisy, **more):
+        model, clients = oracle.smooth_model(), oracle.ragged_clients()
+        torch.rand(drawn)
+        return fed.run(model, clients, algorithm(), rounds=rounds, batch_size=5, executor="sequential", **more).model
+
+    whole = train(4, 1)
+    train(2, 2, run_dir=tmp_path / "run")
+    assert same_bits(whole, train(4, 3, run_dir=tmp_path / "run", resume=True))
+    assert oracle.difference(whole, train(4, 1, fed.FedAvg)) > 1e-4

@@ -163,8 +163,11 @@ class Task:
 
     def batch_sizes(self) -> list[int]:
         """Samples of each of the `epochs * ceil(samples / batch_size)` batches."""
-        whole, rest = divmod(self.samples, self.batch_size)
-        return ([self.batch_size] * whole + [rest] * (rest > 0)) * self.epochs
+        return self._sizes(self.samples) * self.epochs
+
+    def _sizes(self, samples: int) -> list[int]:
+        whole, rest = divmod(samples, self.batch_size)
+        return [self.batch_size] * whole + [rest] * (rest > 0)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """All batches of all epochs, in order."""
@@ -174,7 +177,8 @@ class Task:
                     generator = torch.Generator(x.device)
                     generator.manual_seed(seeds.derive(self.seed, "augment", epoch, number))
                     x = self.augment(x, generator)
-                yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
+                sizes = self._sizes(len(y))  # `split` by one size goes through Python
+                yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
     def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch's samples in their order, `BLOCK` batches at a time."""

@@ -36,8 +36,9 @@ class PassRandomness:
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
-    def begin(self) -> None:
-        """At the start of a client."""
+    def begin(self, seed: int) -> None:
+        """At the start of a client: `seed` is that of its first pass."""
+        self.seed(seed)
         if not self.draws:
             self._begin = self._states()
 
@@ -68,8 +69,8 @@ class NoRandomness(PassRandomness):
         """From here on nobody may draw."""
         self._begin = self._states()
 
-    def begin(self) -> None:
-        """Nothing to look at: others train at the same time."""
+    def begin(self, seed: int) -> None:
+        """Nothing to seed."""
 
     def check(self, client: int) -> None:
         """After a client. Raises ClientError when somebody has drawn since the start of the round."""

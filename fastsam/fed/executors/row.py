@@ -62,7 +62,7 @@ class Row:
             self.form.shift_(task.step.e)
         self._measure(task)
         self.batches: Iterator[tuple[Tensor, Tensor]] = task.batches()
-        self.random.begin()
+        self.random.begin(task.pass_seed(0))
 
     def step_(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
