@@ -71,25 +71,25 @@ def measure(device: str, turns: int) -> Iterator[Costs]:
 
 
 def compare(model: str, executor: str, device: str, turns: int) -> Costs:
-    """All algorithms. In a turn each of them has FedAvg beside it, now before it and now after it. The first turn is not counted."""
-    times = dict.fromkeys(ALGORITHMS, turns + 1) | {UNIT: (turns + 1) * len(ALGORITHMS)}
-    runs = {name: Runs(Workload(model, name, device=device), executor, n) for name, n in times.items()}
-    taken: dict[str, Pairs] = {name: [] for name in ALGORITHMS}
-    problems: dict[str, str] = {}
+    """All algorithms, one after the other."""
     before = Usage.now()
+    costs = [against_unit(Workload(model, name, device=device), executor, turns) for name in ALGORITHMS]
+    return Costs(f"{model.upper()}, {executor}", costs, Usage.now().others_since(before))
+
+
+def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
+    """An algorithm beside FedAvg, each of which begins every other turn. The first turn is not counted."""
+    own, unit = (Runs(replace(workload, algorithm=n), executor, turns + 1) for n in (workload.algorithm, UNIT))
+    pairs: Pairs = []
+    problem = None
     with no_garbage_collection():
-        for turn in range(turns + 1):
-            for name in [name for name in ALGORITHMS if name not in problems]:
-                try:
-                    taken[name].append(beside(runs[name], runs[UNIT], turn % 2 == 1))
-                except RuntimeError as error:
-                    problems[name] = str(error)
-    busy = Usage.now().others_since(before)
-    ends = {name: some.close() for name, some in runs.items()}
-    found = {name: problems.get(name) or ends[name] or ends[UNIT] for name in ALGORITHMS}
-    return Costs(
-        f"{model.upper()}, {executor}", [cost(name, taken[name][1:], found[name]) for name in ALGORITHMS], busy
-    )
+        try:
+            for turn in range(turns + 1):
+                pairs.append(beside(own, unit, turn % 2 == 1))
+        except RuntimeError as error:
+            problem = str(error)
+    ends = [own.close(), unit.close()]
+    return cost(workload.algorithm, pairs[1:], problem or ends[0] or ends[1])
 
 
 def beside(own: Runs, unit: Runs, first: bool) -> tuple[Times, Times]:
