@@ -78,7 +78,7 @@ def speed(options: Options) -> Iterator[Case]:
 
 def overhead(options: Options) -> Iterator[costs.Costs]:
     """What an algorithm costs beside FedAvg, per local step and per round."""
-    yield from costs.measure(options.device, options.chunks if options.quick else 2 * options.chunks)
+    yield from costs.measure(options.device, options.chunks + 3)
 
 
 def growth(options: Options) -> Iterator[Case]:

@@ -501,4 +501,4 @@ def test_the_command_measures_overheads_too(monkeypatch: pytest.MonkeyPatch, tmp
         json.loads((tmp_path / "federated.json").read_text())["parts"]["overhead"][0]["costs"][0]["step"]["median"] == 1
     )
     assert federated.main(["--parts", "overhead", "--quick"]) == 1
-    assert asked == [("cpu", 10), ("cpu", 3)]
+    assert asked == [("cpu", 8), ("cpu", 6)]
