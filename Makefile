@@ -19,7 +19,7 @@ SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-slow check format bench bench-kernels bench-fed gpu clean
+.PHONY: help demo test test-cuda test-slow test-peers check format bench bench-kernels bench-fed gpu clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -95,6 +95,17 @@ $(PEERS)/%/.ready: bench/fed/requirements/%.txt
 	@test -x $(PEERS)/$*/bin/python || $(PYTHON) -m venv $(PEERS)/$*
 	@$(PEERS)/$*/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $< \
 	  && touch $@ || echo "$* could not be installed with $(PYTHON): it is left out"
+
+# Libraries whose weights are compared with ours. Without torchvision: one that belongs to another torch would stop FedLab's import.
+$(PEERS)/weights/.ready:
+	@test -x $(PEERS)/weights/bin/python || $(PYTHON) -m venv $(PEERS)/weights
+	@$(PEERS)/weights/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 \
+	  optax==0.2.8 multiprocess pynvml pandas tqdm scipy attrs packaging pillow scikit-learn
+	@$(PEERS)/weights/bin/python -m pip install -q --disable-pip-version-check --no-deps fedlab==1.3.0 pfl==0.6.0 dp-accounting==0.5.0 prv-accountant
+	@touch $@
+
+test-peers: $(VENV)/.has-fastsam $(VENV)/.has-tests $(PEERS)/weights/.ready ## our weights beside those of pfl, FedLab and optax, in an environment of their own
+	@FASTSAM_FED_PEERS=$(abspath $(PEERS))/weights/bin/python $(BIN)/python -m pytest -q -ra tests/test_fed_peers.py
 
 .PRECIOUS: $(PEERS)/%/.ready
 bench-fed: $(VENV)/.has-fastsam $(VENV)/.has-tests $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and four simulators: tables, JSON, PNG. ARGS=--quick

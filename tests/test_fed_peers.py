@@ -18,7 +18,7 @@ import torch
 from fastsam import fed
 
 SCRIPT = Path(__file__).resolve().parent / "peer" / "federated_peers.py"
-PYTHON = Path(os.environ.get("FASTSAM_FED_PEERS", SCRIPT.parents[2] / "build" / "peer" / "fed" / "bin" / "python"))
+PYTHON = Path(os.environ.get("FASTSAM_FED_PEERS", SCRIPT.parents[2] / ".peers" / "weights" / "bin" / "python"))
 ACTIVE = [[0, 3], [1, 2], [0, 4], [2, 3], [1, 4]]
 ALONE = [[0]] * 5
 RHO = 0.3
@@ -36,9 +36,7 @@ def peer(name, model, clients, active, folder):
     """What the library makes of the problem; skipped where it cannot be imported."""
     if not PYTHON.exists():
         pytest.skip(
-            f"no Python with the peers at {PYTHON}: make a virtual environment there with torch, `pip install optax==0.2.8 multiprocess pynvml "
-            "pandas tqdm scipy attrs` and `pip install --no-deps fedlab==1.3.0 pfl==0.6.0 dp-accounting==0.5.0 prv-accountant`, or name its "
-            "Python in FASTSAM_FED_PEERS"
+            f"no Python with the peers at {PYTHON}: `make test-peers` makes one; or name its Python in FASTSAM_FED_PEERS"
         )
     arrays = {f"w{i}": p.detach().numpy() for i, p in enumerate(model.parameters())}
     arrays |= {f"x{i}": x.numpy() for i, (x, _) in enumerate(clients)}
