@@ -1,5 +1,5 @@
-// Stochastic rounding to half precision, shared by the C++ and the CUDA kernels: see `stochastic_` in
-// kernels/reference.py.
+// Stochastic rounding to half precision, shared by the C++ and the CUDA kernels: see `stochastic` in
+// kernels/rounding.py.
 #pragma once
 
 #include "types.h"

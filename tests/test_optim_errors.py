@@ -199,6 +199,33 @@ def test_bad_parameters() -> None:
     FusedSAM([view, disjoint], SGD, lr=0.1)  # columns of one matrix: interleaved, and no element in common
 
 
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), None, 3])
+def test_what_is_no_collection_of_parameters(given: Any) -> None:
+    hint = (
+        r"got (Linear|Sequential); pass model\.parameters\(\)"
+        if isinstance(given, nn.Module)
+        else "got (NoneType|int)$"
+    )
+    with pytest.raises(TypeError, match=f"params must be parameters or parameter groups, {hint}"):
+        FusedSAM(given, SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["adaptive", "check_finite", "stochastic_rounding", "exclusive"])
+@pytest.mark.parametrize("value", ["yes", 3, None])
+def test_flags_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+        FusedSAM([nn.Parameter(torch.ones(2))], SGD, lr=0.1, **{name: value})
+
+
+def test_a_closure_that_is_no_function(backend: Backend) -> None:
+    params = make_parameters([(5,)], torch.float32, backend.device)
+    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
+    before = copies(params)
+    with pytest.raises(TypeError, match="closure must be a function that computes the loss .*, got 5"):
+        opt.step(5)  # type: ignore[arg-type]
+    assert same_bits(before, params)
+
+
 def test_two_devices() -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device; the meta device stands for the second one in test_bad_parameters")

@@ -213,9 +213,8 @@ class Cohort:
         if ranks.size == 1:
             return
         stateful = self.clients.keys() & set(self.mine)
-        homes = [
-            ranks.rank + 1 if i in stateful else 0 for i in self.active
-        ]  # each client was on one rank: the sum is its home
+        # Each client was on one rank, so the sum over the ranks is its home.
+        homes = [ranks.rank + 1 if i in stateful else 0 for i in self.active]
         counts = [len(self.excluded), self.steps, self.backprops, *homes]
         excluded, self.steps, self.backprops, *homes = self.exchange.close_(self.sums, counts)
         if excluded:

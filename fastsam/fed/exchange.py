@@ -19,10 +19,8 @@ from .aggregate import Key, RoundSums, Shape, SumParts
 from .ranks import Ranks
 
 _ALIGNED = 8  # integers: 64 bytes, as torch allocates
-_BITS, _LIMBS = (
-    32,
-    68,
-)  # of a number in the buffer: 2176 bits, where the largest double in units of the smallest has 2098
+# Of a number in the buffer: 2176 bits, where the largest double in units of the smallest has 2098.
+_BITS, _LIMBS = 32, 68
 _WHOLE = 1 << (_BITS * _LIMBS)
 
 
@@ -70,9 +68,9 @@ class Exchange:
             numbers = self._settle(sums, own)
         else:
             numbers = {n: joined(limbs[k * _LIMBS : (k + 1) * _LIMBS]) for k, n in enumerate(self.names)}
-        shapes = (
-            self.shapes if strangers else {key: s for (key, s), n in zip(self.shapes.items(), had, strict=True) if n}
-        )
+        shapes = self.shapes
+        if not strangers:
+            shapes = {key: shape for (key, shape), ranks in zip(shapes.items(), had, strict=True) if ranks}
         sums.become_(SumParts(shapes, numbers, clients, weight), self.buffer)
         return rest[: len(counts)]
 

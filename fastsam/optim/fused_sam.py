@@ -21,7 +21,7 @@ from .base import make_base, unhooked_step
 from .checkpoint import Loaded, pack
 from .engine import Call, Engine, Phase
 from .memory import parameters_of
-from .scalars import OWN_OPTIONS, check_group
+from .scalars import OWN_OPTIONS, check_flag, check_group
 
 
 class FusedSAM(Optimizer):
@@ -84,6 +84,13 @@ class FusedSAM(Optimizer):
             raise TypeError(
                 f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}"
             )
+        parameters.check_given(params)
+        for name, flag in (
+            ("check_finite", check_finite),
+            ("stochastic_rounding", stochastic_rounding),
+            ("exclusive", exclusive),
+        ):
+            check_flag(name, flag)
         self.check_finite = check_finite
         super().__init__(params, {"rho": rho, "adaptive": adaptive, "eta": eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
@@ -135,6 +142,8 @@ class FusedSAM(Optimizer):
         Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises RuntimeError when there is
         nothing to do (no closure, and nothing perturbed).
         """
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
         return (self._observed_step if self._observed() else self._step)(closure)
 
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered when somebody looks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ def check(params: Sequence[Tensor]) -> None:
             "to one device, or use one FusedSAM per device (each then has its own norm)"
         )
     _check_overlap(params)
+
+
+def check_given(params: Any) -> None:
+    """Raises TypeError for what is not a collection of parameters: a module, above all."""
+    module = isinstance(params, torch.nn.Module)
+    if module or not isinstance(params, Iterable):
+        hint = "; pass model.parameters()" if module else ""
+        raise TypeError(f"params must be parameters or parameter groups, got {type(params).__name__}{hint}")
 
 
 def refuse_duplicates(params: Sequence[Any]) -> None:

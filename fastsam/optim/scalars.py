@@ -28,6 +28,7 @@ NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps")  # options of t
 def check_group(group: Group, number: int) -> None:
     """Raises ValueError or TypeError for options of a group that no step can use. Looks at the values of tensors, so not for every step."""
     _check_radius(group, number)
+    check_flag("adaptive", group["adaptive"])
     for name in NUMBERS:
         if isinstance(group.get(name), str):
             check_number(group, name, number)
@@ -44,6 +45,12 @@ def check_group(group: Group, number: int) -> None:
         raise ValueError(
             "FusedSAM writes weights in place and cannot be differentiated through; leave out differentiable=True"
         )
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises TypeError for anything but True and False, or 1 and 0."""
+    if value not in (True, False):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def _number(value: Any) -> float:
