@@ -56,6 +56,14 @@ def _power(base, exponent):
 
 
 @triton.jit
+def _corrections(beta1, beta2, count):
+    """`1 - beta1**count` and `1 - beta2**count`; side by side, so that a thread computes one of them."""
+    side = tl.arange(0, 2)
+    powers = _power(tl.where(side == 0, beta1, beta2), count)
+    return 1.0 - tl.sum(tl.where(side == 0, powers, 0.0)), 1.0 - tl.sum(tl.where(side == 1, powers, 0.0))
+
+
+@triton.jit
 def _count_row(steps, steps_slot, table, segments, run):
     """Counts the step of each of a row's segments."""
     start = 0
@@ -100,8 +108,9 @@ def _adam_kernel(
     h = hyper + row * hyper_row + group * hyper_group
     steps += row * steps_row
     count = tl.load(steps + tl.load(table + 4 * segment + 3) * steps_slot) + 1
-    step_size = (tl.load(h + LR) / (1.0 - _power(tl.load(h + BETA1), count))).to(COMPUTE)
-    root_correction = tl.sqrt(1.0 - _power(tl.load(h + BETA2), count)).to(COMPUTE)
+    correction1, correction2 = _corrections(tl.load(h + BETA1), tl.load(h + BETA2), count)
+    step_size = (tl.load(h + LR) / correction1).to(COMPUTE)
+    root_correction = tl.sqrt(correction2).to(COMPUTE)
     a = (tl.load(h + A) * inverse(grad_scale)).to(COMPUTE)
     decay = tl.load(h + DECAY)
     shrink = (1.0 - tl.load(h + LR) * decay).to(COMPUTE)
