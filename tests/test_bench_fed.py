@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import stat
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -502,3 +503,10 @@ def test_the_command_measures_overheads_too(monkeypatch: pytest.MonkeyPatch, tmp
     )
     assert federated.main(["--parts", "overhead", "--quick"]) == 1
     assert asked == [("cpu", 8), ("cpu", 6)]
+
+
+def test_peak_memory_is_not_that_of_the_process_which_started_it() -> None:
+    ballast = bytearray(b"1") * (800 << 20)
+    command = [sys.executable, "-c", "from bench.fed.worker import peak_mib; print(peak_mib())"]
+    own = float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert own < 600 < len(ballast) / 2**20

@@ -12,10 +12,10 @@ import importlib
 import itertools
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from bench.fed.workload import Workload
@@ -115,8 +115,13 @@ def main() -> None:
     steps = Chunks(int(chunks), int(rounds), say, wait, meet)
     module, option = CONTENDERS[name]
     trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    say({"loss": workload.loss_of(trained), "peak_mib": round(peak, 1)})
+    say({"loss": workload.loss_of(trained), "peak_mib": round(peak_mib(), 1)})
+
+
+def peak_mib() -> float:
+    """The most memory that this program had. Not `ru_maxrss`: that begins with the memory of the process that started this one."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 if __name__ == "__main__":
