@@ -1,4 +1,4 @@
-"""The federated benchmark: turns and the gate, with processes that only pretend to train; tables and plots; and one real race."""
+"""The federated benchmark: turns and the gate, with processes that only pretend to train; and one real race."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import random
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from bench import federated
-from bench.fed import bare, on_gpu, overhead, report, share
+from bench.fed import bare, on_gpu, share
 from bench.fed import race as races
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
 from bench.fed.worker import CONTENDERS, PEERS, Chunks
 from bench.fed.workload import Workload
 from bench.timing import Summary
-from fastsam import fed
 
 ROOT = Path(__file__).resolve().parent.parent
 LOAD = Workload("mlp")
@@ -155,6 +150,13 @@ def test_one_real_race() -> None:
     assert plain is not None and ours is not None and abs(plain - ours) < 0.2 < ours < 2.3
 
 
+def test_peak_memory_is_not_that_of_the_process_which_started_it() -> None:
+    ballast = bytearray(b"1") * (800 << 20)
+    command = [sys.executable, "-c", "from bench.fed.worker import peak_mib; print(peak_mib())"]
+    own = float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+    assert own < 600 < len(ballast) / 2**20
+
+
 # ---- the workload ------------------------------------------------------------------------------------------------------
 
 
@@ -231,198 +233,6 @@ def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: 
     assert [getattr(owner, name) for owner, name in share.INSIDE] == before
 
 
-# ---- what an algorithm costs ------------------------------------------------------------------------------------------
-
-
-class Costly:
-    """Trains nothing, but the clock says that it took time: so much a step, and so much more a round."""
-
-    PER_ROUND: ClassVar = {"fedavg": 0.5, "scaffold": 1.5, "fedcm": 0.5}
-    PER_STEP: ClassVar = {"fedavg": 0.25, "scaffold": 0.25, "fedcm": 0.375}
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.log, self.failing, self.untrained = 0.0, list[str](), "", ""
-        self.time = self.perf_counter = self.process_time = lambda: self.now
-        monkeypatch.setattr(overhead, "time", self)
-        monkeypatch.setattr(overhead.ours, "train", self.train)
-        monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold", "fedcm"))
-        monkeypatch.setattr(Workload, "loss_of", lambda load, model: 3.0 if load.algorithm == self.untrained else 0.5)
-
-    def train(self, load: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-        assert option == "sequential"
-        for round in range(rounds):
-            self.log.append(load.algorithm)
-            if load.algorithm == self.failing and round == 1:
-                raise ValueError("no such vector")
-            self.now += self.PER_ROUND[load.algorithm] + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
-            tick()
-        return nn.Identity()
-
-
-@pytest.mark.parametrize(("model", "cohort"), [("mlp", 20), ("cnn", 4)])
-def test_a_steps_cost_is_what_it_adds_to_a_round(model: str, cohort: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Costly(monkeypatch)
-    found = overhead.compare(model, "sequential", "cpu", 3)
-    assert found.title == f"{model.upper()}, sequential" and [c.label for c in found.costs] == ["scaffold", "fedcm"]
-    scaffold, fedcm = found.costs
-    for cost, step, whole in ((scaffold, 1.0, 21.5 / 20.5), (fedcm, 1.5, 30.5 / 20.5)):
-        assert cost.problem is None and cost.step is not None and cost.round is not None
-        assert [cost.step.median, cost.step.q1, cost.step.q3] == [step] * 3
-        assert cost.round.median == pytest.approx(whole) and cost.seconds == Summary(*[0.25 * step] * 3)
-    turns, runs = 1 + 3, 2 if cohort == 20 else 3
-    each = turns * runs * overhead.ROUNDS[model]
-    assert [clock.log.count(n) for n in ("scaffold", "fedcm", "fedavg")] == [each + runs] * 2 + [2 * (each + runs)]
-
-
-def test_in_a_turn_an_algorithm_is_beside_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Costly(monkeypatch)
-    overhead.compare("cnn", "sequential", "cpu", 1)
-    ends = ["scaffold"] * 3 + ["fedavg"] * 3  # the last rounds, which nobody times
-    assert clock.log[:18] == [*["fedavg", "scaffold"] * 3, *["scaffold", "fedavg"] * 3, *ends]
-    assert clock.log[18:24] == ["fedavg", "fedcm"] * 3
-
-
-def test_an_algorithm_that_fails_is_left_out_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = threading.active_count()
-    clock = Costly(monkeypatch)
-    clock.failing = "scaffold"
-    scaffold, fedcm = overhead.compare("mlp", "sequential", "cpu", 2).costs
-    assert scaffold.problem == "scaffold: ValueError: no such vector" and scaffold.step is None
-    assert fedcm.problem is None and fedcm.step is not None and fedcm.step.median == 1.5
-    clock.failing = "fedavg"
-    assert {c.problem for c in overhead.compare("mlp", "sequential", "cpu", 2).costs} == {
-        "fedavg: ValueError: no such vector"
-    }
-    assert threading.active_count() == threads
-
-
-@pytest.mark.parametrize(("untrained", "left"), [("fedcm", ["scaffold"]), ("fedavg", [])])
-def test_a_cost_counts_only_where_training_worked(
-    untrained: str, left: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Costly(monkeypatch).untrained = untrained
-    costs = overhead.compare("mlp", "sequential", "cpu", 1).costs
-    assert [c.label for c in costs if c.problem is None] == left
-    assert all("did not train: loss 3" in str(c.problem) for c in costs if c.label not in left)
-
-
-def test_one_real_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold",))
-    monkeypatch.setattr(overhead, "ROUNDS", {"mlp": 1})
-    (cost,) = overhead.compare("mlp", "auto", "cpu", 1).costs
-    assert cost.problem is None and cost.round is not None and cost.round.median > 0
-    assert all(name in fed.algorithms.registry for name in overhead.ALGORITHMS)
-
-
-# ---- tables and plots --------------------------------------------------------------------------------------------------
-
-
-def figure(label: str, speed: float, problem: str | None = None) -> dict[str, Any]:
-    if problem:
-        return {"label": label, "seconds": None, "speed": None, "loss": None, "peak_mib": None, "problem": problem}
-    return {
-        "label": label, "seconds": asdict(Summary(1 / speed, 0.9 / speed, 1.1 / speed)),
-        "speed": asdict(Summary(speed, 0.9 * speed, 1.1 * speed)), "loss": 0.5, "peak_mib": 231.4, "problem": None,
-    }  # fmt: skip
-
-
-def content() -> dict[str, Any]:
-    bars = [figure("bare loop", 1.0), figure("fastsam, vmap", 3.21), figure("flower", 0, "no | actors\nat all")]
-    line = [figure(f"{n} clients", 1 / n) for n in (10, 100)] + [figure("1,000 clients", 0, "too many")]
-    return {
-        "command": "python -m bench.federated",
-        "date": "2026-01-01T00:00:00+00:00",
-        "commit": "0123456789abcdef",
-        "machine": {"cores": 2, "cpu": "A CPU"},
-        "versions": {"torch": "2.13.0"},
-        "device": "cpu",
-        "parts": {
-            "speed": [{"title": "MLP, fedavg", "result": {"figures": bars, "busy": 1.0}, "axis": "", "at": []}],
-            "growth": [
-                {
-                    "title": "by clients",
-                    "result": {"figures": line, "busy": 1.0},
-                    "axis": "clients",
-                    "at": [10, 100, 1000],
-                }
-            ],
-            "overhead": [
-                {
-                    "title": "MLP, auto",
-                    "costs": [
-                        asdict(
-                            overhead.Cost(
-                                "fedcm", Summary(1.0312, 1.02, 1.04), Summary(1.2, 1.1, 1.3), Summary(1, 1, 1)
-                            )
-                        ),
-                        asdict(overhead.Cost("feddyn", problem="no | vector")),
-                    ],
-                    "busy": 0.0,
-                }
-            ],
-            "share": {"seconds": 0.2, "own_share": 0.034},
-            "gpu": {
-                "series": [
-                    {"title": "t", "name": "streams", "at": 4, "seconds": 0.0123, "problem": ""},
-                    {"title": "t", "name": "graph", "at": 4, "seconds": None, "problem": "no time left"},
-                    {"title": "t", "name": "graph", "at": 8, "seconds": 0.5, "problem": ""},
-                ],
-                "overlap": {"kernels": 9, "streams_at_once": 5},
-            },
-        },
-    }
-
-
-def test_a_page_says_every_figure() -> None:
-    page = report.page(content())
-    assert page.startswith("2 cores of A CPU; torch 2.13.0; commit `0123456789ab`; `python -m bench.federated`")
-    assert "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |" in page
-    assert "| flower | failed: no / actors at all | | |" in page
-    assert "| fedcm | 1.031 | 1.020–1.040 | 1.200 | 1.100–1.300 |" in page
-    assert "| feddyn | failed: no / vector | | | |" in page
-    assert "3.4% of a CNN round" in page
-    assert "| 4 | 12.3 | – |" in page and "| 8 | – | 500.0 |" in page
-    assert "Kernels of 5 streams ran at the same time." in page
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in rows} == {6, 5, 4}
-
-
-def test_a_failed_profile_is_named() -> None:
-    made = content()
-    made["parts"]["gpu"]["overlap"] = {"problem": "RuntimeError: no profiler"}
-    assert "RuntimeError: no profiler" in report.page(made)
-
-
-def test_the_plot_has_what_there_is(tmp_path: Path) -> None:
-    path = tmp_path / "plot.png"
-    assert report.plot(content(), path) and path.read_bytes().startswith(b"\x89PNG")
-    assert not report.plot({"parts": {"share": {}}}, tmp_path / "none.png") and not (tmp_path / "none.png").exists()
-
-
-def test_the_command_writes_tables_into_a_page(tmp_path: Path) -> None:
-    source, page = tmp_path / "federated.json", tmp_path / "page.md"
-    source.write_text(json.dumps(content()))
-    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    assert report.main([str(source), "--into", str(page)]) == 0
-    first = page.read_text()
-    assert first.startswith("before\n") and first.endswith("\nafter\n") and "old" not in first and "3.21" in first
-    assert "](federated.png)" in first
-    assert report.main([str(source), "--into", str(page)]) == 0 and page.read_text() == first
-    assert (tmp_path / "federated.md").read_text() == report.page(content())
-    with pytest.raises(ValueError, match="must have the lines"):
-        report.into("no markers", "")
-
-
-def test_the_page_holds_what_was_measured() -> None:
-    """docs/benchmarks.md and the JSON beside it say the same; until there is one, the page says that nothing is measured."""
-    text, measured = (ROOT / "docs" / "benchmarks.md").read_text(), ROOT / "bench" / "results" / "federated.json"
-    held = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
-    expected = report.UNMEASURED
-    if measured.exists():
-        expected = report.section(report.page(json.loads(measured.read_text())), "../bench/results/federated.png")
-    assert held == expected.strip()
-
-
 # ---- kernels at once ---------------------------------------------------------------------------------------------------
 
 
@@ -485,28 +295,3 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     assert federated.main(["--parts", "speed", "--quick"]) == 1
     with pytest.raises(SystemExit):
         federated.main(["--peer", "tff=/bin/true"])
-
-
-def test_the_command_measures_overheads_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = Summary(1, 1, 1)
-    asked: list[tuple[str, int]] = []
-
-    def pretend(device: str, turns: int) -> list[overhead.Costs]:
-        asked.append((device, turns))
-        problem = "broken" if len(asked) > 1 else None
-        return [overhead.Costs("MLP, auto", [overhead.Cost("fedcm", one, one, one, problem)], 0.0)]
-
-    monkeypatch.setattr(overhead, "measure", pretend)
-    assert federated.main(["--parts", "overhead", "--chunks", "5", "--out", str(tmp_path)]) == 0
-    assert (
-        json.loads((tmp_path / "federated.json").read_text())["parts"]["overhead"][0]["costs"][0]["step"]["median"] == 1
-    )
-    assert federated.main(["--parts", "overhead", "--quick"]) == 1
-    assert asked == [("cpu", 8), ("cpu", 6)]
-
-
-def test_peak_memory_is_not_that_of_the_process_which_started_it() -> None:
-    ballast = bytearray(b"1") * (800 << 20)
-    command = [sys.executable, "-c", "from bench.fed.worker import peak_mib; print(peak_mib())"]
-    own = float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert own < 600 < len(ballast) / 2**20
