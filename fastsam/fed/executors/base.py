@@ -207,13 +207,9 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
 
 def sent(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do before."""
-    return (
-        t.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else t
-        if t.device == device
-        else t.to(device)
-    )
+    if t.device == device:  # `to` takes time even where it does nothing
+        return t
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
 class Executor(Protocol):
