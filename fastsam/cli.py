@@ -252,6 +252,8 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
     console = _console()
     if arguments.list:
+        if flags or any((arguments.table, arguments.scale, arguments.seeds, arguments.run_dir, arguments.resume)):
+            raise ValueError("--list shows all tables and figures and takes nothing else; leave the other words out")
         for name, title, needs, runs in tables.listing():
             _say(console, {name: f" {title}\n{'':<18}data: {needs}; runs: {runs} with --scale"})
         return 0

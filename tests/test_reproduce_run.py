@@ -102,6 +102,10 @@ def test_a_missing_archive_is_told_first(name: str, words: list[str], tmp_path: 
 
 def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
     assert cli.main(["reproduce"]) == 1 and "which table? Choose from fedsam-table1" in capsys.readouterr().err
+    for extra in (["extra"], ["--rounds", "3"], ["fedsam-fig2", "--rho", "1"], ["--scale"], ["--seeds", "1"]):
+        assert cli.main(["reproduce", "--list", *extra]) == 1
+        printed = capsys.readouterr()
+        assert "--list shows all tables and figures and takes nothing else" in printed.err and not printed.out
     assert cli.main(["reproduce", "fedsam-table9"]) == 1 and "no table 'fedsam-table9'" in capsys.readouterr().err
     assert (
         cli.main(["reproduce", "fedsam-fig2", "--seeds", "one"]) == 1
