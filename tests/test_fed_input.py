@@ -15,6 +15,8 @@ from fastsam import backends, fed
 
 X, Y = torch.randn(6, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
 
+NOTHING = torch.full_like(Y, -100)
+
 
 def start(model=None, clients=None, algorithm=None, **options):
     return fed.run(
@@ -73,6 +75,8 @@ def test_keywords(options, words):
     [
         ([], "clients is empty"),
         (X, "sequence of .x, y. pairs.*Tensor"),
+        (((X, Y) for _ in range(3)), r"got generator .hand over list\(clients\)"),
+        ({"a": (X, Y)}, r"got a dict .hand over list\(clients.values\(\)\)"),
         (5, "got int"),
         ([(X, Y), X], "client 1 must be a pair .*got Tensor"),
         ([(X, Y), (X, Y, Y)], "client 1 must be a pair"),
@@ -86,6 +90,11 @@ def test_keywords(options, words):
             "x of client 1 must be a tensor or an array of numbers|x of client 1 must be a dense",
         ),
         ([(X, torch.tensor(1))], "y of client 0 must be"),
+        (
+            [(X, Y), (X, NOTHING)],
+            "client 1: all labels are -100, which the loss ignores; leave it out or give it labels",
+        ),
+        ([(X.long(), Y)], "trial step on client 0 .x torch.int64.*: no floating-point inputs, which are not converted"),
         ([(X[:, :4], Y)], r"trial step on client 0 .*\[6, 4\].* failed: RuntimeError: mat1 and mat2"),
         ([(X, Y.float())], "trial step on client 0.*y torch.float32"),
     ],
@@ -103,6 +112,9 @@ def test_clients(clients, words):
         ((X[:0], Y[:0]), "the test set has no samples"),
         ((X, Y + 3), "the test set: labels must lie in 0..2"),
         (X, "the test set must be a pair"),
+        ((X, torch.where(Y == 1, -100, Y)), "the test set: labels are -100, which the loss ignores"),
+        ((X, Y.float()), r"but not on the test set \(.*y torch.float32 \[6\]\): RuntimeError"),
+        ((X, Y[:, None]), r"but not on the test set \(.*y torch.int64 \[6, 1\]\): RuntimeError"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -149,6 +161,7 @@ def sparse():
             {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none")},
             r"must be a scalar tensor.*\[6\]",
         ),
+        (lambda: nn.Linear(6, 3), {"loss": nn.CrossEntropyLoss}, r"got <class .*write CrossEntropyLoss\(\)"),
         (lambda: nn.Linear(6, 3), {"loss": lambda out, y: 0.5}, "must be a scalar tensor.*float"),
         (lambda: nn.Linear(6, 3), {"loss": lambda out, y: torch.tensor(1.0)}, "does not depend on the model"),
     ],
@@ -181,6 +194,51 @@ def test_what_is_accepted():
     assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
     with pytest.raises(ValueError, match="client 0: labels"):
         start(clients=[(X, Y + 1)], loss=nn.CrossEntropyLoss())
+
+
+def test_a_loss_that_ignores_another_label():
+    options = {"loss": nn.CrossEntropyLoss(ignore_index=255), "participation": 1.0}
+    ours = start(clients=[(X, torch.where(Y == 1, 255, Y))], **options)
+    theirs = start(clients=[(X, torch.where(Y == 1, -100, Y))], participation=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="client 1: all labels are 255"):
+        start(clients=[(X, Y), (X, NOTHING + 355)], **options)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "vmap"])
+def test_a_batch_of_ignored_labels_is_told_as_such(executor):
+    clients = [(X, Y), (X, torch.cat([NOTHING[:3], Y[3:]]))]
+    options = {"batch_size": 3, "shuffle": False, "executor": executor}
+    result = start(clients=clients, participation=1.0, **options)
+    assert result.history[0]["excluded"] == [
+        {
+            "client": 1,
+            "reason": "the loss is not finite (3 of its 6 labels are -100, and a batch of nothing else has no loss)",
+        }
+    ]
+    with pytest.raises(RuntimeError, match="round 1: all 1 .*3 of its 6 labels are -100.* If the run has diverged"):
+        start(clients=clients[1:], **options)
+
+
+def test_few_samples():
+    """A client with one sample, or fewer than a batch, trains on what it has: no batch is dropped, none is filled up."""
+    sizes = [1, 3, 6, 5]
+    clients = [(X[:n], Y[:n]) for n in sizes]
+    record = start(clients=clients, participation=1.0, batch_size=4, local_epochs=2).history[0]
+    assert (record["samples"], record["steps"], record["excluded"]) == (15, 2 * (1 + 1 + 2 + 2), [])
+
+
+def test_batchnorm_and_a_batch_of_one_sample(tmp_path):
+    """The client that would stop the run in some later round is named at its beginning."""
+    norm = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    clients = [(X, Y), (X[:5], Y[:5])]
+    options = {"buffers": "average", "run_dir": tmp_path / "run", "sampler": lambda t, g: [0]}
+    with pytest.raises(ValueError, match="the last batch of client 1, with batch_size=4, has 1 of its 5 samples"):
+        start(norm, clients, batch_size=4, **options)
+    assert not (tmp_path / "run").exists()
+    start(norm, clients, batch_size=6, buffers="keep")
+    pool = fed.Centralised_SGD()  # all 11 samples, so the last batch has 3
+    start(norm, clients, pool, batch_size=4, participation=1.0, buffers="keep")
 
 
 class Explodes(nn.Module):
@@ -237,7 +295,7 @@ def test_a_round_without_any_good_client_ends_the_run(tmp_path):
         ({"loss": "mse_loss"}, r"loss must be a function loss\(model\(x\), y\) .*got 'mse_loss'"),
         ({"batch_size": 10**20}, "batch_size must be an integer >= 1 of 64 bits, got 100000000000000000000"),
         ({"seed": 2**63}, "seed must be an integer of 64 bits"),
-        ({"test": (X[:, :4], Y)}, r"not on the test set \(x torch.float32 \[6, 4\]\): RuntimeError"),
+        ({"test": (X[:, :4], Y)}, r"not on the test set \(x torch.float32 \[6, 4\], y .*\): RuntimeError"),
     ],
     ids=str,
 )

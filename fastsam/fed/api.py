@@ -141,6 +141,7 @@ def run(
         tried = trial.attempt(trained, population, loss, batch_size)
         trial.check_buffers(tried, buffers)
         loop = _loop(trained, population, algorithm, settings, loss, tried, backend)
+        trial.check_smallest(trained, loop.population, batch_size)
         loop.ranks = ranks
         loop.measures = make(
             measures, measure_options or {}, buffers, model=trained, layout=loop.view.layout, population=loop.population, loss=loss,

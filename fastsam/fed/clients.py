@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .executors.base import Augment
 from .store import ALIGNMENT, Pair, Store, stored
+
+IGNORED = -100  # the label that torch's losses ignore unless they are told another
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ def prepare(clients: Any, test: Any, dtype: torch.dtype, device: torch.device) -
         or not hasattr(clients, "__len__")
         or not hasattr(clients, "__getitem__")
     ):
-        raise ValueError(
-            f"clients must be a sequence of (x, y) pairs or a federated data set, got {type(clients).__name__}"
-        )
+        what = "a dict (hand over list(clients.values()))" if isinstance(clients, dict) else type(clients).__name__
+        what += " (hand over list(clients))" if isinstance(clients, Iterator) else ""
+        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {what}")
     if len(clients) == 0:
         raise ValueError("clients is empty; a federated run needs one client at least")
     pairs = [_pair(clients[i], f"client {i}", dtype, device) for i in range(len(clients))]
@@ -114,12 +116,28 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     return placed if placed.data_ptr() % ALIGNMENT == 0 else placed.clone()
 
 
-def check_labels(population: Population, classes: int) -> None:
-    """Raises ValueError for a label outside 0..classes-1 (-100, which torch's cross-entropy ignores, is allowed)."""
-    named: Sequence[tuple[str, Tensor]] = [(f"client {i}", y) for i, (_, y) in enumerate(population.clients)]
-    for who, y in [*named, *([("the test set", population.test[1])] if population.test else [])]:
-        bad = y[((y < 0) & (y != -100)) | (y >= classes)]
-        if bad.numel():
+def check_labels(population: Population, classes: int, ignored: int = IGNORED) -> None:
+    """Raises ValueError for a label outside 0..classes-1 that is not `ignored` by the loss, and for a client of nothing but ignored labels.
+
+    The test set must have none of them where a sample has one label: accuracies are of all its samples.
+    """
+    for i, (_, y) in enumerate(population.clients):
+        _check_range(y, f"client {i}", classes, ignored)
+        if bool((y == ignored).all()):
             raise ValueError(
-                f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
+                f"client {i}: all labels are {ignored}, which the loss ignores; leave it out or give it labels"
             )
+    if population.test is None:
+        return
+    y = population.test[1]
+    _check_range(y, "the test set", classes, ignored)
+    if y.dim() == 1 and bool((y == ignored).any()):
+        raise ValueError(f"the test set: labels are {ignored}, which the loss ignores; leave those samples out")
+
+
+def _check_range(y: Tensor, who: str, classes: int, ignored: int) -> None:
+    bad = y[((y < 0) | (y >= classes)) & (y != ignored)]
+    if bad.numel():
+        raise ValueError(
+            f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 from .aggregate import RoundSums
 from .algorithms.base import Algorithm, Round, State, Upload, is_elementwise
 from .checkpoint import RunState
-from .clients import Population
+from .clients import IGNORED, Population
 from .clientstate import ClientStates
 from .exchange import Exchange
 from .executors import Task, Work
@@ -199,6 +199,7 @@ class Cohort:
     def _keep(self, client: int, state: State, problem: str | None) -> None:
         """A client's new state, or, with a problem, its exclusion."""
         if problem is not None:
+            problem += ignored(self.population.clients[client][1])
             self.excluded[client] = problem
             if len(self.excluded) <= _NAMED:  # the round's record names all of them
                 log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
@@ -241,7 +242,7 @@ class Cohort:
             client, problem = min(self.excluded.items())
             raise RuntimeError(
                 f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
-                f"(client {client}: {problem}). The run has diverged: a smaller lr or rho, or clip_norm, may help"
+                f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
 
     def record(self) -> dict[str, Any]:
@@ -275,6 +276,14 @@ def shortened(x: Tensor, limit: float) -> Tensor:
     """`x`, scaled to the norm `limit` where it is longer. What is not finite stays so."""
     norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return x if norm <= limit else x * (limit / norm)
+
+
+def ignored(y: Tensor) -> str:
+    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses ignore has no mean."""
+    count = 0 if y.is_floating_point() else int((y == IGNORED).sum())
+    if not count:
+        return ""
+    return f" ({count} of its {y.numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
 
 
 def _problem(end: RowEnd, summed: Sequence[Tensor]) -> str | None:

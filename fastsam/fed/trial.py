@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from .clients import Population, check_labels
+from .clients import IGNORED, Population, check_labels
 from .executors.base import Loss
 from .replica import trainable
+from .store import Pair
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
 
@@ -38,8 +40,9 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     x, y = (t[:batch_size] for t in population.clients[client])
     trial = copy.deepcopy(model).to(x.device)
     devices = [x.device] if x.device.type == "cuda" else []
-    if not callable(loss):
-        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}")
+    if not callable(loss) or isinstance(loss, type):
+        hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
+        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
     with torch.random.fork_rng(devices):
         try:
             with torch.no_grad():
@@ -52,7 +55,7 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             )
             if labels and (loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))):
                 _check_outputs(output.shape[1], population.classes)
-                check_labels(population, output.shape[1])
+                check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
             before = {name: b.detach().clone() for name, b in trial.named_buffers()}
             states = _generator_states(x.device)
             value = loss(trial.train()(x), y)
@@ -63,12 +66,11 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             raise
         except Exception as error:
             raise ValueError(
-                f"a trial step on client {client} (x {x.dtype} {list(x.shape)}, y {y.dtype} {list(y.shape)}) failed: "
-                f"{type(error).__name__}: {error}"
+                f"a trial step on client {client} ({_about(x, y)}) failed: {type(error).__name__}: {error}"
             ) from error
         changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
         if population.test is not None:
-            _check_test(trial, population.test[0])
+            _check_test(trial, population.test, loss, batch_size)
     if any(p.grad is not None and p.grad.is_sparse for p in trainable(trial)):
         raise ValueError(
             "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
@@ -89,16 +91,43 @@ def _check_outputs(outputs: int, classes: int | None) -> None:
         )
 
 
-def _check_test(trial: nn.Module, x: Tensor) -> None:
-    """What works on the clients may not on the test set: samples of another shape would end the run after its first round."""
+def _check_test(trial: nn.Module, test: Pair, loss: Loss, batch_size: int) -> None:
+    """What works on the clients may not on the test set: samples or labels of another kind would end the run after its first round."""
+    x, y = (t[:batch_size] for t in test)
     try:
         with torch.no_grad():
-            trial.eval()(x[:1])
+            float(loss(trial.eval()(x), y))
     except Exception as error:
         raise ValueError(
-            f"the model works on the clients' data, but not on the test set (x {x.dtype} {list(x.shape)}): "
+            f"the model and the loss work on the clients' data, but not on the test set ({_about(x, y)}): "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def check_smallest(model: nn.Module, population: Population, batch_size: int) -> None:
+    """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may have no variance."""
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return
+    rest = [(n - 1) % batch_size + 1 for n in population.sizes]  # samples of the last batch of an epoch
+    client = min(range(len(rest)), key=rest.__getitem__)
+    x = population.clients[client][0][: rest[client]]
+    devices = [x.device] if x.device.type == "cuda" else []
+    trial = copy.deepcopy(model).to(x.device).train()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            trial(x)
+    except Exception as error:
+        raise ValueError(
+            f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {population.sizes[client]} samples, and "
+            f"the model cannot train on so few: {type(error).__name__}: {error}. No batch is dropped: choose another batch_size, or "
+            "leave samples out"
+        ) from error
+
+
+def _about(x: Tensor, y: Tensor) -> str:
+    """Dtypes and shapes; integers as inputs are kept as they are, which is said where something fails."""
+    kept = "" if x.is_floating_point() else ": no floating-point inputs, which are not converted"
+    return f"x {x.dtype} {list(x.shape)}{kept}, y {y.dtype} {list(y.shape)}"
 
 
 def _check_loss(value: object) -> None:
