@@ -45,11 +45,47 @@ def peer(name, model, clients, active, folder):
     np.savez(folder / "problem.npz", lr=0.05, epochs=2, batch=5, rho=RHO, **arrays)
     command = [str(PYTHON), str(SCRIPT), name, str(folder / "problem.npz"), str(folder / "result.npz")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if "ModuleNotFoundError" in done.stderr:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
+    skip_where_it_cannot_be_imported(done)
     assert done.returncode == 0, done.stderr
     result = np.load(folder / "result.npz")
     return [torch.from_numpy(result[f"w{i}"]) for i in range(len(result.files))]
+
+
+def skip_where_it_cannot_be_imported(done):
+    """A library that is not there, or whose parts do not fit together, in the words of its last error."""
+    last = done.stderr.strip().splitlines()[-1] if done.returncode else ""
+    if last.startswith(("ModuleNotFoundError", "ImportError")):
+        pytest.skip(last)
+
+
+@pytest.mark.parametrize(
+    "raised", ["RuntimeError('operator torchvision::nms does not exist')", "ImportError('undefined symbol')"]
+)
+def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "datasets.py").touch()
+    (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import datasets\nraise {raised}\n")
+    words = "import federated_peers as p; p.without_torchvision(); import torchvision.transforms; from torchvision.datasets import MNIST"
+    path = os.pathsep.join([str(tmp_path), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"without torchvision: {raised.partition('(')[0]}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "last", ["ImportError: libcudart.so.99: no such file", "ModuleNotFoundError: No module named 'pfl'"]
+)
+def test_a_peer_that_cannot_be_imported_is_skipped_with_the_reason(last):
+    with pytest.raises(pytest.skip.Exception, match=last[:20]):
+        skip_where_it_cannot_be_imported(subprocess.CompletedProcess([], 1, stderr=f"Traceback ...\n{last}\n"))
+    skip_where_it_cannot_be_imported(subprocess.CompletedProcess([], 1, stderr="ValueError: ImportError\n"))
+    skip_where_it_cannot_be_imported(subprocess.CompletedProcess([], 0, stderr=f"{last}\n"))
 
 
 @pytest.mark.slow

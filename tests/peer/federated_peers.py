@@ -64,11 +64,15 @@ def fedlab(problem, handler, trainer):
 
 
 def without_torchvision():
-    """FedLab imports torchvision for data sets that are not used here; an empty module does where it is not installed."""
-    from importlib.util import find_spec
+    """FedLab imports torchvision for data sets that are not used here; an empty module does where there is none, or one of another torch."""
     from unittest.mock import MagicMock
 
-    if find_spec("torchvision") is None:
+    try:
+        import torchvision  # noqa: F401
+    except Exception as error:  # whatever a module of another build raises
+        print(f"without torchvision: {type(error).__name__}: {error}", file=sys.stderr)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         for name in ("torchvision", "torchvision.transforms", "torchvision.datasets"):
             sys.modules[name] = MagicMock()
 
