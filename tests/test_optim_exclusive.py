@@ -20,13 +20,23 @@ from torch.profiler import ProfilerActivity, profile
 from bench.kernel_cases import OPS
 from fastsam import FusedSAM, backends
 from fastsam.backends import Backend
+from fastsam.optim import exchange
 from fastsam_kernels import direct
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
 SHAPES: list[tuple[int, ...]] = [(5, 3), (8,), (), (0, 2), (70, 130)]
 HALF = torch.bfloat16
 compiled = next(b for b in backends.table() if (b.name, b.device) == ("native", "cpu"))
 native = pytest.mark.skipif(not compiled.available, reason=f"native on cpu: {compiled.reason}")
+
+
+@pytest.fixture
+def worth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors, which are quick to test with, are exchanged too; with `both_ways` also none."""
+    monkeypatch.setattr(exchange, "WORTH", getattr(request, "param", 0))
+
+
+both_ways = pytest.mark.parametrize("worth", [0, 1 << 40], ids=["exchanged", "in place"], indirect=True)
 
 
 def places(params: Sequence[Tensor]) -> list[int]:
@@ -169,6 +179,7 @@ def ends(opt: FusedSAM, params: list[nn.Parameter]) -> dict[str, Callable[[], An
     return {f.__name__: f for f in (restored, looked_at, unusable, not_finite, scaled, raising)}
 
 
+@both_ways
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("end", ends(None, []))  # type: ignore[arg-type]
 def test_a_step_without_an_update_leaves_everything(end: str, name: str) -> None:
@@ -207,6 +218,7 @@ def test_interrupted_at_any_line(base: type) -> None:
 # --- what happens between the passes ---
 
 
+@both_ways
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
 def test_copies_in_the_middle_of_a_step_go_on_alike(how: str, name: str) -> None:
@@ -230,6 +242,7 @@ def test_copies_in_the_middle_of_a_step_go_on_alike(how: str, name: str) -> None
     assert same_bits(model.params, other.params)
 
 
+@both_ways
 @pytest.mark.parametrize("what", ["group", "dtype", "moved", "half moved"])
 def test_changes_in_the_middle_of_a_step(what: str) -> None:
     """A parameter that somebody moves has left the exchange: its unperturbed weights follow it."""

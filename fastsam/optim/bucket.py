@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..arena import Arena, Layout, is_dense
 from ..ops import Kernels, bind, compute_dtype
+from .exchange import Exchange, pays
 from .gradients import present
 
 _is_contiguous = torch.Tensor.is_contiguous
@@ -27,6 +28,10 @@ class Selection:
         # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
         self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
         self.direct: Any = None  # the backend's shorter way to its kernels, once it was asked for
+        self.apart = None if bucket.apart is None else [bucket.apart[i] for i in slots]
+        self.exchange: Exchange | None = None  # None: the parameters stay in their memory
+        if self.apart and pays(self._z):
+            self.exchange = Exchange([bucket.params[i] for i in slots], aliases, self.apart)
 
     @property
     def z(self) -> list[Tensor]:
@@ -76,12 +81,12 @@ class Bucket:
             self.layout.gather(self.aliases, self.origin[0])
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
+        # The owner's promise: masters need no comparison, and parameters may have the memory of `origin` for a while.
+        self._trusting = exclusive and self.masters
+        self.apart = self.layout.views(self.origin[0]) if exclusive and not self.masters else None
         self.held: Selection = self.select(())
-        # The owner's promise: parameters may have the memory of `origin` for a while, and masters need no comparison.
-        self.exchanges, self._trusting = exclusive and not self.masters, exclusive and self.masters
-        self._perturbed = self.layout.views(self.origin[0]) if self.exchanges else None
         self.in_place = False
-        self._away: Selection | None = None  # parameters that have the memory of `origin`, or are on their way
+        self._away: Exchange | None = None  # of parameters that have the memory of `origin`, or are on their way
         self._versions: list[int] | None = None  # of the weights after the last update
         self._save = True
 
@@ -160,8 +165,7 @@ class Bucket:
             make = getattr(self.kernels, "direct", None)
             if make is None:
                 return None
-            apart = None if self._perturbed is None else [self._perturbed[i] for i in selection.slots]
-            selection.direct = make(selection.z, self.origin, selection.table, self.hyper, apart)
+            selection.direct = make(selection.z, self.origin, selection.table, self.hyper, selection.apart)
         return None if selection.direct is None or selection.direct.watched() else selection.direct
 
     def _bare(self, grads: Sequence[Tensor]) -> bool:
@@ -187,20 +191,15 @@ class Bucket:
     def _versions_now(self) -> list[int]:
         return [p._version for p in self.params]
 
-    def leave(self, selection: Selection) -> None:
+    def leave(self, exchange: Exchange) -> None:
         """Says that these parameters are about to get the memory of `origin`. Where that is interrupted, `come_home` ends it."""
-        self.in_place, self._away = True, selection
+        self.in_place, self._away = True, exchange
 
     def come_home(self) -> None:
         """Gives parameters their own memory back, but for those that somebody moved elsewhere."""
-        if self._away is None:
-            return
-        assert self._perturbed is not None
-        for i in self._away.slots:
-            if self.params[i].data_ptr() == self._perturbed[i].data_ptr():
-                self.params[i].data = self.aliases[i]
-        torch._C._increment_version(self.aliases)  # a graph that saved the perturbed weights then raises
-        self._away = None
+        if self._away is not None:
+            self._away.come_home()
+            self._away = None
 
     # --- the calls ---
 
@@ -235,10 +234,9 @@ class Bucket:
         if not self.in_place:
             direct.norm_perturb_(grads, sumsq, adaptive, self._save)
             return
-        assert self._perturbed is not None
+        assert selection.exchange is not None
         direct.norm_perturb_apart_(grads, sumsq, adaptive)
-        for i in selection.slots:
-            self.params[i].data = self._perturbed[i]
+        selection.exchange.leave()
 
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Saves the weights and leaves them: a perturbation whose norm is zero."""

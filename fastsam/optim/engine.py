@@ -71,8 +71,8 @@ class Engine:
                 bucket.perturb_(selection, grads, self._sum, seed)
         else:
             bucket, selection, grads = calls[0]
-            if bucket.exchanges:
-                bucket.leave(selection)
+            if selection.exchange is not None:
+                bucket.leave(selection.exchange)
             self.phase = Phase.PERTURBING
             bucket.norm_perturb_(direct, selection, grads, self._sum, self._scalars.adaptive)
         self.phase = Phase.PERTURBED

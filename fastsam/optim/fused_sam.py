@@ -55,7 +55,8 @@ class FusedSAM(Optimizer):
     exclusive
         a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step` to the end of the step, and
         nobody writes half-precision weights past their version counter (`p.data.add_(1)` does). With the compiled CPU kernels and parameters
-        of one dtype, perturbed weights then have memory of their own; master copies are not compared with the weights, on any backend.
+        of one dtype, perturbed weights may then have memory of their own; they do where the perturbed tensors have 65,536 elements or more
+        on average, since an exchange costs smaller ones more than it saves. Master copies are not compared with the weights, on any backend.
     base_options
         go to the base optimizer: lr, momentum, ...
 
