@@ -1,8 +1,9 @@
 """`FusedSAM` and what it stands on.
 
 `fused_sam` is the class; `parameters` says which tensors can be optimized, `rules` what the base optimizer's update is, `scalars` keeps
-the numbers of a step on the device, `bucket` gathers tensors into calls of the kernels, `memory` notices what happened to the parameters
-between steps, `checkpoint` is state dicts and pickling.
+the numbers of a step on the device, `bucket` gathers tensors into calls of the kernels, `exchange` lends parameters the memory of their
+perturbed weights, `memory` notices what happened to the parameters between steps, `saving` is state dicts and pickling, `checkpoint` what
+is in them.
 """
 
 from __future__ import annotations

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from .scalars import NUMBERS, OWN_OPTIONS, check_number
 
+OURS = ("base_optimizer", *OWN_OPTIONS, "backend", "check_finite", "stochastic_rounding", "exclusive")
+# What other libraries call torch's options.
+ELSEWHERE = {
+    "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay", "mom": "momentum",
+    "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas", "beta_2": "betas",
+}  # fmt: skip
+
 
 def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError for what is none
-    and for an option that is not a number."""
+    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError for what is none,
+    for an option that it does not have and for one that is not a number."""
     if factory in (SGD, Adam, AdamW):  # which compare before they look; others may take what they like
         for number, group in enumerate(groups):
             for name in NUMBERS:
                 if name in group:
                     check_number(group, name, number)
+    _refuse_unknown(factory, options)
     base = factory(groups, **options)
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")
@@ -33,6 +42,23 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
             f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with two passes"
         )
     return base
+
+
+def _refuse_unknown(factory: Callable[..., Optimizer], options: dict[str, Any]) -> None:
+    """Raises TypeError for an option that neither SAM nor the base optimizer has. One that takes any options decides itself."""
+    taken = inspect.signature(factory).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        return
+    for name in options:
+        if name not in taken:
+            known = [*list(taken)[1:], *OURS]  # the first are the parameters
+            meant = ELSEWHERE.get(name.lower())
+            close = [meant] if meant in known else get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            base = getattr(factory, "__name__", "the base optimizer")
+            raise TypeError(
+                f"unexpected keyword {name!r}: neither FusedSAM nor {base} has such an option (there are {', '.join(known)}){hint}"
+            )
 
 
 def unhooked_step(base: Optimizer) -> Callable[..., Any]:

@@ -18,13 +18,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .. import ops
 from . import parameters
 from .base import make_base, unhooked_step
-from .checkpoint import Loaded, pack
 from .engine import Call, Engine, Phase
 from .memory import parameters_of
+from .saving import Saving
 from .scalars import OWN_OPTIONS, check_flag, check_group
 
 
-class FusedSAM(Optimizer):
+class FusedSAM(Saving):
     """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base optimizer.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
@@ -270,93 +270,7 @@ class FusedSAM(Optimizer):
             self.param_groups.pop()
             raise
 
-    def state_dict(self) -> dict[str, Any]:
-        """torch's format, loadable into the base optimizer's class too; copies, which later steps do not change. Possible at any time: between
-        the two passes it holds the unperturbed weights, so that training can go on from there.
-        """
-        self._share()
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        params = parameters_of(self.param_groups)
-        perturbed = self._engine.phase is not Phase.IDLE
-        counter = self._engine.perturbations if self._engine.stochastic_rounding else None
-        state_dict = pack(self.base_optimizer.state_dict(), params, self._engine.saved(), perturbed, counter)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            result = post_hook(self, state_dict)
-            state_dict = state_dict if result is None else result
-        return state_dict
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of `FusedSAM` or of the base optimizer's class. One that was saved between the two passes leaves the optimizer
-        there: load the model's weights of the same moment too, and go on with the second pass, or `restore()`.
-
-        Raises ValueError for the state of another model or optimizer, RuntimeError while the weights are perturbed; nothing is changed then.
-        """
-        self._require(
-            Phase.IDLE,
-            "load_state_dict() while the weights are perturbed",
-            "call restore() first, then load model and optimizer",
-        )
-        self._share()
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            result = pre_hook(self, state_dict)
-            state_dict = state_dict if result is None else result
-        rule = self._engine.rule
-        loaded = Loaded(state_dict, self.param_groups, rule)
-        if rule is None:
-            self.base_optimizer.load_state_dict(loaded.for_base())
-            self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
-        else:
-            state = loaded.for_fused(rule)
-            self.state.clear()
-            self.state.update(state)
-            for group, new in zip(self.param_groups, loaded.groups, strict=True):
-                group.update(new)
-        self._engine.load(loaded.weights, loaded.perturbed)
-        self._engine.perturbations.fill_(loaded.perturbations)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._share()
-        saved = self._engine.saved()
-        return {
-            **super().__getstate__(),
-            "base_optimizer": self.base_optimizer,
-            "check_finite": self.check_finite,
-            "backend": self._engine.backend,
-            "stochastic_rounding": self._engine.stochastic_rounding,
-            "exclusive": self._engine.exclusive,
-            "perturbations": self._engine.perturbations.clone(),
-            "perturbed": self._engine.phase is not Phase.IDLE,
-            "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
-        rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
-        exclusive = state.pop("exclusive", False)  # pickles of older versions have none
-        super().__setstate__(state)
-        self._engine = Engine(self.base_optimizer, backend, rounding, exclusive)
-        self._engine.perturbations = perturbations
-        params = parameters_of(self.param_groups)
-        self._engine.load({p: weights for p, weights in zip(params, saved, strict=True) if weights}, perturbed)
-        self._share()
-
     # --- small things ---
-
-    def _require(self, phase: Phase, problem: str, remedy: str) -> None:
-        if self._engine.phase is not phase:
-            raise RuntimeError(f"{problem}; {remedy}")
-
-    def _share(self) -> None:
-        """The base optimizer works on the very groups and state of this one, also after somebody replaced them."""
-        base = self.base_optimizer
-        base.param_groups, base.state = self.param_groups, self.state
-        # A hook on either optimizer fires once per step.
-        base._optimizer_step_pre_hooks = self._optimizer_step_pre_hooks
-        base._optimizer_step_post_hooks = self._optimizer_step_post_hooks
 
     def _check_parameters(self) -> None:
         params = parameters_of(self.param_groups)

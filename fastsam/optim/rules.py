@@ -167,5 +167,5 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
     if type(optimizer) is torch.optim.SGD:
         return SGD
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
-        return None if any(group["amsgrad"] for group in optimizer.param_groups) else ADAM
+        return None if any(group.get("amsgrad") for group in optimizer.param_groups) else ADAM
     return None

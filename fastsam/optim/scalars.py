@@ -104,9 +104,12 @@ class Scalars:
             return True
         if torch.compiler.is_compiling():  # which guards on values, and has no identity of numbers
             return any(self._differs(group, seen) for group, seen in zip(groups, self._seen, strict=True))
-        if len(groups) == 1:
-            return any(map(is_not, self._read(groups[0]), self._seen[0]))
-        return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
+        try:
+            if len(groups) == 1:
+                return any(map(is_not, self._read(groups[0]), self._seen[0]))
+            return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
+        except KeyError:  # `read` says which
+            return True
 
     def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
         for value, old in zip(self._values(group), seen, strict=True):
@@ -121,6 +124,7 @@ class Scalars:
         """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device; then nothing changed."""
         rows, live = [], []
         for number, group in enumerate(groups):
+            self._check_complete(group, number)
             _check_radius(group, number)
             row = [0.0] * WIDTH
             for column, value in self._columns(group):
@@ -142,6 +146,14 @@ class Scalars:
         self.adaptive = any(bool(group["adaptive"]) for group in groups)
         # A list can be changed in place, so a group that holds one is read again in every step.
         self._seen = [tuple(object() if isinstance(v, list) else v for v in self._values(g)) for g in groups]
+
+    def _check_complete(self, group: Group, number: int) -> None:
+        missing = [name for name in self._options if name not in group]
+        if missing:
+            raise ValueError(
+                f"parameter group {number} has no {', '.join(missing)}, which every group needs; somebody took it away: set "
+                f"param_groups[{number}][{missing[0]!r}] again"
+            )
 
     def _columns(self, group: Group) -> Iterator[tuple[Column, Any]]:
         rho = group["rho"]
