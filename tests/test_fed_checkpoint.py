@@ -17,6 +17,7 @@ from test_fed_algorithms import same_bits
 
 from fastsam import fed
 from fastsam.fed.checkpoint import RunDirectory, RunState
+from fastsam.fed.lock import Lock
 from fastsam.fed.ranks import Ranks
 
 
@@ -307,7 +308,7 @@ def test_one_of_several_ranks_rescues_nothing(tmp_path):
     for size in (1, 2):
         path = tmp_path / f"{size}"
         (path / "checkpoint").mkdir(parents=True)
-        directory, _ = RunDirectory.open(path, True, {}, device, Ranks(0, size), lambda t: t)
+        directory, _ = RunDirectory.open(path, True, {}, device, Ranks(0, size), lambda t: t, Lock())
         directory.saved_round = 2
         directory.rescue(state)
         assert (path / "metrics.jsonl").exists() == (path / "checkpoint" / "manifest.json").exists() == (size == 1)

@@ -156,6 +156,10 @@ def broken(**methods):
     return type("Broken", (fed.Algorithm,), methods)()
 
 
+def closing(made):
+    return broken(close_client=lambda self, server, client, end, round: made(client, end.displacement))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
@@ -175,12 +179,72 @@ def broken(**methods):
             broken(local_step=lambda self, server, client, round: fed.LocalStep(q=torch.zeros(3))),
             r"LocalStep.q must be.*\[3\]",
         ),
+        (broken(local_step=lambda self, server, client, round: fed.LocalStep(q=0.1)), "LocalStep.q must be.*got float"),
+        (
+            broken(local_step=lambda self, server, client, round: None),
+            "must return a fastsam.fed.LocalStep, got NoneType",
+        ),
+        (broken(init_client=lambda self, server: None), "init_client must return a client's state.*got NoneType"),
+        (
+            broken(init_client=lambda self, server: {"k": 3}),
+            "init_client must .* dict of tensors, got dict with 'k': int",
+        ),
+        (closing(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))), "close_client .*dict with 'k': int"),
+        (closing(lambda client, delta: (client, fed.Upload({"delta": 1.0}))), "Upload.mean=.*dict with 'delta': float"),
+        (closing(lambda client, delta: (client, fed.Upload(total=[delta]))), "Upload.total=.*got list"),
     ],
 )
 def test_algorithms_that_break_the_contract(algorithm, words):
     with pytest.raises(Exception, match=words) as caught:
         fed.run(oracle.smooth_model(torch.float32), oracle.ragged_clients(torch.float32), algorithm, rounds=1)
     assert isinstance(caught.value, (ValueError, TypeError))
+
+
+def writing(where):
+    """Algorithms that write into what they are given, each in one of the functions."""
+
+    def init_client(self, server):
+        return {"k": torch.zeros(3)}
+
+    def local_step(self, server, client, round):
+        if where == "local_step":
+            client["k"].add_(1)
+        return fed.LocalStep()
+
+    def close_client(self, server, client, end, round):
+        if where == "close_client":
+            client["k"] += 1
+        return client, fed.Upload({"delta": end.displacement})
+
+    def step_server(self, server, sums, round):
+        if where == "step_server":
+            server["w"].add_(sums.mean("delta"))
+        return {"w": server["w"]}
+
+    functions = (init_client, local_step, close_client, step_server)
+    return broken(**{function.__name__: function for function in functions})
+
+
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("local_step", "client.'k'"), ("close_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
+)
+def test_writing_into_what_was_given_is_told(where, what):
+    """Clients that begin share one state: such a write would change that of the others."""
+    arguments = (oracle.smooth_model(), oracle.ragged_clients(), writing(where))
+    if where is None:
+        fed.run(*arguments, rounds=2)
+        return
+    with pytest.raises(ValueError, match=f"wrote into {what}., which is shared; it must return a new tensor"):
+        fed.run(*arguments, rounds=1)
+
+
+def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):
+    """What is left is the round before, from which another server_lr could go on."""
+    broke = broken(step_server=lambda self, server, sums, round: {"w": server["w"] / (1 - round.index)})
+    with pytest.raises(RuntimeError, match="round 2: the global model holds NaN or infinity after the server's step"):
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), broke, rounds=3, run_dir=tmp_path / "run")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_sum_that_nobody_sent_is_named():

@@ -15,17 +15,19 @@ from torch import nn
 from .. import backends
 from ..arena import Arena, Layout
 from . import clientstate, executors, memory, sampling, trial
-from .algorithms.base import Algorithm, Round, check_algorithm, check_server
+from .algorithms.base import Algorithm, Round
 from .atomic import write_json
 from .centralised import in_turn, pooled
 from .checkpoint import RunDirectory, RunState
 from .checks import choice
 from .clients import Population, prepare
+from .contract import check_algorithm, check_client, check_server, check_step
 from .environment import environment
 from .evaluate import Evaluator
 from .executors.base import Loss
 from .identity import describe, digest, hyperparameters, structure
 from .localstep import LocalStep
+from .lock import Lock
 from .loop import Loop, Progress
 from .measures import Measures, make
 from .ranks import joined as join
@@ -137,7 +139,7 @@ def run(
     }
     trained = memory.arranged(model, settings.memory_format, place, stacked=executor == "vmap" or compile)
     memory.keep_freed(place)
-    with join() as ranks, repeatable(place):
+    with join() as ranks, repeatable(place), Lock() as lock:
         tried = trial.attempt(trained, population, loss, batch_size)
         trial.check_buffers(tried, buffers)
         loop = _loop(trained, population, algorithm, settings, loss, tried, backend)
@@ -158,7 +160,7 @@ def run(
         if ranks.size > 1:
             ranks.agree(identity | settings.of_this_call() | {"weights": digest(model)})
         if run_dir is not None:
-            directory = _open(run_dir, resume, loop, identity, config, place)
+            directory = _open(run_dir, resume, loop, identity, config, place, lock)
         loop.run(directory, progress)
         stored = loop.nbytes()
     final = export(model, loop.view.layout, loop.state.server["w"], loop.state.buffers)
@@ -202,7 +204,7 @@ def _loop(
 
 def _check_surroundings(run_dir: Any, resume: Any, progress: Any) -> None:
     """Raises ValueError for a place or a listener that would be found useless after the first round, or never."""
-    if run_dir is not None and not isinstance(run_dir, (str, PathLike)):
+    if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")
     if choice("resume", resume, (True, False)) and run_dir is None:
         raise ValueError("resume=True continues what is in run_dir; name the directory")
@@ -229,7 +231,8 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
     """The constants of a first client, so that what an algorithm cannot work with is told before anything is written."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr, lr)
-    return algorithm.local_step(state.server, algorithm.init_client(state.server), about)
+    client = check_client(algorithm.init_client(state.server), "init_client")
+    return check_step(algorithm.local_step(state.server, client, about), state.server["w"])
 
 
 def _open(
@@ -239,10 +242,11 @@ def _open(
     identity: dict[str, Any],
     config: dict[str, Any] | None,
     place: torch.device,
+    lock: Lock,
 ) -> RunDirectory:
     """The run directory, new or continued; in the latter case the loop takes over its state."""
     ranks = loop.ranks
-    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt)
+    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt, lock)
     ranks.gather(None)  # everybody has looked before anybody writes
     if found is None:
         directory.start(

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .atomic import make_directory, write_bytes, write_json
+from .lock import Lock
 from .manifest import (
     FORMAT,
     VERSION,
@@ -72,8 +73,10 @@ class RunDirectory:
         device: torch.device,
         ranks: Ranks,
         adopt: Callable[[Tensor], Tensor],
+        lock: Lock,
     ) -> None:
         self.path, self.identity, self.device, self.ranks, self.adopt = path, dict(identity), device, ranks, adopt
+        self.lock = lock
         self.saved_round = -1  # none yet
         self._metrics_bytes = 0
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
@@ -88,20 +91,23 @@ class RunDirectory:
         device: torch.device,
         ranks: Ranks,
         adopt: Callable[[Tensor], Tensor],
+        lock: Lock,
     ) -> tuple[RunDirectory, RunState | None]:
         """The directory, and the state to continue from, on `device` (None: a new run). Writes nothing.
 
-        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU.
+        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU. lock: takes the directory.
 
-        Raises RunDirectoryError: the directory is not empty and `resume` is False; it is no run directory; its run had another identity
-        (the message names the key); a file of the checkpoint is missing, cut or not ours.
+        Raises RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is no run directory; its run had
+        another identity (the message names the key); a file of the checkpoint is missing, cut or not ours.
         """
-        directory = cls(Path(path), identity, device, ranks, adopt)
+        directory = cls(Path(path), identity, device, ranks, adopt, lock)
         if directory.path.exists() and not directory.path.is_dir():
             raise RunDirectoryError(f"{path} is a file, not a run directory; choose another run_dir")
         found = sorted(os.listdir(directory.path)) if directory.path.exists() else []
         if not found:
             return directory, None
+        if ranks.first:
+            lock.take(directory.path)
         if not resume:
             raise RunDirectoryError(
                 f"the run directory {path} exists and is not empty; continue its run with resume=True (the flag --resume), "
@@ -122,12 +128,19 @@ class RunDirectory:
         return self.path / "checkpoint" / "manifest.json"
 
     def start(self, state: RunState, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold, before that."""
+        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold, before that.
+
+        Raises RunDirectoryError when another run has begun there in the meantime.
+        """
         try:
             json.dumps(config)
         except TypeError as error:
             raise ValueError(f"config must hold what JSON can: {error}") from error
         make_directory(self.path)
+        if self.ranks.first:
+            self.lock.take(self.path)
+            if self._manifest.exists():
+                raise RunDirectoryError(f"another run has just begun in {self.path}; choose another run_dir")
         (self.path / "checkpoint").mkdir(exist_ok=True)
         if self.ranks.first:
             write_json(self.path / "config.json", config)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .aggregate import RoundSums
-from .algorithms.base import Algorithm, Round, State, Upload, is_elementwise
+from .algorithms.base import Algorithm, Round, State, is_elementwise
 from .checkpoint import RunState
 from .clients import IGNORED, Population
 from .clientstate import ClientStates
+from .contract import Unwritten, check_closed, numbers
 from .exchange import Exchange
 from .executors import Task, Work
 from .localstep import LocalStep, RowEnd, RowEnds
@@ -65,6 +66,8 @@ class Cohort:
         self.steps = self.backprops = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, LocalStep] | None = None
+        self.lent = Unwritten()
+        self.lent.lend("server", before.server)
         default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
         whole = measures is None and settings.clip_update is None  # nothing looks at single ends
         self._plain = whole and default
@@ -105,6 +108,7 @@ class Cohort:
         self._open |= known
         if len(known) < len(clients) and self._first is None:
             state = self.algorithm.init_client(server)
+            self.lent.lend("client", state)
             self._first = state, self.algorithm.local_step(server, state, self.about)
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
@@ -181,19 +185,16 @@ class Cohort:
             end = replace(end, displacement=shortened(end.displacement, self.settings.clip_update))
         # A copy of the dict: what comes back is then a new state, even if the algorithm wrote into what it was given.
         known = dict(self._open.pop(end.client, {}))
-        state, upload = self.algorithm.close_client(self.before.server, known, end, self.about)
-        if not isinstance(state, dict) or not isinstance(upload, Upload):
-            raise ValueError(
-                f"close_client must return (client state, Upload), got ({type(state).__name__}, {type(upload).__name__})"
-            )
+        state, upload = check_closed(self.algorithm.close_client(self.before.server, known, end, self.about))
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and end.buffers is not None:
             mean[BUFFERS] = end.buffers
-        numbers = {"loss": float(end.loss), "seen": float(end.seen)}
+        sent = {"loss": float(end.loss), "seen": float(end.seen)}
         if self.measures is not None:
-            numbers |= self.measures.client(self.before.server, end, self.about)
+            found = numbers(self.measures.client(self.before.server, end, self.about), "client()", sent)
+            sent |= {name: value for name, value in found.items() if value is not None}
         problem = _problem(end, [*mean.values(), *upload.total.values()])
-        problem = problem or self.sums.add_(self.weights[end.client], mean, upload.total, numbers)
+        problem = problem or self.sums.add_(self.weights[end.client], mean, upload.total, sent)
         self._keep(end.client, state, problem)
 
     def _keep(self, client: int, state: State, problem: str | None) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from . import sampling
-from .algorithms.base import Algorithm, Round, check_server
+from .algorithms.base import Algorithm, Round
 from .checkpoint import RunDirectory, RunState
 from .clients import Population
 from .clientstate import ClientStates
 from .cohort import BUFFERS, Cohort
+from .contract import check_finite, check_server, numbers
 from .evaluate import Evaluator
 from .exchange import Exchange
 from .executors import Choice
@@ -109,6 +110,8 @@ class Loop:
         server = check_server(
             self.algorithm.step_server(state.server, cohort.sums, about), state.server["w"], "step_server"
         )
+        check_finite(server["w"], t + 1, settings.server_lr)
+        cohort.lent.check()
         trained = time.perf_counter() - began
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
@@ -116,11 +119,11 @@ class Loop:
         if self.ranks.first:
             record: dict[str, Any] = {"round": t + 1, "lr": about.lr, **cohort.record()}
             record |= self._evaluate(server["w"], buffers, t + 1) | self._traffic(len(active))
+            own = {"backprops": cohort.backprops, "excluded": cohort.excluded_list(), "seconds_training": trained}
             if self.measures is not None:
-                record |= self.measures.round(state.server, server, cohort.sums, about)
-            record |= {"backprops": cohort.backprops, "excluded": cohort.excluded_list()}
-            record |= {"seconds_training": trained, "seconds": time.perf_counter() - began}
-            state.history.append(record)
+                found = self.measures.round(state.server, server, cohort.sums, about)
+                record |= numbers(found, "round()", {*record, *own, "seconds"})
+            state.history.append(record | own | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
 

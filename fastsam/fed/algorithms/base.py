@@ -138,36 +138,6 @@ class Algorithm:
         return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
 
 
-_METHODS = ("init_server", "init_client", "local_step", "close_client", "step_server")
-
-
-def check_algorithm(algorithm: object) -> None:
-    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm` (it need not derive from it)."""
-    if isinstance(algorithm, type):
-        raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
-    missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
-    missing += [a for a in ("down", "up") if not isinstance(getattr(algorithm, a, None), (int, float))]
-    if missing:
-        raise ValueError(
-            f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
-            "derive its class from fastsam.fed.Algorithm"
-        )
-
-
-def check_server(server: object, like: Tensor, who: str) -> State:
-    """The server's state. Raises ValueError unless it is a dict of tensors whose "w" is a row like the one before."""
-    if not isinstance(server, dict) or not all(isinstance(t, Tensor) for t in server.values()) or "w" not in server:
-        raise ValueError(
-            f"{who} must return a dict of tensors with the global model as 'w', got {type(server).__name__}"
-        )
-    w = server["w"]
-    if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
-        raise ValueError(
-            f"{who} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} {list(w.shape)} on {w.device}"
-        )
-    return server
-
-
 def moved(w: Tensor, by: Tensor) -> Tensor:
     """`w + by` (`by` is float64: sums are), added in float64 and rounded once to the dtype of `w`."""
     return (w.double() + by).to(w.dtype)
