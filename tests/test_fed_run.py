@@ -170,6 +170,25 @@ def test_importing_is_light():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize("executor", ["vmap", "threads"])
+def test_nothing_heavy_is_imported_in_a_round(executor):
+    """The first run of a process, often that of the baseline, would seem slower than the others."""
+    code = f"""
+import sys, oracle
+from fastsam import fed
+known = []
+def sampler(t, generator):
+    known.append(set(sys.modules))
+    return [0, 1]
+fed.run(oracle.smooth_model(), oracle.ragged_clients(), fed.FedSAM(), rounds=2, executor={executor!r}, sampler=sampler)
+print(len([m for m in known[1] - known[0] if m.startswith("torch.")]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+    )
+    assert int(done.stdout) < 50
+
+
 def test_public_names():
     pages = "".join(path.read_text() for path in (Path(__file__).parents[1] / "docs").glob("*.md"))
     for name in fed.__all__:

@@ -34,6 +34,9 @@ class StackedPasses:
     """
 
     def __init__(self, replica: Replica, layout: Layout, setup: Setup) -> None:
+        # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round of a process.
+        import torch._dynamo  # noqa: F401
+
         self.module, self.layout, self.loss = replica.module, layout, setup.loss
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.own = replica.parameters
