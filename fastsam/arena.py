@@ -85,7 +85,7 @@ class Layout:
     def subtable(self, slots: Sequence[int]) -> Tensor:
         """The table of some of the segments, for a call that leaves the others untouched."""
         rows = [(self.segments[i].offset, self.segments[i].length, self.segments[i].group, i) for i in slots]
-        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def views(self, row: Tensor) -> list[Tensor]:
         """One view per segment of `row` (`[stride]` or `[rows, stride]`), shaped and strided like the tensor it stands for."""

@@ -53,7 +53,8 @@ class Direct:
         if apart is not None:
             # Where the weights are in origin's place, offsets count from the first of them.
             first, moved = min((_address(w) for w in z if w.numel()), default=0), table.clone()
-            moved[:, 0] = torch.tensor([(_address(w) - first) // w.element_size() if w.numel() else 0 for w in z])
+            offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in z]
+            moved[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
             self._apart_at = self._frame(apart, moved, hyper, z[0].dtype, first)
             self._in_place_at = self._frame(z, table, hyper, z[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(z)}q").pack_into, self._places, 0)

@@ -65,7 +65,7 @@ def _function() -> tuple[ctypes.Array[Any], Any]:
 
 def _word() -> int:
     """Which word of a tensor's Python object points to its implementation. Raises AttributeError when none does."""
-    probe = torch.empty(0)
+    probe = torch.empty(0, device="cpu")
     words = (ctypes.c_int64 * (Tensor.__basicsize__ // 8)).from_address(id(probe))
     if probe._cdata not in words[2:]:  # behind the reference count and the class
         raise AttributeError("a tensor's Python object does not point to its implementation")
@@ -76,9 +76,9 @@ def _word() -> int:
 def why_not() -> str | None:
     """What is missing: parts of it are private to torch, so it is tried first. None when it serves."""
     try:
-        p, places, entry = torch.nn.Parameter(torch.ones(2, 3)), _words([0]), object()
+        p, places, entry = torch.nn.Parameter(torch.ones(2, 3, device="cpu")), _words([0]), object()
         look = Look([p], [entry], [p.detach()], places)
-        p.grad = torch.ones(2, 3)
+        p.grad = torch.ones(2, 3, device="cpu")
         found = look([p], [entry])
         if found is None or found[0] is not p.grad or places[0] != p.grad.data_ptr():
             return "this torch's tensors are laid out otherwise"

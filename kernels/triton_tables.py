@@ -78,7 +78,10 @@ class Reserve:
         if self._memory is None or self._used + numbers > self._memory.numel():
             if self._memory is not None:
                 self._full.append(self._memory)
-            self._memory, self._used = torch.empty(max(numbers, RESERVE), dtype=torch.int64, pin_memory=True), 0
+            self._memory, self._used = (
+                torch.empty(max(numbers, RESERVE), dtype=torch.int64, device="cpu", pin_memory=True),
+                0,
+            )
 
     def take(self, values: Tensor) -> Tensor:
         """A pinned copy of `values` that stays."""
@@ -151,9 +154,9 @@ def plan_of(table: Tensor, device: torch.device) -> Plan:
 def _make_plan(table: Tensor, device: torch.device) -> Plan:
     chunk = CHUNK.value
     counts = (table[:, 1] + (chunk - 1)) // chunk
-    segment = torch.repeat_interleave(torch.arange(table.shape[0]), counts)
+    segment = torch.repeat_interleave(torch.arange(table.shape[0], device=table.device), counts)
     first = torch.cumsum(counts, 0) - counts
-    begin = (torch.arange(segment.numel()) - first[segment]) * chunk
+    begin = (torch.arange(segment.numel(), device=table.device) - first[segment]) * chunk
     both = upload(torch.cat([torch.stack([segment, begin], 1).flatten(), table.flatten()]), device)
     chunks, records = both.split([2 * segment.numel(), table.numel()])
     lengths = tuple(table[:, 1].tolist())
@@ -175,7 +178,7 @@ def _make_addresses(
     pointers: tuple[int, ...], strides: tuple[int, ...], itemsize: int, device: torch.device
 ) -> Addresses:
     aligned = all(p % ALIGNMENT == 0 for p in pointers) and all(s * itemsize % ALIGNMENT == 0 for s in strides)
-    return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64), device), aligned)
+    return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64, device="cpu"), device), aligned)
 
 
 def field_of(field: Tensor, rows: int) -> Operand:

@@ -100,8 +100,9 @@ def test_a_hook_that_raises_leaves_the_step_unmade() -> None:
     opt.first_step()
     with pytest.raises(ValueError, match="not now"):
         opt.second_step()
-    opt.restore()
-    assert same_bits(before, params)
+    assert same_bits(before, params), "whatever is raised inside second_step, the weights are back"
+    with pytest.raises(RuntimeError, match="nothing to restore"):
+        opt.restore()
     handle.remove()
     opt.step(closure_of(params))
 

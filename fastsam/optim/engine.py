@@ -42,7 +42,8 @@ class Engine:
     ) -> None:
         self.base, self.backend = base, backend
         self.stochastic_rounding, self.exclusive = stochastic_rounding, exclusive
-        self.perturbations = torch.zeros(1, dtype=torch.int64)  # so many were made: the seed of the next one's rounding
+        # So many were made: the seed of the next one's rounding.
+        self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
         self.phase = Phase.IDLE
         self.sumsq: Tensor | None = None  # float64 [1]: squared norm of the last first gradient

@@ -63,9 +63,8 @@ class FusedSAM(Saving):
     Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot serve.
     """
 
-    _step_supports_amp_scaling = (
-        True  # a GradScaler leaves unscaling and skipping to `step`, which restores the weights
-    )
+    # A GradScaler leaves unscaling and skipping to `step`, which restores the weights.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -86,11 +85,8 @@ class FusedSAM(Saving):
                 f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}"
             )
         parameters.check_given(params)
-        for name, flag in (
-            ("check_finite", check_finite),
-            ("stochastic_rounding", stochastic_rounding),
-            ("exclusive", exclusive),
-        ):
+        flags = {"check_finite": check_finite, "stochastic_rounding": stochastic_rounding, "exclusive": exclusive}
+        for name, flag in flags.items():
             check_flag(name, flag)
         self.check_finite = check_finite
         super().__init__(params, {"rho": rho, "adaptive": adaptive, "eta": eta, **base_options})
@@ -145,7 +141,14 @@ class FusedSAM(Saving):
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
-        return (self._observed_step if self._observed() else self._step)(closure)
+        if not self._observed():
+            return self._step(closure)
+        self._require_turn(closure)
+        try:
+            return self._observed_step(closure)
+        except BaseException:
+            self._engine.recover_()  # when a hook raised before the step
+            raise
 
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered when somebody looks.
     step.hooked = True  # type: ignore[attr-defined]
@@ -155,7 +158,7 @@ class FusedSAM(Saving):
         after, everywhere_after = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
         return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
 
-    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _require_turn(self, closure: Callable[[], Any] | None) -> None:
         if closure is None:
             self._require(
                 Phase.PERTURBED,
@@ -169,6 +172,9 @@ class FusedSAM(Saving):
                 "call second_step(), or restore() first",
             )
             self._refuse_scaled_closure()
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        self._require_turn(closure)
         self._share()
         try:
             return self._second_pass() if closure is None else self._both_passes(closure)
@@ -216,7 +222,8 @@ class FusedSAM(Saving):
         return loss
 
     def _second_pass(self) -> None:
-        self.base_optimizer._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the base optimizer
+        if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
+            self.base_optimizer._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the base optimizer
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         calls = self._engine.look()

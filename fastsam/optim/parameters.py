@@ -107,7 +107,7 @@ def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, i
     if not cluster or (len(cluster) == 1 and is_dense(params[cluster[0][2]])):
         return
     start, end = cluster[0][0], max(span[1] for span in cluster)
-    covered = torch.zeros(end - start, dtype=torch.uint8)
+    covered = torch.zeros(end - start, dtype=torch.uint8, device="cpu")
     total = 0
     for begin, _, i in cluster:
         p, size = params[i], params[i].element_size()

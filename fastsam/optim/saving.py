@@ -99,7 +99,7 @@ class Saving(Optimizer):
     def _share(self) -> None:
         """The base optimizer works on the very groups and state of this one, also after somebody replaced them."""
         base = self.base_optimizer
-        base.param_groups, base.state = self.param_groups, self.state
         # A hook on either optimizer fires once per step.
-        base._optimizer_step_pre_hooks = self._optimizer_step_pre_hooks
-        base._optimizer_step_post_hooks = self._optimizer_step_post_hooks
+        for name in ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if getattr(base, name) is not getattr(self, name):  # torch.compile cannot write it with torch 2.11
+                setattr(base, name, getattr(self, name))

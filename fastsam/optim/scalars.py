@@ -84,7 +84,7 @@ class Scalars:
 
     def __init__(self, rule: Rule | None, groups: Sequence[Group], device: torch.device) -> None:
         self.rule = rule
-        self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64)
+        self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
         if rule is None and all("maximize" in group for group in groups):

@@ -157,7 +157,7 @@ class FusedUpdate:
             if value is None:
                 view.zero_()
             elif value is not view:
-                view.copy_(torch.as_tensor(value).detach())
+                view.copy_(torch.as_tensor(value, device=view.device).detach())
         if found and entry is not None:
             entry.update(views)
         return found
