@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -312,3 +314,22 @@ def test_one_of_several_ranks_rescues_nothing(tmp_path):
         directory.saved_round = 2
         directory.rescue(state)
         assert (path / "metrics.jsonl").exists() == (path / "checkpoint" / "manifest.json").exists() == (size == 1)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """The file that did not fit is named, and takes no room; with some again, the run goes on in the same bits."""
+    full, real = [], os.fsync
+
+    def fsync(descriptor):
+        if full and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run/.*'"):
+        start(tmp_path / "run", progress=lambda record: full.append(record["round"] == 1))
+    assert not list(tmp_path.rglob("*.tmp"))
+    full.clear()
+    start(tmp_path / "run", resume=True)
+    start(tmp_path / "whole")
+    assert records(tmp_path / "run") == records(tmp_path / "whole")

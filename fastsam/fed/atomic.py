@@ -9,12 +9,19 @@ from typing import Any
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces a file in one step: after a kill, or a power cut, it holds the old or the new content."""
+    """Replaces a file in one step: after a kill, or a power cut, it holds the old or the new content.
+
+    Raises OSError that names the file, a full disk for one; what was there is then as it was.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # the room that it has taken is of use
+        raise OSError(error.errno, error.strerror, str(path)) from error
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
