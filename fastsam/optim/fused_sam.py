@@ -223,7 +223,6 @@ class FusedSAM(Saving):
 
     def _second_pass(self) -> None:
         if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
-            if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
             self.base_optimizer._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the base optimizer
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
