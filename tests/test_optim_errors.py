@@ -41,6 +41,32 @@ def test_calls_out_of_order(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("base", [SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize(("call", "method"), [(1, "first_step"), (2, "second_step"), (2, "restore")])
+@pytest.mark.parametrize("exclusive", [False, True])
+def test_a_closure_that_makes_the_step_itself(
+    exclusive: bool, call: int, method: str, base: Any, backend: Backend
+) -> None:
+    params = make_parameters([(5,), (3,)], torch.float32, backend.device)
+    opt = FusedSAM(params, base, lr=0.1, rho=0.3, backend=backend.name, exclusive=exclusive)
+    opt.step(closure_of(params))
+    calls: list[list[torch.Tensor]] = []
+
+    def closure() -> float:
+        backward(params, 0)
+        calls.append(copies(params))
+        if len(calls) == call:
+            getattr(opt, method)()
+            calls.append(copies(params))
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="closure made a part of the step itself; leave first_step"):
+        opt.step(closure)
+    # Wholly made, where the closure made it; otherwise not made.
+    assert same_bits(params, calls[-1] if method == "second_step" else calls[0])
+    opt.step(closure_of(params))
+
+
+@pytest.mark.parametrize("base", [SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("bad_pass", [1, 2])
 def test_sparse_gradients(base: Any, bad_pass: int, backend: Backend) -> None:
     params = make_parameters([(5, 2), (4, 3)], torch.float32, backend.device)

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from .memory import parameters_of
 from .scalars import NUMBERS, OWN_OPTIONS, check_number
 
 OURS = ("base_optimizer", *OWN_OPTIONS, "backend", "check_finite", "stochastic_rounding", "exclusive")
@@ -65,3 +68,11 @@ def unhooked_step(base: Optimizer) -> Callable[..., Any]:
     """The base optimizer's step without the hooks that torch puts around it: ours fire already."""
     step = type(base).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def unscale_(base: Optimizer, grad_scale: Tensor) -> None:
+    """Divides the gradients of all parameters."""
+    for p in parameters_of(base.param_groups):
+        if p.grad is not None:
+            p.grad.div_(grad_scale)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from .. import ops
 from . import parameters
-from .base import make_base, unhooked_step
+from .base import make_base, unhooked_step, unscale_
 from .engine import Call, Engine, Phase
 from .memory import parameters_of
 from .saving import Saving
@@ -213,12 +213,19 @@ class FusedSAM(Saving):
 
     def _both_passes(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
-            self._clear_gradients()
-            loss = closure()
+            loss = self._pass(closure, Phase.IDLE)
             self._engine.perturb_()
-            self._clear_gradients()
-            closure()
+            self._pass(closure, Phase.PERTURBED)
         self._second_pass()
+        return loss
+
+    def _pass(self, closure: Callable[[], Any], phase: Phase) -> Any:
+        """What the closure returns, called with cleared gradients, in this phase from beginning to end."""
+        for p in parameters_of(self.param_groups):
+            p.grad = None
+        loss = closure()
+        problem = "the closure made a part of the step itself"
+        self._require(phase, problem, "leave first_step() and all that follows to step(closure)")
         return loss
 
     def _second_pass(self) -> None:
@@ -240,15 +247,8 @@ class FusedSAM(Saving):
         if found_inf is not None and found_inf.item() != 0:
             return
         if grad_scale is not None:
-            with torch.no_grad():
-                for p in parameters_of(self.param_groups):
-                    if p.grad is not None:
-                        p.grad.div_(grad_scale)
+            unscale_(self.base_optimizer, grad_scale)
         unhooked_step(self.base_optimizer)(self.base_optimizer)
-
-    def _clear_gradients(self) -> None:
-        for p in parameters_of(self.param_groups):
-            p.grad = None
 
     # --- what surrounds a step ---
 
