@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import oracle
@@ -170,6 +171,55 @@ def sparse():
 def test_models_and_losses(model, options, words):
     with pytest.raises(ValueError, match=words):
         start(model=model(), **options)
+
+
+class Holds(nn.Module):
+    """A model with something that no deep copy can have."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.inner, self.what = nn.Linear(6, 3), what
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("what", [threading.Lock(), torch.ones(2, requires_grad=True) * 2], ids=["lock", "no leaf"])
+def test_a_model_that_cannot_be_copied(what):
+    with pytest.raises(
+        ValueError, match="the model cannot be copied .*: (TypeError: cannot pickle|RuntimeError: Only)"
+    ):
+        start(Holds(what))
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:The .grad attribute")
+def test_a_model_that_no_gradient_reaches():
+    """It would run to the end, and be what it was at the start."""
+    with pytest.raises(
+        ValueError, match="no trainable parameter of the model gets a gradient .a torch.jit.script model"
+    ):
+        start(torch.jit.script(oracle.smooth_model(torch.float32)))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_gradients_that_are_switched_off(off):
+    with off(), pytest.raises(ValueError, match="gradients are switched off around the call"):
+        start()
+
+
+class Scaled(nn.Module):
+    def __init__(self, trained):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=trained)
+
+    def forward(self, scores, y):
+        return F.cross_entropy(scores * self.scale, y)
+
+
+def test_a_loss_with_parameters_of_its_own():
+    with pytest.raises(ValueError, match="loss has trainable parameters .scale., which no run trains"):
+        start(loss=Scaled(trained=True))
+    start(loss=Scaled(trained=False))
 
 
 def test_sparse_gradients():

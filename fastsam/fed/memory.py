@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 
 import torch
 from torch import Tensor, nn
+
+from .replica import copied
 
 log = logging.getLogger("fastsam.fed")
 
@@ -34,7 +35,7 @@ def arranged(model: nn.Module, asked: str, device: torch.device, stacked: bool) 
         log.info("memory format %r: %s", asked, reason)
     if asked == PRESERVE or all(p.dim() != 4 for p in model.parameters()):
         return model
-    made = copy.deepcopy(model)
+    made = copied(model)
     for p in made.parameters():
         if p.dim() == 4:
             # Not contiguous(): a weight of one input channel would keep its strides, and convolutions go by the strides.

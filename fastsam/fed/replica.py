@@ -45,11 +45,21 @@ def check_model(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy. Raises ValueError for a model that has none, with the reason."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot be copied (copy.deepcopy), and clients train on copies: {type(error).__name__}: {error}"
+        ) from error
+
+
 class Replica:
     """A deep copy of a model on `device`, with the trainable parameters in `row` (`[stride]`, of the layout)."""
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
-        self.module = copy.deepcopy(model).to(row.device)
+        self.module = copied(model).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
         self.buffers = list(self.module.buffers())
@@ -76,7 +86,7 @@ class Replica:
 
 def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
     """A copy of the user's model, where it was, with these weights (`[stride]`) and buffers; nothing of it is a view of ours."""
-    made = copy.deepcopy(model)
+    made = copied(model)
     with torch.no_grad():
         for parameter, view in zip(trainable(made), layout.views(weights), strict=True):
             parameter.copy_(view)

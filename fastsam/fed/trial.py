@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .clients import IGNORED, Population, check_labels
 from .executors.base import Loss
-from .replica import trainable
+from .replica import copied, trainable
 from .store import Pair
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
@@ -38,11 +37,14 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     """
     client = max(range(len(population.clients)), key=lambda i: len(population.clients[i][1]))
     x, y = (t[:batch_size] for t in population.clients[client])
-    trial = copy.deepcopy(model).to(x.device)
+    trial = copied(model).to(x.device)
     devices = [x.device] if x.device.type == "cuda" else []
     if not callable(loss) or isinstance(loss, type):
         hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
         raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
+    if isinstance(loss, nn.Module) and trainable(loss):
+        names = ", ".join(name for name, p in loss.named_parameters() if p.requires_grad)
+        raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
     with torch.random.fork_rng(devices):
         try:
             with torch.no_grad():
@@ -61,6 +63,7 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             value = loss(trial.train()(x), y)
             _check_loss(value)
             value.backward()
+            _check_gradients(trainable(trial))
             draws = not all(map(torch.equal, states, _generator_states(x.device)))
         except (ValueError, KeyboardInterrupt):
             raise
@@ -71,10 +74,6 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
         changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
         if population.test is not None:
             _check_test(trial, population.test, loss, batch_size)
-    if any(p.grad is not None and p.grad.is_sparse for p in trainable(trial)):
-        raise ValueError(
-            "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
-        )
     return Trial(labels and y.dim() == 1, changed, draws, (x, y))
 
 
@@ -112,7 +111,7 @@ def check_smallest(model: nn.Module, population: Population, batch_size: int) ->
     client = min(range(len(rest)), key=rest.__getitem__)
     x = population.clients[client][0][: rest[client]]
     devices = [x.device] if x.device.type == "cuda" else []
-    trial = copy.deepcopy(model).to(x.device).train()
+    trial = copied(model).to(x.device).train()
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             trial(x)
@@ -135,7 +134,25 @@ def _check_loss(value: object) -> None:
         got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss(model(x), y) must be a scalar tensor (the mean over the batch), got {got}")
     if not value.requires_grad:
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "gradients are switched off around the call (torch.no_grad, torch.inference_mode?); call outside of it"
+            )
         raise ValueError("the loss does not depend on the model's trainable parameters (it has no gradient)")
+
+
+def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """What a backward pass left: nothing would be trained without gradients, nor with some that cannot be read."""
+    # Of a scripted model's copy the parameters are no leaves: asking for their gradients would warn.
+    gradients = [p.grad for p in parameters if p.is_leaf]
+    if all(g is None for g in gradients):
+        raise ValueError(
+            "no trainable parameter of the model gets a gradient (a torch.jit.script model?); hand over the module that it was made of"
+        )
+    if any(g is not None and g.is_sparse for g in gradients):
+        raise ValueError(
+            "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
+        )
 
 
 def _same(a: Tensor, b: Tensor | None) -> bool:
