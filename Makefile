@@ -115,8 +115,8 @@ bench-fed: $(VENV)/.has-fastsam $(VENV)/.has-tests $(PEER_NAMES:%=$(PEERS)/%/.re
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.
-gpu: ## build, test, sanitize and measure on a GPU in nine minutes; without one, the parts that need none
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu)
+gpu: ## build, test, sanitize and measure on a GPU in nine minutes; without one, the parts that need none. ARGS="--parts federated,triton"
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
 clean: ## remove what was built; environments and runs stay
 	rm -rf build dist *.egg-info kernels/*.so kernels/native.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

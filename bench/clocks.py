@@ -26,6 +26,7 @@ class Machine:
         self._target = torch.zeros(elements, device=device)
         # Only read: a cache full of changed lines would be written back on the time of what is measured.
         self._sweep = torch.ones(ROTATION * self.cache_bytes // 4, device=device)
+        self._captures: torch.cuda.Stream | None = None
 
     def begin(self, body: Callable[[], object], cold: bool = False) -> Callable[[], float]:
         """Runs `body`, where asked for with caches that hold nothing of it; returns what says, after `wait`, how many seconds it took:
@@ -59,11 +60,14 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """`body`, which has run before, as a CUDA graph; returns its replay."""
+        """`body`, which has run before, as a CUDA graph; returns its replay. Raises what `body` raises, or torch's RuntimeError; another
+        capture may follow."""
+        from fastsam.fed.executors.cuda import Cuda
+
         self.wait()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            body()
+        cuda = Cuda(self.device)
+        self._captures = self._captures or cuda.stream()
+        graph = cuda.capture(body, self._captures)
         graph.replay()
         self.wait()
         return graph.replay

@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
     failed = False
     for part in arguments.parts:
         if part == "gpu":
-            content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, arguments.out)
+            write = partial(_write_part, arguments.out, content, part)
+            content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, arguments.out, write)
             failed |= any(s["problem"] not in ("", "no time left") for s in content["parts"][part]["series"])
             continue
         if part == "share":
@@ -150,6 +152,11 @@ def main(argv: list[str] | None = None) -> int:
             _write(arguments.out, content)
     _write(arguments.out, content)
     return int(failed)
+
+
+def _write_part(out: Path | None, content: dict[str, Any], part: str, found: dict[str, Any]) -> None:
+    content["parts"][part] = found
+    _write(out, content)
 
 
 def _write(out: Path | None, content: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ Standard library only, so that whatever is broken in the environment is reported
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -32,10 +33,13 @@ if not __package__:  # started as a script, Python looks for modules beside this
 from bench import kernel_report
 from bench.gpu_facts import ROOT, facts
 
-PACKAGES = ("fastsam", "csrc", "bench", "tests")  # copied as they are; kernels/ under its installed name
+# Copied as they are; kernels/ comes under its installed name. The last three are read by tests when they are collected.
+PACKAGES = ("fastsam", "csrc", "bench", "tests", "tools", "docs", "examples")
 TOTAL_SECONDS = 530
+GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
 PATIENCE = 3  # times as long for everything where there is no GPU: nobody waits for it, and the machine may be small
 LIMIT = "SECONDS"  # stands in a command for the time that the part has, less what it needs to end
+INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # what Python says of it
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
 
@@ -109,11 +113,13 @@ def _build(place: Place) -> list[str]:
 
 def _pytest(*arguments: str) -> Callable[[Place], list[str]]:
     parallel = ["-n", str(min(os.cpu_count() or 1, 8))] if importlib.util.find_spec("xdist") else []
-    return lambda place: [sys.executable, "-m", "pytest", "-q", "-ra", *parallel, *arguments]
+    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", *parallel]
+    return lambda place: [sys.executable, "-m", "pytest", "-q", "-ra", *options, *arguments]
 
 
 def _sanitize(tool: str) -> Callable[[Place], list[str]]:
-    options = ["--tool", tool, "--error-exitcode", "9"]
+    # Errors of the API are raised anyway; torch also tries what a driver may refuse.
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     return lambda place: [str(_sanitizer()), *options, sys.executable, str(place.work / "tests/gpu/sanitized.py")]
 
 
@@ -169,15 +175,16 @@ def run_part(part: Part, place: Place, later: Sequence[Part] = ()) -> Outcome:
         return outcome
     limit = min(part.seconds * place.patience, remaining)
     argv = [word.replace(LIMIT, str(int(0.8 * limit))) for word in part.argv(place)]
-    outcome.command = (
-        shlex.join([Path(argv[0]).name, *argv[1:]]).replace(str(place.work), ".").replace(str(place.out), "OUT")
-    )
+    words = [Path(argv[0]).name, *argv[1:]]
+    outcome.command = shlex.join(words).replace(str(place.work), ".").replace(str(place.out), "OUT")
     log = place.out / "log.txt"
     with open(log, "a") as file:
         file.write(f"\n===== {part.name}: {outcome.command}\n")
     start, offset = time.monotonic(), log.stat().st_size
     outcome.state, outcome.reason = _execute(argv, place, part.env, limit)
     outcome.seconds = round(time.monotonic() - start, 1)
+    for half in place.out.glob("part-*"):  # of a file that was being written when the part was stopped
+        half.unlink()
     with open(log, errors="replace") as file:
         file.seek(offset)
         outcome.result = last_word(file.read())
@@ -185,14 +192,14 @@ def run_part(part: Part, place: Place, later: Sequence[Part] = ()) -> Outcome:
 
 
 def last_word(output: str) -> str:
-    """The last line that is not blank or indented, without colours and rules."""
+    """The last line that is not blank, indented or about an interruption, without colours and rules."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines()
-    said = [line.strip("= ") for line in lines if line.strip("= ") and not line.startswith(" ")]
+    said = [line.strip("= ") for line in lines if line.strip("= ") and not line.startswith((" ", *INTERRUPTED))]
     return said[-1] if said else ""
 
 
 def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: float) -> tuple[str, str]:
-    """The state and the reason. A part that runs into its limit is stopped with all that it started."""
+    """The state and the reason. A part that runs into its limit is interrupted, and then stopped with all that it started."""
     arch = {"TORCH_CUDA_ARCH_LIST": place.capability} if place.capability else {}  # the others compile elsewhere
     fixed = {"PYTHONPATH": str(place.work), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "FASTSAM_COMMIT": place.commit}
     environment = {**os.environ, **fixed, **arch, **env}
@@ -204,13 +211,23 @@ def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: floa
             )  # fmt: skip
         except OSError as error:
             return FAILED, f"cannot be started: {error}"
+        grace = min(GRACE, limit / 6)
         try:
-            code = process.wait(limit)
+            code = process.wait(limit - grace)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _stop(process, grace)
             return TIMED_OUT, f"stopped after {limit:.0f} s"
     return (OK, "") if code == 0 else (FAILED, f"exit code {code}")
+
+
+def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
+    """Ctrl-C first, so that it can say what it knows; then the end for it and for all that it started."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 # --- the result ---
@@ -237,9 +254,8 @@ def write(out: Path, environment: dict[str, object], outcomes: Sequence[Outcome]
     """After every part, so that a run that is cut short leaves what it has."""
     page = summary(environment, outcomes)
     (out / "summary.md").write_text(page + tables(out))
-    (out / "gpu.json").write_text(
-        json.dumps({"environment": environment, "parts": [asdict(o) for o in outcomes]}, indent=1)
-    )
+    found = {"environment": environment, "parts": [asdict(o) for o in outcomes]}
+    (out / "gpu.json").write_text(json.dumps(found, indent=1))
     return page
 
 
@@ -248,9 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
     names = [part.name for part in PARTS]
-    parser.add_argument(
-        "--parts", default=",".join(names), help=f"comma-separated, of {', '.join(names)}; build comes always"
-    )
+    told = f"comma-separated, of {', '.join(names)}; build comes always"
+    parser.add_argument("--parts", default=",".join(names), help=told)
     options = parser.parse_args(argv)
     chosen = {"build", *options.parts.split(",")}
     if unknown := chosen.difference(names):

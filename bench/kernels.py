@@ -252,7 +252,10 @@ class OpBench:
         every()
         found = {"eager": sample(every)}
         if self.machine.cuda and not reference:
-            found["replayed"] = sample(self.machine.capture(every))
+            try:
+                found["replayed"] = sample(self.machine.capture(every))
+            except RuntimeError as error:
+                print(f"{self.case.name}: {backend.name} is not replayed: {error}", flush=True)
         return found
 
     def _launches(self, backend: backends.Backend) -> dict[str, int]:

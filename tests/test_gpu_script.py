@@ -23,6 +23,7 @@ PARTS = (
     part("build", "print('made'); print('  in some folder')"),
     part("red", "print('1 failed, 2 passed'); raise SystemExit(1)"),
     part("hangs", "import time; print('started', flush=True); time.sleep(60)", seconds=2),
+    part("deaf", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)", seconds=2),
     part("absent", "", why_not="there is no such tool"),
     gpu.Part("unknown", "the part unknown", lambda place: [str(place.work / "no-such-command")], 60),
     part("green", "import fastsam, fastsam_kernels; print('========= 3 passed =========')"),
@@ -47,6 +48,7 @@ def test_a_part_does_not_hide_the_others(
         ("build", "passed"),
         ("red", "failed"),
         ("hangs", "timed out"),
+        ("deaf", "timed out"),
         ("absent", "left out"),
         ("unknown", "failed"),
         ("green", "passed"),
@@ -126,3 +128,29 @@ def test_a_benchmark_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
     absent = gpu.Part("absent", "a benchmark", gpu._bench("no_such_benchmark"), 60, gpu.needs_gpu)
     outcome = gpu.run_part(absent, place)
     assert outcome.state == "failed" and "No module named" in outcome.result
+
+
+def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_red(): assert 2 + 2 == 5\ndef test_hangs(): time.sleep(60)\n"
+    )
+    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
+    tests = gpu.Part("tests", "", gpu._pytest("test_it.py"), 15)
+    outcome = gpu.run_part(tests, place)
+    assert outcome.state == "timed out" and outcome.result.startswith("1 failed")
+    assert "assert (2 + 2) == 5" in (tmp_path / "log.txt").read_text()
+
+
+def test_what_the_tests_read_is_copied(tmp_path: Path) -> None:
+    """pytest runs nothing after an error of collection: every module can be imported in the copy."""
+    gpu.copy_tree(tmp_path)
+    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 300)
+    collected = gpu.Part("collected", "", gpu._pytest("tests", "-m", "gpu", "--collect-only"), 300)
+    outcome = gpu.run_part(collected, place)
+    assert outcome.state == "passed" and "error" not in outcome.result, (tmp_path / "log.txt").read_text()[-2000:]
+
+
+def test_half_written_files_do_not_stay(tmp_path: Path) -> None:
+    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
+    gpu.run_part(part("half", f"open({str(tmp_path / 'part-kernels-cuda.json')!r}, 'w').write('{{')"), place)
+    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]

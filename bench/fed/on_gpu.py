@@ -52,23 +52,24 @@ class Until:
         return self.end - time.monotonic()
 
 
-def measure(device: str, seconds: float, out: Path | None) -> dict[str, Any]:
-    """All of it; the trace goes to `out`."""
-    found: list[Series] = []
-    trace: dict[str, Any] = {}
+def measure(device: str, seconds: float, out: Path | None, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """All of it; the trace goes to `out`. `write` is given what there is after every series, so that nothing is lost with a run that is cut
+    short."""
+    found: dict[str, Any] = {"series": [], "overlap": {}}
     until = Until(seconds)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        trace = _guarded(lambda: overlap(device, out)) or {}
+        found["overlap"] = _guarded(lambda: overlap(device, out)) or {}
     parts = (
         by_clients(device, Until(until.left * 0.5)),
         client_states(device, Until(until.left * 0.65)),
         table8(device, until),
     )
     for series in chain(*parts):
-        found.append(series)
+        found["series"].append(asdict(series))
         print(_line(series), flush=True)
-    return {"series": [asdict(s) for s in found], "overlap": trace}
+        write(found)
+    return found
 
 
 def _line(series: Series) -> str:
@@ -132,8 +133,8 @@ def table8(device: str, until: Until) -> Iterator[Series]:
     data = [(images[i * 50 : i * 50 + 500], labels[i * 50 : i * 50 + 500]) for i in range(90)] * 2
     title, model = "ResNet-18-GN, one local epoch of five", model.to(device)
     yield _series(title, "bare loop", "fedavg", until, lambda: _bare_epoch(model, data[:10]))
-    for executor in executors(device)[:3]:
-        for algorithm in TABLE8:
+    for algorithm in TABLE8:  # all executors of one, so that a short run compares them
+        for executor in executors(device)[:3]:
             how = {"executor": executor, "slots": 10, "batch": 50, "cohort": 0.1}
             yield _series(
                 title, executor, algorithm, until,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ from step import DEVICE, Step, same
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
+from fastsam.fed.executors.cuda import Cuda
 from fastsam_kernels.columns import Column
 
 
@@ -60,6 +62,40 @@ def test_two_graphs_and_eager_steps_share_nothing(kernels: ModuleType) -> None:
         for _ in range(22):
             step.run(kernels)
     assert all(same(a.read(), b.read()) for a, b in zip(steps, alone, strict=True))
+
+
+def draws() -> None:
+    torch.randn(4, device=DEVICE).sum()
+
+
+def looks() -> None:
+    float(torch.randn(4, device=DEVICE).sum())
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_after_a_capture_that_failed_the_process_goes_on(error: type[Exception] | None) -> None:
+    """Whether CUDA refused or Python raised while a second stream was captured: others can be captured, and random numbers be drawn."""
+    cuda = Cuda(torch.device(DEVICE, torch.cuda.current_device()))
+    first, second = cuda.stream(), cuda.stream()
+
+    def raises() -> None:
+        second.wait_stream(first)
+        with cuda.on(second):
+            draws()
+            raise ZeroDivisionError
+
+    work: Callable[[], None] = looks if error is None else raises
+    looks()
+    for _ in range(2):
+        with pytest.raises(error or RuntimeError):
+            cuda.capture(work, first)
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.cuda.empty_cache()
+        looks()
+    out = torch.zeros(1, device=DEVICE)
+    cuda.capture(lambda: out.add_(1), first).replay()
+    torch.cuda.synchronize()
+    assert out.item() == 1
 
 
 BASES = {

@@ -49,17 +49,39 @@ class Cuda:
 
         Raises what `work` raises: ending the capture then fails too, with words that do not say why.
         """
-        graph, failed = torch.cuda.CUDAGraph(), list[Exception]()
+        graph, pool, failed = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), list[Exception]()
+        before = self.current()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 try:
                     work()
                 except Exception as error:
                     failed.append(error)
                     raise
         except Exception as error:
+            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own behind
+            self._abandon(graph, pool, stream)
             raise failed[0] if failed else error from None
         return graph
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """Ends what a failed capture began in torch's allocator and random numbers, so that the process can go on.
+
+        With torch 2.11 a capture whose end fails goes on for both: no later capture could begin, and nobody could draw.
+        """
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, pool)
+        except RuntimeError:  # torch has ended it
+            return
+        torch._C._cuda_releasePool(index, pool)
+        _abandoned.append(graph)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self.device)  # a capture that succeeds ends that of the generator
+
+
+# Graphs whose capture failed: torch's allocator of pinned memory asks them for good which streams they capture.
+_abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 def why_not(setup: Setup) -> str | None:
