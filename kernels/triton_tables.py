@@ -78,10 +78,8 @@ class Reserve:
         if self._memory is None or self._used + numbers > self._memory.numel():
             if self._memory is not None:
                 self._full.append(self._memory)
-            self._memory, self._used = (
-                torch.empty(max(numbers, RESERVE), dtype=torch.int64, device="cpu", pin_memory=True),
-                0,
-            )
+            self._memory = torch.empty(max(numbers, RESERVE), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._used = 0
 
     def take(self, values: Tensor) -> Tensor:
         """A pinned copy of `values` that stays."""

@@ -267,6 +267,18 @@ def test_changes_in_the_middle_of_a_step(what: str) -> None:
     assert same_bits(*results)
 
 
+@both_ways
+def test_parameters_that_the_model_gave_up_are_noticed() -> None:
+    """Whatever the exchange keeps of them, nobody else refers to them."""
+    model = nn.Linear(3, 2)
+    opt = FusedSAM(model.parameters(), SGD, lr=0.1, exclusive=True)
+    for step in range(2):
+        halves(opt, list(model.parameters()), step)
+    model.load_state_dict({name: torch.ones_like(w) for name, w in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match=r"nobody but this optimizer refers to its parameters \[0, 1\]"):
+        opt.first_step()
+
+
 @native
 def test_a_graph_of_the_other_point_is_refused() -> None:
     """What autograd saved of the weights is not silently replaced by the exchange."""

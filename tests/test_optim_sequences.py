@@ -13,6 +13,7 @@ from sam_oracle import Oracle, backward, copies, gradients, make_parameters, sam
 from torch import nn
 
 from fastsam import FusedSAM
+from fastsam.optim import exchange
 
 BASES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -22,19 +23,27 @@ BASES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adam, {"lr": 0.05, "eps": 1e-3, "amsgrad": True}),
     (torch.optim.RMSprop, {"lr": 0.02, "eps": 1e-3, "momentum": 0.5}),
 ]
+WORTH = exchange.WORTH
 absences = st.sets(st.integers(0, 5))
 
 
 class Training(RuleBasedStateMachine):
     """One model, stepped by FusedSAM and by the oracle, which is given the same gradients."""
 
-    @initialize(base=st.sampled_from(BASES), adaptive=st.booleans(), backend=st.sampled_from(["auto", "reference"]))
-    def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str) -> None:
+    @initialize(
+        base=st.sampled_from(BASES),
+        adaptive=st.booleans(),
+        backend=st.sampled_from(["auto", "reference"]),
+        exclusive=st.booleans(),
+    )
+    def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str, exclusive: bool) -> None:
+        exchange.WORTH = 0  # small tensors too
         self.base, self.options = base[0], {**base[1], "rho": 0.3, "adaptive": adaptive}
-        self.backend, self.time, self.perturbed = backend, 0, False
+        self.ours = {"backend": backend, "exclusive": exclusive}
+        self.time, self.perturbed = 0, False
         self.params = make_parameters([(5, 3), (8,), (), (2, 3, 2, 2)], torch.float64)
         self.params[3].data = self.params[3].data.to(memory_format=torch.channels_last)
-        self.opt = FusedSAM(self.params, self.base, backend=backend, **self.options)
+        self.opt = FusedSAM(self.params, self.base, **self.ours, **self.options)
         self.oracle = Oracle([{"params": self.params}], self.base, self.options)
 
     def _gradients(self, absent: set[int]) -> None:
@@ -92,7 +101,7 @@ class Training(RuleBasedStateMachine):
         saved, weights = self.opt.state_dict(), copies(self.params)
         groups = [{"params": [nn.Parameter(w) for w in weights[:4]]}]
         groups += [{"params": [nn.Parameter(w)]} for w in weights[4:]]
-        self.opt = FusedSAM(groups, self.base, backend=self.backend, **{**self.options, "lr": 9.0})
+        self.opt = FusedSAM(groups, self.base, **self.ours, **{**self.options, "lr": 9.0})
         self.params = [p for group in groups for p in group["params"]]
         self.opt.load_state_dict(saved)
 
@@ -127,6 +136,9 @@ class Training(RuleBasedStateMachine):
         self.oracle.base.add_param_group({"params": [twin], "lr": 0.1})
         self.oracle.groups.append([twin])
         self.oracle.sam.append({**self.oracle.sam[0], "rho": 0.1})
+
+    def teardown(self) -> None:
+        exchange.WORTH = WORTH
 
     @invariant()
     def the_weights_are_the_oracles(self) -> None:

@@ -31,7 +31,7 @@ class Selection:
         self.apart = None if bucket.apart is None else [bucket.apart[i] for i in slots]
         self.exchange: Exchange | None = None  # None: the parameters stay in their memory
         if self.apart and pays(self._z):
-            self.exchange = Exchange([bucket.params[i] for i in slots], aliases, self.apart)
+            self.exchange = Exchange(bucket.params, slots, aliases, self.apart)
 
     @property
     def z(self) -> list[Tensor]:

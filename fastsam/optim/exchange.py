@@ -20,21 +20,25 @@ def pays(params: Sequence[Tensor]) -> bool:
 
 
 class Exchange:
-    """Parameters, aliases of their own memory, and the buffers of their perturbed weights."""
+    """Some parameters, aliases of their own memory, and the buffers of their perturbed weights.
 
-    def __init__(self, params: Sequence[Tensor], own: Sequence[Tensor], apart: Sequence[Tensor]) -> None:
-        self._params, self._own, self._apart = params, own, apart
+    `params` is the bucket's list, of which these are in `slots`: a list of our own would be another reference to each, see `Watch.abandoned`.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor], apart: Sequence[Tensor]
+    ) -> None:
+        self._params, self._slots, self._own, self._apart = params, slots, own, apart
         self._apart_at = list(map(_data_ptr, apart))
 
     def leave(self) -> None:
         """Gives the parameters the memory of their perturbed weights."""
-        for p, apart in zip(self._params, self._apart, strict=True):
-            p.data = apart
+        for i, apart in zip(self._slots, self._apart, strict=True):
+            self._params[i].data = apart
 
     def come_home(self) -> None:
         """Gives parameters their own memory back, but for those that somebody moved elsewhere, and those that never left."""
-        now = list(map(_data_ptr, self._params))
-        for p, own, apart_at, at in zip(self._params, self._own, self._apart_at, now, strict=True):
-            if at == apart_at:
-                p.data = own
+        for i, own, at in zip(self._slots, self._own, self._apart_at, strict=True):
+            if _data_ptr(self._params[i]) == at:
+                self._params[i].data = own
         torch._C._increment_version(self._own)  # a graph that saved the perturbed weights then raises
