@@ -97,6 +97,15 @@ def test_keywords(options, words):
         ),
         ([(X.long(), Y)], "trial step on client 0 .x torch.int64.*: no floating-point inputs, which are not converted"),
         ([(X[:, :4], Y)], r"trial step on client 0 .*\[6, 4\].* failed: RuntimeError: mat1 and mat2"),
+        (
+            [(X, Y), (X[:5, :4], Y[:5])],
+            r"work on client 0, but not on client 1 \(x torch.float32 \[5, 4\], y .*: RuntimeError",
+        ),
+        (
+            [(X, Y), (X[:5].long(), Y[:5])],
+            r"work on client 0, but not on client 1 \(x torch.int64 \[5, 6\]: no floating",
+        ),
+        ([(X, Y), (X[:5], Y[:5].float())], "work on client 0, but not on client 1.*y torch.float32"),
         ([(X, Y.float())], "trial step on client 0.*y torch.float32"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -171,6 +180,16 @@ def sparse():
 def test_models_and_losses(model, options, words):
     with pytest.raises(ValueError, match=words):
         start(model=model(), **options)
+
+
+class Picky(nn.Linear):
+    def forward(self, x):
+        raise ValueError("no")
+
+
+def test_what_a_model_itself_refuses():
+    with pytest.raises(ValueError, match=r"a trial step on client 0 \(x .*\) failed: ValueError: no"):
+        start(Picky(6, 3))
 
 
 class Holds(nn.Module):

@@ -117,15 +117,23 @@ class Loop:
         if settings.buffers == "average" and buffers:
             buffers = move_buffers(buffers, cohort.sums.mean(BUFFERS))
         if self.ranks.first:
-            record: dict[str, Any] = {"round": t + 1, "lr": about.lr, **cohort.record()}
-            record |= self._evaluate(server["w"], buffers, t + 1) | self._traffic(len(active))
-            own = {"backprops": cohort.backprops, "excluded": cohort.excluded_list(), "seconds_training": trained}
-            if self.measures is not None:
-                found = self.measures.round(state.server, server, cohort.sums, about)
-                record |= numbers(found, "round()", {*record, *own, "seconds"})
-            state.history.append(record | own | {"seconds": time.perf_counter() - began})
+            record = self._record(cohort, server, buffers, trained)
+            state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
+
+    def _record(
+        self, cohort: Cohort, server: dict[str, Tensor], buffers: list[Tensor], trained: float
+    ) -> dict[str, Any]:
+        """What a round's line says, all but its seconds. trained: those without what is done here."""
+        about = cohort.about
+        record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, **cohort.record()}
+        record |= self._evaluate(server["w"], buffers, about.index + 1) | self._traffic(about.active)
+        own = {"backprops": cohort.backprops, "excluded": cohort.excluded_list(), "seconds_training": trained}
+        if self.measures is not None:
+            found = self.measures.round(cohort.before.server, server, cohort.sums, about)
+            record |= numbers(found, "round()", {*record, *own, "seconds"})
+        return record | own
 
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .clients import IGNORED, Population, check_labels
 from .executors.base import Loss
 from .replica import copied, trainable
-from .store import Pair
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
+_KINDS = 64  # of samples, that are tried
 
 
 @dataclass(frozen=True)
@@ -33,48 +34,51 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     """Takes the step on the client with most samples. The model, and torch's random state, stay as they are.
 
     Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside the model's outputs,
-    another number of outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients.
+    another number of outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients;
+    a client with samples of another dtype or shape on which they do not work.
     """
+    _check_function(loss)
     client = max(range(len(population.clients)), key=lambda i: len(population.clients[i][1]))
     x, y = (t[:batch_size] for t in population.clients[client])
     trial = copied(model).to(x.device)
-    devices = [x.device] if x.device.type == "cuda" else []
-    if not callable(loss) or isinstance(loss, type):
-        hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
-        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
-    if isinstance(loss, nn.Module) and trainable(loss):
-        names = ", ".join(name for name, p in loss.named_parameters() if p.requires_grad)
-        raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
-    with torch.random.fork_rng(devices):
-        try:
-            with torch.no_grad():
-                output = trial.eval()(x[:1])
-            labels = (
-                isinstance(output, Tensor)
-                and output.dim() >= 2
-                and y.dtype == torch.int64
-                and y.dim() == output.dim() - 1
-            )
-            if labels and (loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))):
-                _check_outputs(output.shape[1], population.classes)
-                check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
-            before = {name: b.detach().clone() for name, b in trial.named_buffers()}
-            states = _generator_states(x.device)
+    failed = f"a trial step on client {client} ({_about(x, y)}) failed"
+    with _random_state_kept(x.device):
+        with torch.no_grad(), _told(failed):
+            output = trial.eval()(x[:1])
+        labels = _are_labels(output, y)
+        if labels and (loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))):
+            _check_outputs(output.shape[1], population.classes)
+            check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
+        before = {name: b.detach().clone() for name, b in trial.named_buffers()}
+        states = _generator_states(x.device)
+        with _told(failed):
             value = loss(trial.train()(x), y)
-            _check_loss(value)
+        _check_loss(value)
+        with _told(failed):
             value.backward()
-            _check_gradients(trainable(trial))
-            draws = not all(map(torch.equal, states, _generator_states(x.device)))
-        except (ValueError, KeyboardInterrupt):
-            raise
-        except Exception as error:
-            raise ValueError(
-                f"a trial step on client {client} ({_about(x, y)}) failed: {type(error).__name__}: {error}"
-            ) from error
+        _check_gradients(trainable(trial))
+        draws = not all(map(torch.equal, states, _generator_states(x.device)))
         changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
-        if population.test is not None:
-            _check_test(trial, population.test, loss, batch_size)
+        _check_others(trial.eval(), population, client, loss, batch_size)
     return Trial(labels and y.dim() == 1, changed, draws, (x, y))
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever the model or the loss raises inside becomes a ValueError that says what failed."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def _are_labels(output: object, y: Tensor) -> bool:
+    """Whether y numbers classes of the model's outputs."""
+    return isinstance(output, Tensor) and output.dim() >= 2 and y.dtype == torch.int64 and y.dim() == output.dim() - 1
 
 
 def _generator_states(device: torch.device) -> list[Tensor]:
@@ -90,17 +94,26 @@ def _check_outputs(outputs: int, classes: int | None) -> None:
         )
 
 
-def _check_test(trial: nn.Module, test: Pair, loss: Loss, batch_size: int) -> None:
-    """What works on the clients may not on the test set: samples or labels of another kind would end the run after its first round."""
-    x, y = (t[:batch_size] for t in test)
-    try:
-        with torch.no_grad():
-            float(loss(trial.eval()(x), y))
-    except Exception as error:
-        raise ValueError(
-            f"the model and the loss work on the clients' data, but not on the test set ({_about(x, y)}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
+def _check_others(trial: nn.Module, population: Population, client: int, loss: Loss, batch_size: int) -> None:
+    """What works on one client may not on another, nor on the test set: other dtypes or shapes would end the run in a later round."""
+    known = {_kind(*population.clients[client])}
+    for i, (x, y) in enumerate(population.clients):
+        if len(known) < _KINDS and _kind(x, y) not in known:
+            known.add(_kind(x, y))
+            with (
+                torch.no_grad(),
+                _told(f"the model and the loss work on client {client}, but not on client {i} ({_about(x, y)})"),
+            ):
+                loss(trial(x[:1]), y[:1])
+    if population.test is not None:
+        x, y = (t[:batch_size] for t in population.test)
+        what = f"the model and the loss work on the clients' data, but not on the test set ({_about(x, y)})"
+        with torch.no_grad(), _told(what):
+            float(loss(trial(x), y))
+
+
+def _kind(x: Tensor, y: Tensor) -> tuple[object, ...]:
+    return x.dtype, x.shape[1:], y.dtype, y.shape[1:]
 
 
 def check_smallest(model: nn.Module, population: Population, batch_size: int) -> None:
@@ -110,23 +123,28 @@ def check_smallest(model: nn.Module, population: Population, batch_size: int) ->
     rest = [(n - 1) % batch_size + 1 for n in population.sizes]  # samples of the last batch of an epoch
     client = min(range(len(rest)), key=rest.__getitem__)
     x = population.clients[client][0][: rest[client]]
-    devices = [x.device] if x.device.type == "cuda" else []
     trial = copied(model).to(x.device).train()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            trial(x)
-    except Exception as error:
-        raise ValueError(
-            f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {population.sizes[client]} samples, and "
-            f"the model cannot train on so few: {type(error).__name__}: {error}. No batch is dropped: choose another batch_size, or "
-            "leave samples out"
-        ) from error
+    what = (
+        f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {population.sizes[client]} samples, on which "
+        "the model cannot train; no batch is dropped: choose another batch_size, or leave samples out"
+    )
+    with _random_state_kept(x.device), torch.no_grad(), _told(what):
+        trial(x)
 
 
 def _about(x: Tensor, y: Tensor) -> str:
     """Dtypes and shapes; integers as inputs are kept as they are, which is said where something fails."""
     kept = "" if x.is_floating_point() else ": no floating-point inputs, which are not converted"
     return f"x {x.dtype} {list(x.shape)}{kept}, y {y.dtype} {list(y.shape)}"
+
+
+def _check_function(loss: object) -> None:
+    if not callable(loss) or isinstance(loss, type):
+        hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
+        raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
+    if isinstance(loss, nn.Module) and trainable(loss):
+        names = ", ".join(name for name, p in loss.named_parameters() if p.requires_grad)
+        raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
 
 
 def _check_loss(value: object) -> None:
