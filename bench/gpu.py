@@ -163,7 +163,7 @@ def copy_tree(work: Path) -> None:
 def run_part(part: Part, place: Place, later: Sequence[Part] = ()) -> Outcome:
     """Runs it with its output appended to the log; never raises for what the part does.
 
-    It gets its limit, or less where that would take the time that is kept for the parts that come `later`.
+    It gets its limit, or less where that would take the time that is kept for the parts that come `later`; all there is where none does.
     """
     outcome = Outcome(part.name, part.title, LEFT_OUT)
     outcome.reason = part.why_not(place) or ""
@@ -173,7 +173,8 @@ def run_part(part: Part, place: Place, later: Sequence[Part] = ()) -> Outcome:
         outcome.reason = f"no time left of {TOTAL_SECONDS * place.patience} s"
     if outcome.reason:
         return outcome
-    limit = min(part.seconds * place.patience, remaining)
+    alone = all(other.why_not(place) for other in later)
+    limit = remaining if alone else min(part.seconds * place.patience, remaining)
     argv = [word.replace(LIMIT, str(int(0.8 * limit))) for word in part.argv(place)]
     words = [Path(argv[0]).name, *argv[1:]]
     outcome.command = shlex.join(words).replace(str(place.work), ".").replace(str(place.out), "OUT")

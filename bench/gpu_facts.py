@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def ask(*argv: str) -> str:
-    """The output of a command; empty when it cannot be run or fails."""
+    """The output of a command; empty when it cannot be run or fails, or takes longer than the first import of torch on a machine that has
+    just been started."""
     try:
-        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+        return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

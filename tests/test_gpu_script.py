@@ -114,7 +114,8 @@ def test_time_is_kept_for_later_parts(tmp_path: Path) -> None:
 def test_a_benchmark_is_told_its_time_and_its_tables_are_in_the_summary(tmp_path: Path) -> None:
     place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
     told = gpu.Part("told", "", lambda place: [sys.executable, "-c", "import sys; print(sys.argv[1])", gpu.LIMIT], 20)
-    assert gpu.run_part(told, place).result == "16"
+    assert gpu.run_part(told, place, [part("later", "")]).result == "16"
+    assert int(gpu.run_part(told, place).result) in range(40, 49), "the last one has all that is left"
     (tmp_path / "kernels-cuda.json").write_text(json.dumps(record_of(device="cuda")))
     printed = gpu.write(tmp_path, {}, [])
     page = (tmp_path / "summary.md").read_text()
@@ -136,7 +137,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     )
     place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
     tests = gpu.Part("tests", "", gpu._pytest("test_it.py"), 15)
-    outcome = gpu.run_part(tests, place)
+    outcome = gpu.run_part(tests, place, [part("later", "")])
     assert outcome.state == "timed out" and outcome.result.startswith("1 failed")
     assert "assert (2 + 2) == 5" in (tmp_path / "log.txt").read_text()
 

@@ -41,10 +41,29 @@ def every_op(step: Step, shift: int) -> None:
     for found in (0.0, 1.0):
         found_inf = torch.full((1,), found, device=DEVICE)
         native.update_adam_(step.z, step.origin, grads, table, adam, first, second, steps, found_inf=found_inf)
+    federated_ops(step, grads, adaptive, q)
     native.restore_(step.z, step.origin, table)
     torch.cuda.synchronize()
     assert (steps == 1).all()
     assert all(z.isfinite().all() for z in step.z)
+
+
+def federated_ops(step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q: torch.Tensor) -> None:
+    """The ops that federated training adds, and what it asks of the others."""
+    rows, table = step.sumsq.numel(), step.table
+    mu, s, eps = (torch.zeros_like(step.momentum) for _ in range(3))
+    native.dual_norm_(step.sumsq, grads, mu, s, table, hyper)
+    native.dual_perturb_(step.z, step.origin, mu, grads, s, table, hyper, step.sumsq, eps=eps)
+    native.inner_(torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), grads, step.g1, table)
+    native.update_sgd_(step.z, step.origin, grads, table, hyper, q=q, shift=eps)
+    if step.z[0].element_size() == 2:
+        seed = torch.arange(rows, device=DEVICE)
+        native.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, True, seed=seed)
+    elif rows > 1:
+        high, low = (torch.zeros_like(step.origin[0], dtype=torch.int64) for _ in range(2))
+        native.accumulate_(high, low, step.origin, 0.5)
+        largest, base = torch.zeros(rows, dtype=torch.float64, device=DEVICE), step.origin[0, 1:]
+        native.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
 
 
 def main() -> int:
