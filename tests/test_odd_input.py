@@ -142,3 +142,23 @@ def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:
         f"{sys.executable} -m fastsam info | true", shell=True, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0 and run.stderr == ""
+
+
+def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: pytest.CaptureFixture) -> None:
+    """An empty one is named in one line, as a file and in a list; one sample, or fewer than a batch, is trained on."""
+    rng = np.random.RandomState(0)
+    for name, size in (("c0", 12), ("c1", 0), ("c2", 1), ("test", 9)):
+        np.savez(here / f"{name}.npz", x=rng.randn(size, 6).astype("f4"), y=np.arange(size) % 3)
+    mine = CONFIG.replace("clients = 4\nalpha = 0.3", "")
+    (here / "files.toml").write_text(f"test_data = 'test.npz'\nclasses = 3\n{mine}")
+    (here / "lists.toml").write_text(f"split = 'own'\nindices = 'own.json'\n{mine}")
+    (here / "own.json").write_text("[[0, 1], []]")
+    for words, told in (
+        (["files.toml", "--data", "c*.npz"], "c1.npz: labels: there are no samples"),
+        (["lists.toml"], "indices of client 1 must be a list with one position or more, got []"),
+    ):
+        assert cli.main(["run", *words, "--run-dir", "run"]) == 1
+        assert capsys.readouterr().err.strip() == f"error: {told}" and not (here / "run").exists()
+    assert cli.main(["run", "files.toml", "--data", "c[02].npz", "--run-dir", "run"]) == 0
+    record = json.loads((here / "run" / "metrics.jsonl").read_text())
+    assert (record["clients"], record["samples"], record["steps"], record["excluded"]) == (2, 13, 2, [])
