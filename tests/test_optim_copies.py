@@ -223,3 +223,12 @@ def test_the_loss_landscape_of_these_tests_is_not_flat() -> None:
         values.append(backward(params, step).item())
         assert all(p.grad.abs().max() > 1e-3 for p in params)
     assert landscape(params, 0).item() == values[0] != values[1]
+
+
+def test_pickles_of_older_versions_have_no_exclusive_parameters() -> None:
+    opt = FusedSAM(make_parameters([(3,)], torch.float32), SGD, lr=0.1, exclusive=True)
+    state = opt.__getstate__()
+    assert state.pop("exclusive") is True
+    other = FusedSAM.__new__(FusedSAM)
+    other.__setstate__(state)
+    assert other._engine.exclusive is False
