@@ -162,3 +162,13 @@ def test_clients_of_a_config_without_samples_and_with_one(here: Path, capsys: py
     assert cli.main(["run", "files.toml", "--data", "c[02].npz", "--run-dir", "run"]) == 0
     record = json.loads((here / "run" / "metrics.jsonl").read_text())
     assert (record["clients"], record["samples"], record["steps"], record["excluded"]) == (2, 13, 2, [])
+
+
+def test_an_algorithm_that_cannot_be_run_so_does_not_stop_a_comparison(
+    here: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = "compare small.toml --algorithms feddyn,fedavg --server-lr 0.5 --run-dir both"
+    assert cli.main(words.split()) == 1
+    assert re.search("error: feddyn-seed0: the server's step of FedDyn has no learning rate", capsys.readouterr().err)
+    assert (here / "both" / "fedavg-seed0" / "summary.json").exists()
+    assert "has no learning rate" in (here / "both" / "report.md").read_text()

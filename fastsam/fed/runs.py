@@ -71,9 +71,9 @@ def train_all(
         built = experiment.build(planned.config, data[data_key(planned.config)])
         try:
             finished = train(built, directory / name, resume, console, name, resume_command)
-        except RuntimeError as error:  # it diverged, say: the other runs go on
-            if isinstance(error, RunDirectoryError):
-                raise
+        except RunDirectoryError:
+            raise
+        except (RuntimeError, ValueError) as error:  # it diverged, say, or cannot be run so: the other runs go on
             failed[name] = str(error)
             print(f"error: {name}: {error}", file=sys.stderr)
             continue
