@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .clients import IGNORED, Population, check_labels
-from .executors.base import Loss
+from .executors.base import Augment, Loss
 from .replica import copied, trainable
 
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
@@ -35,7 +35,8 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
 
     Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside the model's outputs,
     another number of outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients;
-    a client with samples of another dtype or shape on which they do not work.
+    a client with samples of another dtype or shape on which they do not work; an `augment` that returns something else than a batch like
+    its input, or writes into that.
     """
     _check_function(loss)
     client = max(range(len(population.clients)), key=lambda i: len(population.clients[i][1]))
@@ -43,6 +44,8 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     trial = copied(model).to(x.device)
     failed = f"a trial step on client {client} ({_about(x, y)}) failed"
     with _random_state_kept(x.device):
+        if population.augment is not None:
+            _check_augment(population.augment, x)
         with torch.no_grad(), _told(failed):
             output = trial.eval()(x[:1])
         labels = _are_labels(output, y)
@@ -136,6 +139,25 @@ def _about(x: Tensor, y: Tensor) -> str:
     """Dtypes and shapes; integers as inputs are kept as they are, which is said where something fails."""
     kept = "" if x.is_floating_point() else ": no floating-point inputs, which are not converted"
     return f"x {x.dtype} {list(x.shape)}{kept}, y {y.dtype} {list(y.shape)}"
+
+
+def _check_augment(augment: Augment, x: Tensor) -> None:
+    """It must make a batch like `x` and leave `x` alone: in stored order that is the data itself, changed again in every epoch."""
+    given, generator = x.clone(), torch.Generator(x.device)
+    with _told(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
+        made = augment(given, generator.manual_seed(0))
+    if not isinstance(made, Tensor) or (made.dtype, made.shape, made.device) != (x.dtype, x.shape, x.device):
+        raise ValueError(
+            f"augment must return a batch like the one that it was given, {x.dtype} {list(x.shape)}, got {_short(made)}"
+        )
+    if given._version:
+        raise ValueError(
+            "augment wrote into the batch that it was given; it must return a new tensor (x + y, not x.add_(y))"
+        )
+
+
+def _short(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _check_function(loss: object) -> None:
