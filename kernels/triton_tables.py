@@ -74,7 +74,7 @@ class Reserve:
         self._full: list[Tensor] = []
 
     def prepare(self, numbers: int) -> None:
-        """Makes sure that some memory is there; called outside captures."""
+        """Makes sure that there is room for as many; called outside captures."""
         if self._memory is None or self._used + numbers > self._memory.numel():
             if self._memory is not None:
                 self._full.append(self._memory)
@@ -99,7 +99,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
         return values
     if torch.cuda.is_current_stream_capturing():
         return _reserve.take(values).to(device, non_blocking=True)
-    _reserve.prepare(0)
+    _reserve.prepare(RESERVE // 2)
     return values.pin_memory().to(device, non_blocking=True)
 
 
