@@ -107,6 +107,21 @@ struct FixedPointArgs {
   double scale = 0.0;         // factor * 2^28
 };
 
+// float32 [rows, ., .] with any strides; nullptr: not given.
+struct Matrix {
+  const float* data = nullptr;
+  int64_t down = 0, across = 0, row = 0;  // elements from one to the next
+  Matrix of(int64_t i) const { return {data + i * row, down, across, row}; }
+  Matrix from(int64_t i, int64_t j) const { return {data + i * down + j * across, down, across, row}; }
+};
+
+// out[row] = bias[row] + a[row] * b[row]: [m, k] times [k, n], out contiguous.
+struct ProductArgs {
+  int64_t rows = 0, m = 0, k = 0, n = 0;
+  Matrix a, b, bias;
+  float* out = nullptr;
+};
+
 // The operands of form U; update_norm_, update_sgd_ and update_adam_ share them.
 struct UpdateArgs {
   Call call;
@@ -133,6 +148,7 @@ void dual_perturb_range(const DualArgs&, bool stream, int64_t begin, int64_t end
 void inner_range(const InnerArgs&, double* partials, int64_t begin, int64_t end);  // two partial sums per chunk
 // The elements [begin, end) of all rows; largest: [rows], the bits of the largest |x - base| among them.
 void accumulate_range(const FixedPointArgs&, uint64_t* largest, int64_t begin, int64_t end);
+void product_rows(const ProductArgs&, int64_t begin, int64_t end);  // the rows [begin, end)
 void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
 void update_sgd_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);
 void update_adam_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);  // reads steps, does not count them

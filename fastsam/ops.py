@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fastsam_kernels import stacked
 from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.stacked import Product
 
 from . import backends
 from .arguments import Call
@@ -25,6 +27,18 @@ def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     Raises ValueError and RuntimeError as `fastsam.backends.select` does.
     """
     return backends.select(backend, device, dtype).load()
+
+
+def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None:
+    """What multiplies stacked matrices like these faster than torch does, see `fastsam_kernels.stacked.product_of`; None with another backend
+    than the compiled one.
+    """
+    return stacked.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
+
+
+def random_orders(n: int, seeds: Sequence[int]) -> Tensor:
+    """A random order of `range(n)` for each seed, int64 `[seeds, n]`, see `fastsam_kernels.stacked.random_orders`."""
+    return stacked.random_orders(n, seeds)
 
 
 def norm_(

@@ -48,7 +48,8 @@ def test_a_torch_without_the_compiler_alone_compiles_with_guards(monkeypatch: py
     monkeypatch.setattr(torch, "compile", compile)
     x = torch.zeros(3)
     function = inductor.built(lambda x: x.add_(1), [x])
-    assert given == [{"fullgraph": True, "dynamic": False, "options": {"cpp_wrapper": True}}]
+    options = given[0].pop("options")
+    assert given == [{"fullgraph": True, "dynamic": False}] and isinstance(options, dict) and options["cpp_wrapper"]
     assert x.tolist() == [0, 0, 0], "what it is traced with must not be written"
     function(x)
     assert x.tolist() == [1, 1, 1]

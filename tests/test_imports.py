@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
 # cli is the outermost layer; `fed` stands on optim, ops and arena, and asks backends what there is to choose from; only
-# ops and optim run kernels, and only backends knows where they are.
+# ops and optim run kernels, and only backends knows where they are (`stacked` has what is no backend's).
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam_kernels", ()),
     ("fastsam.backends", ("fastsam_kernels",)),
     ("fastsam.arena", ("fastsam.backends",)),
     ("fastsam.arguments", ("fastsam.arena",)),
-    ("fastsam.ops", ("fastsam.arguments", "fastsam.arena", "fastsam.backends")),
+    ("fastsam.ops", ("fastsam.arguments", "fastsam.arena", "fastsam.backends", "fastsam_kernels.stacked")),
     ("fastsam.optim", ("fastsam.ops", "fastsam.arena", "fastsam.backends")),
     ("fastsam.batchnorm", ()),
     ("fastsam.fed.algorithms", ("fastsam.fed", "fastsam.optim", "fastsam.ops", "fastsam.arena")),

@@ -25,6 +25,9 @@ constexpr int64_t kStreamBytes = 256;
 
 #define FASTSAM_SIMD _Pragma("GCC ivdep")
 
+// For short loops of constant length whose arrays belong in registers.
+#define FASTSAM_UNROLL _Pragma("GCC unroll 16")
+
 // For a lambda that a loop calls per element: a call that is not inlined keeps the loop from being vectorised.
 #define FASTSAM_EACH __attribute__((always_inline))
 

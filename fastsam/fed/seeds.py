@@ -8,6 +8,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from .. import ops
+
 
 def derive(*parts: int | str) -> int:
     """A number of 63 bits that depends on all parts and on nothing else; the same on every machine."""
@@ -40,8 +42,4 @@ def permutation(n: int, *parts: int | str) -> Tensor:
 
 def permutations(n: int, seeds: Iterable[int], *parts: int | str) -> Tensor:
     """`permutation(n, seed, *parts)` for each seed, int64 `[seeds, n]` on the CPU."""
-    derived, made = derive_each(seeds, after=parts), torch.Generator()
-    orders = torch.empty(len(derived), n, dtype=torch.int64)
-    for seed, order in zip(derived, orders.unbind(), strict=True):
-        torch.randperm(n, generator=made.manual_seed(seed), out=order)
-    return orders
+    return ops.random_orders(n, derive_each(seeds, after=parts))

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .program import Call, CannotTraceError, Program, Recorded, Value, aten, functional, leaves, mapped, memory
 
+ProductOf = Callable[[Tensor, Tensor], Any]
+
 _RESHAPES = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -36,8 +38,11 @@ def simplified(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     strides: Sequence[tuple[int, ...]],
+    product_of: ProductOf = lambda a, b: None,
 ) -> Program:
     """The program of recorded `calls`. Its outputs have `strides` and share no memory with `inputs` or anything that the model holds.
+
+    product_of: what multiplies two stacks of matrices like these, None for torch's way.
 
     Raises CannotTraceError where the calls cannot be replayed.
     """
@@ -45,6 +50,7 @@ def simplified(
     needed = set(program.needed())
     if any(product in needed for product in program.turned):  # it is read as it was, too: one product instead of two
         program = _simplified(Program(inputs, turns=False), calls, inputs, outputs, strides)
+    _multiplied(program, product_of)
     return program
 
 
@@ -251,6 +257,17 @@ def _fuse_sums(program: Program) -> None:
             if made is not None and made.op is aten.bmm.default and uses[product] == 1 and whole:
                 call.op, call.args = aten.baddbmm.default, (bias, *made.args)
                 break
+
+
+def _multiplied(program: Program, product_of: ProductOf) -> None:
+    """Products of matrices, with or without a bias, by what `product_of` gives for them."""
+    for call in program.needed():
+        if call.op not in (aten.bmm.default, aten.baddbmm.default) or call.kwargs:
+            continue
+        a, b = call.args[-2:]
+        product = product_of(a.tensor, b.tensor)
+        if product is not None:
+            call.op, call.args = product, (a, b, call.args[0] if call.op is aten.baddbmm.default else None)
 
 
 def _dense(program: Program, value: Value) -> Value:

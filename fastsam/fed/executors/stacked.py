@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
+from ... import ops
 from ...arena import Arena, Layout, Segment
 from ..replica import Replica
 from .base import Setup
@@ -43,7 +45,9 @@ class StackedPasses:
         self._subtables: dict[tuple[int, ...], Tensor] = {tuple(range(len(layout.segments))): layout.table}
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(setup.loss, in_dims=(0, 0), randomness="error")
-        self.traced = Traced(self.gradients, replica.module, layout)
+        self.traced = Traced(
+            self.gradients, replica.module, layout, product_of=partial(ops.product_of, backend=setup.backend)
+        )
 
     def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of the gradients."""

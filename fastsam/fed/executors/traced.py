@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...arena import Layout
 from .program import CannotTraceError, Recorder
-from .simplify import simplified
+from .simplify import ProductOf, simplified
 from .straight import Function, function
 
 log = logging.getLogger("fastsam.fed")
@@ -46,11 +46,18 @@ class Traced:
     """Replayed passes of one model and one loss.
 
     plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of weights, inputs and labels.
-    kept: shapes that are remembered, the least recently used one goes first.
+    product_of: see `simplified`. kept: shapes that are remembered, the least recently used one goes first.
     """
 
-    def __init__(self, plain: Plain, module: nn.Module, layout: Layout, kept: int = KEPT) -> None:
-        self.plain, self.module, self.kept = plain, module, kept
+    def __init__(
+        self,
+        plain: Plain,
+        module: nn.Module,
+        layout: Layout,
+        product_of: ProductOf = lambda a, b: None,
+        kept: int = KEPT,
+    ) -> None:
+        self.plain, self.module, self.product_of, self.kept = plain, module, product_of, kept
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[tuple[object, ...], Pass] = OrderedDict()
@@ -111,7 +118,7 @@ class Traced:
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         strides = [losses.stride(), *(self.strides[i] for i in slots)]
         present = [grads[i] for i in slots]
-        run = function(simplified(recorder.calls, [*weights, x, y], [losses, *present], strides))
+        run = function(simplified(recorder.calls, [*weights, x, y], [losses, *present], strides, self.product_of))
         with torch.no_grad():
             again, *replayed = run(*weights, x, y)
         if not _agree(losses, present, again, replayed):

@@ -1,0 +1,16 @@
+// product on the CPU.
+#include <utility>
+#include <vector>
+
+#include "loops.h"
+
+#define FASTSAM_LOOPS "product_loops.h"
+#include "per_isa.h"
+
+namespace fastsam {
+
+void product_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  FASTSAM_DISPATCH(product_rows, args, begin, end);
+}
+
+}  // namespace fastsam

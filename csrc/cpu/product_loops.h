@@ -1,0 +1,144 @@
+// The products of small matrices of product_. See per_isa.h.
+//
+// Every element of a result is a sum in the order of k: vectors and blocks go over elements of the result alone. So its
+// bits depend neither on the other rows nor on strides, and on the instruction set in one thing only: AVX2 and AVX-512
+// round a product and its sum once, the baseline has no such instruction and rounds twice.
+
+constexpr int kLanes = FASTSAM_VECTOR_BYTES / sizeof(float);
+constexpr int kHigh = 8, kAcross = FASTSAM_VECTOR_BYTES == 64 ? 2 : 1;  // of a block: rows, and vectors side by side
+
+typedef float Lanes __attribute__((vector_size(FASTSAM_VECTOR_BYTES), aligned(4), may_alias));
+typedef int32_t Places __attribute__((vector_size(FASTSAM_VECTOR_BYTES)));
+
+inline __attribute__((always_inline)) Lanes multiplied_and_added(float factor, Lanes x, Lanes sum) {
+#if FASTSAM_VECTOR_BYTES == 64
+  return (Lanes)_mm512_fmadd_ps(_mm512_set1_ps(factor), (__m512)x, (__m512)sum);
+#elif FASTSAM_VECTOR_BYTES == 32
+  return (Lanes)_mm256_fmadd_ps(_mm256_set1_ps(factor), (__m256)x, (__m256)sum);
+#else
+  return sum + factor * x;
+#endif
+}
+
+// Exchanges, in squares of 2*Apart lanes, those above the diagonal with those below it: the new first or second row.
+template <int Apart, bool Second, int... I>
+inline __attribute__((always_inline)) Lanes crossed(Lanes first, Lanes second, std::integer_sequence<int, I...>) {
+#define FASTSAM_PLACE (I / Apart % 2 == 0 ? (Second ? I + Apart : I) : (Second ? I : I - Apart) + kLanes)
+#ifdef __clang__
+  return __builtin_shufflevector(first, second, FASTSAM_PLACE...);
+#else
+  return __builtin_shuffle(first, second, Places{FASTSAM_PLACE...});
+#endif
+#undef FASTSAM_PLACE
+}
+
+template <int Apart>
+inline __attribute__((always_inline)) void transpose(Lanes* square) {
+  if constexpr (Apart > 0) {
+    FASTSAM_UNROLL for (int i = 0; i < kLanes; ++i) {
+      if (i / Apart % 2 == 1) continue;
+      const Lanes first = square[i], second = square[i + Apart];
+      square[i] = crossed<Apart, false>(first, second, std::make_integer_sequence<int, kLanes>());
+      square[i + Apart] = crossed<Apart, true>(first, second, std::make_integer_sequence<int, kLanes>());
+    }
+    transpose<Apart / 2>(square);
+  }
+}
+
+inline __attribute__((always_inline)) Lanes load(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+
+inline __attribute__((always_inline)) void store(float* to, Lanes value) { *reinterpret_cast<Lanes*>(to) = value; }
+
+// `count` columns of b, `[k, count]`, as a panel `[k, Across * kLanes]` with zeros beside them.
+template <int Across>
+inline void pack(const Matrix& b, int64_t k, int64_t count, float* __restrict__ panel) {
+  constexpr int64_t wide = Across * kLanes;
+  if (count < wide) std::fill(panel, panel + k * wide, 0.0f);
+  const int64_t squares = b.down == 1 ? k / kLanes * kLanes : 0, across = count / kLanes * kLanes;
+  for (int64_t row = 0; row < squares; row += kLanes) {
+    for (int64_t column = 0; column < across; column += kLanes) {
+      Lanes square[kLanes];
+      FASTSAM_UNROLL for (int i = 0; i < kLanes; ++i) square[i] = load(b.data + (column + i) * b.across + row);
+      transpose<kLanes / 2>(square);
+      FASTSAM_UNROLL for (int i = 0; i < kLanes; ++i) store(panel + (row + i) * wide + column, square[i]);
+    }
+  }
+  for (int64_t row = 0; row < k; ++row) {
+    for (int64_t i = row < squares ? across : 0; i < count; ++i) panel[row * wide + i] = *b.from(row, i).data;
+  }
+}
+
+// High rows of the result, `count` columns. b: `[k, Across * kLanes]`, dense across.
+template <int High, int Across>
+inline void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* __restrict__ out,
+                  int64_t width, int64_t count) {
+  Lanes sums[High][Across];
+  FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
+    FASTSAM_UNROLL for (int j = 0; j < Across; ++j) sums[i][j] = Lanes{};
+  }
+  const float *left = a.data, *right = b.data;
+  for (int64_t step = 0; step < k; ++step, left += a.across, right += b.down) {
+    Lanes line[Across];
+    FASTSAM_UNROLL for (int j = 0; j < Across; ++j) line[j] = load(right + j * kLanes);
+    FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
+      const float factor = left[i * a.down];
+      FASTSAM_UNROLL for (int j = 0; j < Across; ++j) sums[i][j] = multiplied_and_added(factor, line[j], sums[i][j]);
+    }
+  }
+  const bool dense = bias.data == nullptr || bias.across == 1;
+  FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
+    FASTSAM_UNROLL for (int j = 0; j < Across; ++j) {
+      const int64_t lanes = std::min<int64_t>(kLanes, count - j * kLanes);
+      const Matrix add = bias.from(i, j * kLanes);
+      float* to = out + i * width + j * kLanes;
+      if (lanes == kLanes && dense) {
+        store(to, add.data == nullptr ? sums[i][j] : load(add.data) + sums[i][j]);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          to[lane] = add.data == nullptr ? sums[i][j][lane] : add.data[lane * add.across] + sums[i][j][lane];
+        }
+      }
+    }
+  }
+}
+
+// `high` rows, at most High.
+template <int High, int Across>
+inline void rest(int64_t high, const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* out,
+                 int64_t width, int64_t count) {
+  if constexpr (High > 0) {
+    if (high == High) return block<High, Across>(a, b, k, bias, out, width, count);
+    rest<High - 1, Across>(high, a, b, k, bias, out, width, count);
+  }
+}
+
+// `count` columns of the result, at most Across * kLanes.
+template <int Across>
+inline void columns(const ProductArgs& args, const Matrix& a, Matrix b, const Matrix& bias, float* out, int64_t count,
+                    std::vector<float>& packed) {
+  if (b.across != 1 || count < Across * kLanes) {
+    packed.resize(args.k * Across * kLanes);
+    pack<Across>(b, args.k, count, packed.data());
+    b = Matrix{packed.data(), Across * kLanes, 1};
+  }
+  for (int64_t top = 0; top < args.m; top += kHigh) {
+    rest<kHigh, Across>(std::min<int64_t>(kHigh, args.m - top), a.from(top, 0), b, args.k, bias.from(top, 0),
+                        out + top * args.n, args.n, count);
+  }
+}
+
+inline void product_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+  static thread_local std::vector<float> packed;  // freeing it in every call would cost as much as a small product
+  for (int64_t row = begin; row < end; ++row) {
+    const Matrix a = args.a.of(row), b = args.b.of(row), bias = args.bias.of(row);
+    float* out = args.out + row * args.m * args.n;
+    for (int64_t at = 0; at < args.n; at += kAcross * kLanes) {
+      const int64_t count = std::min<int64_t>(kAcross * kLanes, args.n - at);
+      if (count > kLanes) {
+        columns<kAcross>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
+      } else {
+        columns<1>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
+      }
+    }
+  }
+}

@@ -1,0 +1,60 @@
+// What stacked clients need besides the kernels on their rows: product and orders_. CPU only; the meaning of every
+// argument stands in kernels/stacked.py.
+#include "args.h"
+#include "cpu/orders.h"
+
+namespace fastsam {
+namespace {
+
+// A float32 [rows, down, across], or with ones in their places: those are read again and again.
+Matrix matrix_of(const Tensor& tensor, int64_t rows, int64_t down, int64_t across, const char* name) {
+  STD_TORCH_CHECK(tensor.dim() == 3 && tensor.scalar_type() == ScalarType::Float, name, " must be float32 [., ., .]");
+  const auto step = [&](int64_t dim, int64_t size) {
+    STD_TORCH_CHECK(tensor.size(dim) == size || tensor.size(dim) == 1, name, " must be [", rows, ", ", down, ", ",
+                    across, "] or broadcast to it");
+    return tensor.size(dim) == size ? tensor.stride(dim) : 0;
+  };
+  const int64_t row = step(0, rows);
+  return Matrix{static_cast<const float*>(tensor.data_ptr()), step(1, down), step(2, across), row};
+}
+
+Tensor product(const Tensor a, const Tensor b, const OptionalTensor bias) {
+  STD_TORCH_CHECK(a.dim() == 3 && b.dim() == 3, "a and b must be float32 [rows, m, k] and [rows, k, n]");
+  ProductArgs args{a.size(0), a.size(1), a.size(2), b.size(2)};
+  args.a = matrix_of(a, args.rows, args.m, args.k, "a");
+  args.b = matrix_of(b, args.rows, args.k, args.n, "b");
+  if (bias.has_value()) args.bias = matrix_of(*bias, args.rows, args.m, args.n, "bias");
+  const Tensor out = torch::stable::new_empty(a, {args.rows, args.m, args.n});
+  args.out = static_cast<float*>(out.data_ptr());
+  product_rows(args, 0, args.rows);
+  return out;
+}
+
+void draw_orders(const Tensor out, const Tensor seeds) {
+  STD_TORCH_CHECK(out.dim() == 2 && out.scalar_type() == ScalarType::Long && out.is_contiguous(),
+                  "out must be contiguous int64 [rows, n]");
+  STD_TORCH_CHECK(seeds.dim() == 1 && seeds.scalar_type() == ScalarType::Long && seeds.is_contiguous() &&
+                      seeds.size(0) == out.size(0),
+                  "seeds must be contiguous int64 [", out.size(0), "]");
+  STD_TORCH_CHECK(out.size(1) < UINT32_MAX / 20, "an order of ", out.size(1), " is drawn in another way");
+  const int64_t n = out.size(1), rows = out.size(0);
+  auto* to = static_cast<int64_t*>(out.data_ptr());
+  const auto* from = static_cast<const int64_t*>(seeds.data_ptr());
+  int64_t row = 0;
+  for (constexpr int together = 4; row + together <= rows; row += together)
+    orders<together>(to + row * n, n, from + row);
+  for (; row < rows; ++row) orders<1>(to + row * n, n, from + row);
+}
+
+}  // namespace
+}  // namespace fastsam
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastsam, m) {
+  m.def("product(Tensor a, Tensor b, Tensor? bias) -> Tensor");
+  m.def("orders_(Tensor(a!) out_, Tensor seeds) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {
+  m.impl("product", TORCH_BOX(&fastsam::product));
+  m.impl("orders_", TORCH_BOX(&fastsam::draw_orders));
+}

@@ -1,0 +1,135 @@
+"""Products of stacked matrices against float64, element by element; orders against torch's own, whatever their length."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastsam import ops
+from fastsam_kernels import native, stacked
+
+pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
+
+SIZES = st.sampled_from([1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 64, 65])
+
+
+def matrix(rows: int, down: int, across: int, how: str) -> Tensor:
+    """`[rows, down, across]`: dense, transposed, with gaps on all sides, or one row for all."""
+    if how == "transposed":
+        return torch.randn(rows, across, down).mT
+    if how == "gaps":
+        return torch.randn(2 * rows, 3 * down, across + 5)[::2, ::3, 2 : across + 2]
+    if how == "one":
+        return torch.randn(down, across).expand(rows, -1, -1)
+    return torch.randn(rows, down, across)
+
+
+LAYOUTS = st.sampled_from(["dense", "transposed", "gaps", "one"])
+
+
+@given(
+    st.integers(1, 4), SIZES, SIZES, SIZES, LAYOUTS, LAYOUTS, st.sampled_from([None, "full", "m", "n", "turned", "all"])
+)
+def test_products_are_those_of_float64(
+    rows: int, m: int, k: int, n: int, left: str, right: str, bias: str | None
+) -> None:
+    stacked._product()
+    a, b = matrix(rows, m, k, left), matrix(rows, k, n, right)
+    shapes = {"full": (rows, m, n), "m": (rows, m, 1), "n": (rows, 1, n), "all": (1, 1, 1)}
+    add = None if bias is None else torch.randn(rows, n, m).mT if bias == "turned" else torch.randn(shapes[bias])
+    out = torch.ops.fastsam.product.default(a, b, add)
+    zero = torch.zeros((), dtype=torch.float64)
+    exact = a.double() @ b.double() + (zero if add is None else add.double())
+    # Recursive summation: at most (k + 1) roundings of partial sums no larger than the sum of magnitudes.
+    bound = (a.double().abs() @ b.double().abs() + (zero if add is None else add.double().abs())) * (k + 2) * 2**-24
+    assert out.is_contiguous() and out.shape == exact.shape and bool(((out - exact).abs() <= bound).all())
+    dense = torch.ops.fastsam.product.default(a.contiguous(), b.contiguous(), add)
+    assert torch.equal(out, dense), "the order of memory changes no bit"
+    alone = torch.ops.fastsam.product.default(a[:1], b[:1], None if add is None else add[:1])
+    assert torch.equal(out[:1], alone), "nor do other rows"
+
+
+def test_nothing_to_add_up() -> None:
+    assert torch.equal(
+        torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), None), torch.zeros(2, 3, 4)
+    )
+    bias = torch.randn(2, 1, 4)
+    out = torch.ops.fastsam.product.default(torch.ones(2, 3, 0), torch.ones(2, 0, 4), bias)
+    assert torch.equal(out, bias.expand(2, 3, 4))
+
+
+def test_no_memory_beside_the_operands_is_read() -> None:
+    """Panels are padded with zeros: NaN beside the last column, or in a panel that was used before, must not get in."""
+    a, b = torch.full((2, 9, 40), torch.nan), torch.full((2, 40, 40), torch.nan)
+    torch.ops.fastsam.product.default(a, b, None)
+    a[:, :5, :20], b[:, :20, :17] = 1.0, 2.0
+    out = torch.ops.fastsam.product.default(a[:, :5, :20], b[:, :20, :17], None)
+    assert torch.equal(out, torch.full((2, 5, 17), 40.0))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_every_instruction_set(isa: str) -> None:
+    """The same tests on what older processors run."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "float64 or beside or add_up"],
+        env=os.environ | {"FASTSAM_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "bias", "what"),
+    [
+        ((3, 4), (4, 5), None, "a and b must be"),
+        ((2, 3, 4), (2, 5, 6), None, "b must be"),
+        ((2, 3, 4), (3, 4, 6), None, "b must be"),
+        ((2, 3, 4), (2, 4, 6), (2, 2, 6), "bias must be"),
+    ],
+)
+def test_shapes_that_do_not_fit(
+    a: tuple[int, ...], b: tuple[int, ...], bias: tuple[int, ...] | None, what: str
+) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        torch.ops.fastsam.product.default(torch.ones(a), torch.ones(b), None if bias is None else torch.ones(bias))
+    with pytest.raises(RuntimeError, match="float32"):
+        torch.ops.fastsam.product.default(torch.ones(1, 1, 1).double(), torch.ones(1, 1, 1), None)
+
+
+def test_opcheck() -> None:
+    stacked._product()
+    torch.library.opcheck(
+        torch.ops.fastsam.product.default, (torch.ones(2, 3, 4), torch.ones(2, 5, 4).mT, torch.ones(2, 1, 5))
+    )
+
+
+def test_which_products_it_takes() -> None:
+    a, b = torch.ones(20, 16, 64), torch.ones(20, 64, 32)
+    assert ops.product_of(a, b) is torch.ops.fastsam.product.default
+    assert ops.product_of(a, b, backend="reference") is None
+    assert ops.product_of(a.double(), b.double()) is None
+    assert ops.product_of(a[:1, :4, :4], b[:1, :4, :4]) is None, "too little work to pay for the call"
+    assert ops.product_of(torch.ones(1, 512, 512), torch.ones(1, 512, 512)) is None, "torch's is made for large ones"
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 64, 226, 227, 228, 229, 500, 623, 624, 625, 1248, 1249, 5000])
+def test_orders_are_those_of_torch(n: int) -> None:
+    seeds = [0, 1, 2**32 - 1, 2**32, 2**63 - 1, 123456789012345]
+    expected = torch.empty(len(seeds), n, dtype=torch.int64)
+    stacked._by_torch(expected, seeds)
+    assert stacked._drawn_as_by_torch(), "the compiled orders are not those of this torch: csrc/cpu/orders.h"
+    assert torch.equal(ops.random_orders(n, seeds), expected)
+
+
+def test_orders_without_the_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = ops.random_orders(100, [5, 6, 7])
+    monkeypatch.setattr(stacked, "_drawn_as_by_torch", lambda: False)
+    assert torch.equal(ops.random_orders(100, [5, 6, 7]), compiled)
