@@ -15,6 +15,8 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # Multiplications of a call from which it is worth its while, and of a matrix up to which it was measured (see docs/kernels.md).
 _FEWEST, _MOST = 2**16, 2**21
 
+_LONG = 2**32 // 20  # orders that torch draws with more bits
+
 
 def product_of(a: Tensor, b: Tensor) -> Product | None:
     """`f(a, b, bias)` for matrices like these, where there is one that is faster than torch's: `a @ b`, plus `bias` if that is not None.
@@ -45,18 +47,18 @@ def random_orders(n: int, seeds: Sequence[int]) -> Tensor:
 
     seeds: 0 to 2^63 - 1; torch's generators use the low 32 bits.
     """
-    orders = torch.empty(len(seeds), n, dtype=torch.int64)
-    if _drawn_as_by_torch():
-        torch.ops.fastsam.orders_.default(orders, torch.tensor(seeds, dtype=torch.int64))
+    orders = torch.empty(len(seeds), n, dtype=torch.int64, device="cpu")
+    if n < _LONG and _drawn_as_by_torch():
+        torch.ops.fastsam.orders_.default(orders, torch.tensor(seeds, dtype=torch.int64, device="cpu"))
     else:
         _by_torch(orders, seeds)
     return orders
 
 
 def _by_torch(orders_: Tensor, seeds: Sequence[int]) -> None:
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     for seed, order in zip(seeds, orders_.unbind(), strict=True):
-        torch.randperm(len(order), generator=generator.manual_seed(seed), out=order)
+        torch.randperm(len(order), generator=generator.manual_seed(seed), out=order, device="cpu")
 
 
 @cache
@@ -65,7 +67,7 @@ def _drawn_as_by_torch() -> bool:
     if native.why_not("cpu") is not None:
         return False
     seeds = [0, 1, 2**32 - 1, 2**62 + 12345]
-    ours, theirs = torch.empty(2, len(seeds), 1000, dtype=torch.int64)
-    torch.ops.fastsam.orders_.default(ours, torch.tensor(seeds))
+    ours, theirs = torch.empty(2, len(seeds), 1000, dtype=torch.int64, device="cpu")
+    torch.ops.fastsam.orders_.default(ours, torch.tensor(seeds, device="cpu"))
     _by_torch(theirs, seeds)
     return torch.equal(ours, theirs)

@@ -133,3 +133,16 @@ def test_orders_without_the_compiled_ones(monkeypatch: pytest.MonkeyPatch) -> No
     compiled = ops.random_orders(100, [5, 6, 7])
     monkeypatch.setattr(stacked, "_drawn_as_by_torch", lambda: False)
     assert torch.equal(ops.random_orders(100, [5, 6, 7]), compiled)
+
+
+def test_orders_under_another_default_device() -> None:
+    expected = ops.random_orders(50, [1, 2])
+    with torch.device("meta"):
+        assert torch.equal(ops.random_orders(50, [1, 2]), expected)
+        stacked._drawn_as_by_torch.cache_clear()
+        assert stacked._drawn_as_by_torch()
+
+
+def test_a_long_order_is_drawn_by_torch() -> None:
+    with pytest.raises(RuntimeError, match="another way"):
+        torch.ops.fastsam.orders_.default(torch.empty(0, 2**32, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))

@@ -36,8 +36,8 @@ def generator(*parts: int | str) -> torch.Generator:
 
 
 def permutation(n: int, *parts: int | str) -> Tensor:
-    """A random order of `range(n)`, int64 `[n]` on the CPU."""
-    return torch.randperm(n, generator=generator(*parts))
+    """A random order of `range(n)`, int64 `[n]` on the CPU: `torch.randperm(n, generator=generator(*parts))`."""
+    return ops.random_orders(n, [derive(*parts)])[0]
 
 
 def permutations(n: int, seeds: Iterable[int], *parts: int | str) -> Tensor:
