@@ -222,6 +222,7 @@ def wider():
         ({"clients": other_clients()}, "data"),
         ({"test": oracle.ragged_clients(sizes=(8,))[0]}, "data"),
         ({"model": wider()}, "model"),
+        ({"executor": "vmap", "slots": 2}, "numbers"),
         ({"backend": "reference"}, "backend"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
@@ -231,8 +232,12 @@ def test_another_run_is_not_continued(tmp_path, change, key):
         pytest.skip("the reference is the only backend here")
     start(tmp_path / "run", rounds=1)
     before = snapshot(tmp_path / "run")
-    with pytest.raises(fed.RunDirectoryError, match=rf"cannot be resumed with another {key}: it was started with"):
+    with pytest.raises(
+        fed.RunDirectoryError, match=rf"cannot be resumed with another {key}: it was started with"
+    ) as told:
         start(tmp_path / "run", rounds=2, resume=True, **change)
+    meaning = {"data": "hashes of all clients' samples", "numbers": "executor, slots, compile and the number of ranks"}
+    assert meaning.get(key, "") in str(told.value)
     assert snapshot(tmp_path / "run") == before
 
 

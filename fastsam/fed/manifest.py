@@ -17,6 +17,11 @@ FORMAT, VERSION = "fastsam run", 1
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
 _SINCE = {"memory_format": "preserve"}  # keys of the identity that older directories lack, and what their runs did
 
+_MEANING = {  # of values of the identity that do not speak for themselves
+    "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",
+    "numbers": " (what the bits depend on: executor, slots, compile and the number of ranks must come to the same)",
+}
+
 
 class RunDirectoryError(RuntimeError):
     """A run directory that exists or belongs to another run, or a checkpoint that is cut or foreign. Nothing in it was changed."""
@@ -79,7 +84,7 @@ def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str,
         key, before, after = found
         raise RunDirectoryError(
             f"the run in {directory} cannot be resumed with another {key}: "
-            f"it was started with {_short(before)}, now it is {_short(after)}. "
+            f"it was started with {_short(before)}, now it is {_short(after)}{_MEANING.get(key, '')}. "
             "Resume it as it was started, or choose another run_dir"
         )
 
