@@ -36,6 +36,11 @@ def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None
     return stacked.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
 
 
+def hashes(before: str, values: Sequence[int], after: str) -> list[int]:
+    """A number of 63 bits for each value and the text around it, see `fastsam_kernels.stacked.hashes`."""
+    return stacked.hashes(before, values, after)
+
+
 def random_orders(n: int, seeds: Sequence[int]) -> Tensor:
     """A random order of `range(n)` for each seed, int64 `[seeds, n]`, see `fastsam_kernels.stacked.random_orders`."""
     return stacked.random_orders(n, seeds)

@@ -1,9 +1,13 @@
-"""What stacked clients need besides the kernels on their rows: products of small matrices, and random orders. Both on the CPU."""
+"""What stacked clients need besides the kernels on their rows, on the CPU: products of small matrices, seeds and random orders."""
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
+from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +44,39 @@ def _product() -> Product:
 
     made: Product = torch.ops.fastsam.product.default
     return made
+
+
+def hashes(before: str, values: Sequence[int], after: str) -> list[int]:
+    """A number of 63 bits for each value: the BLAKE2b hash, of 8 bytes, of `f"{before}{value}{after}"`, shifted right by one bit.
+
+    before, after: without NUL.
+    """
+    try:
+        given = array("q", values)
+    except OverflowError:
+        return _by_hashlib(before, values, after)
+    if native.why_not("cpu") is not None:
+        return _by_hashlib(before, values, after)
+    made = array("q", bytes(given.itemsize * len(given)))
+    _hashes()(before.encode(), after.encode(), given.buffer_info()[0], made.buffer_info()[0], len(given))
+    return made.tolist()
+
+
+def _by_hashlib(before: str, values: Sequence[int], after: str) -> list[int]:
+    start, made = blake2b(before.encode(), digest_size=8), []
+    for value in values:
+        digest = start.copy()
+        digest.update(f"{value}{after}".encode())
+        made.append(int.from_bytes(digest.digest(), "little") >> 1)
+    return made
+
+
+@cache
+def _hashes() -> Any:
+    function = ctypes.CDLL(native.library()).fastsam_hashes
+    function.argtypes = [ctypes.c_char_p] * 2 + [ctypes.c_void_p] * 2 + [ctypes.c_int64]
+    function.restype = None
+    return function
 
 
 def random_orders(n: int, seeds: Sequence[int]) -> Tensor:

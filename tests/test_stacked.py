@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from hashlib import blake2b
 
 import pytest
 import torch
@@ -118,6 +119,23 @@ def test_which_products_it_takes() -> None:
     assert ops.product_of(a.double(), b.double()) is None
     assert ops.product_of(a[:1, :4, :4], b[:1, :4, :4]) is None, "too little work to pay for the call"
     assert ops.product_of(torch.ones(1, 512, 512), torch.ones(1, 512, 512)) is None, "torch's is made for large ones"
+
+
+@given(
+    st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=300),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5),
+    st.sampled_from(["", ")", ", 'shuffle', 3)", "x" * 108, "y" * 127, "z" * 128]),
+)
+def test_hashes_are_those_of_hashlib(before: str, values: list[int], after: str) -> None:
+    found = stacked.hashes(before, values, after)
+    assert found == stacked._by_hashlib(before, values, after)
+    assert found == [
+        int.from_bytes(blake2b(f"{before}{v}{after}".encode(), digest_size=8).digest(), "little") >> 1 for v in values
+    ]
+
+
+def test_hashes_of_numbers_that_no_word_holds() -> None:
+    assert stacked.hashes("(", [2**64, 1], ")") == stacked._by_hashlib("(", [2**64, 1], ")")
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 64, 226, 227, 228, 229, 500, 623, 624, 625, 1248, 1249, 5000])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import torch
@@ -16,16 +16,11 @@ def derive(*parts: int | str) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
-def derive_each(values: Iterable[int], before: Sequence[int | str] = (), after: Sequence[int | str] = ()) -> list[int]:
-    """`derive(*before, value, *after)` for each value; what they have in common is hashed once."""
-    start = blake2b("".join(["(", *(f"{part!r}, " for part in before)]).encode(), digest_size=8)
+def derive_each(values: Sequence[int], before: Sequence[int | str] = (), after: Sequence[int | str] = ()) -> list[int]:
+    """`derive(*before, value, *after)` for each value."""
+    start = "".join(["(", *(f"{part!r}, " for part in before)])
     end = "".join(f", {part!r}" for part in after) + (")" if before or after else ",)")
-    made = []
-    for value in values:
-        digest = start.copy()
-        digest.update(f"{value}{end}".encode())
-        made.append(int.from_bytes(digest.digest(), "little") >> 1)
-    return made
+    return ops.hashes(start, values, end)
 
 
 def generator(*parts: int | str) -> torch.Generator:
@@ -40,6 +35,6 @@ def permutation(n: int, *parts: int | str) -> Tensor:
     return ops.random_orders(n, [derive(*parts)])[0]
 
 
-def permutations(n: int, seeds: Iterable[int], *parts: int | str) -> Tensor:
+def permutations(n: int, seeds: Sequence[int], *parts: int | str) -> Tensor:
     """`permutation(n, seed, *parts)` for each seed, int64 `[seeds, n]` on the CPU."""
     return ops.random_orders(n, derive_each(seeds, after=parts))

@@ -113,7 +113,7 @@ class Feed:
 def seeds_of(tasks: Sequence[Task]) -> list[int]:
     """`Task.seed` of each of some tasks of one round."""
     work = tasks[0].work
-    return seeds.derive_each((task.client for task in tasks), before=(work.seed, "client", work.round))
+    return seeds.derive_each([task.client for task in tasks], before=(work.seed, "client", work.round))
 
 
 def alike(task: Task) -> tuple[object, ...]:
