@@ -65,10 +65,10 @@ class Code:
 
 
 def cuobjdump() -> str | None:
-    """The disassembler, where Triton's package carries it or on PATH."""
+    """The disassembler: on PATH, where it is as new as nvcc, else the one that Triton's package carries."""
     spec = find_spec("triton")
     carried = Path(spec.origin).parent / "backends/nvidia/bin/cuobjdump" if spec and spec.origin else None
-    return str(carried) if carried and carried.is_file() else shutil.which("cuobjdump")
+    return shutil.which("cuobjdump") or (str(carried) if carried and carried.is_file() else None)
 
 
 def disassembled(cubin: Path) -> Iterator[tuple[str, list[str], dict[str, int]]]:
