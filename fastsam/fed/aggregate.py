@@ -92,7 +92,7 @@ class FixedPointSum:
 
     def over(self, divisor: float) -> Tensor:
         """The sum divided by a number, float64."""
-        return self.low.double().mul_(2.0**-LOW_BITS).add_(self.high).div_(divisor * 2.0**HIGH_BITS)
+        return torch.add(self.high.double(), self.low.double(), alpha=2.0**-LOW_BITS).div_(divisor * 2.0**HIGH_BITS)
 
 
 @cache
