@@ -49,21 +49,6 @@ inline __attribute__((always_inline)) void each_piece(const Call& call, int64_t 
   }
 }
 
-// The same from the last chunk to the first: what was just read from the first to the last is met where it is still in
-// the caches.
-template <class F>
-inline __attribute__((always_inline)) void each_piece_backwards(const Call& call, int64_t begin, int64_t end, F&& f) {
-  if (begin == end) return;
-  const int64_t chunks = call.chunks();
-  int64_t row = (end - 1) / chunks, chunk = (end - 1) % chunks;
-  int64_t segment = segment_of(call.prefix.data(), call.segments, chunk);
-  for (int64_t unit = end; unit > begin; --unit) {
-    while (chunk < call.prefix[segment]) --segment;
-    f(row, segment, piece_of(chunk - call.prefix[segment], call.table[segment].length));
-    if (--chunk < 0) chunk = chunks - 1, segment = call.segments - 1, --row;
-  }
-}
-
 template <class T>
 inline T* at(const List& list, int64_t row, int64_t segment, int64_t begin) {
   if (!list.given()) return nullptr;

@@ -60,7 +60,7 @@ inline void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, i
   with_types(args.call, [&](auto weight, auto stored) {
     using W = decltype(weight);
     using O = decltype(stored);
-    each_piece_backwards(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
+    each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
       const PerturbRule<compute_t<W>> rule(scalars(args.call, row, segment), args.sumsq[row]);
       W* z = at<W>(args.z, row, segment, piece.begin);
       O* o = at<O>(args.origin, args.call, row, segment, piece.begin);
