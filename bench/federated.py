@@ -25,7 +25,8 @@ from bench.fed.race import Entry, Figure, Result, race
 from bench.fed.worker import PEERS
 from bench.fed.workload import Workload
 
-ROUNDS = {"mlp": 20, "cnn": 2}  # of a chunk
+# Of a chunk: the fastest need tens of milliseconds of an MLP to get over having been asleep.
+ROUNDS = {"mlp": 100, "cnn": 2}
 EXACT = ("sequential", "threads")
 
 
@@ -59,7 +60,7 @@ def _race(options: Options, entries: list[Entry], model: str) -> Result:
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Everybody on the issue's workload, one thread, and ours with all processors beside the bare loop on one thread."""
+    """Everybody on the workload, one thread, and ours with all processors beside the bare loop on one thread."""
     cuda = options.device == "cuda"
     executors = ["sequential", "streams", "graph", "vmap", "compiled"] if cuda else [*EXACT, "vmap", "compiled"]
     for model in ("mlp", "cnn"):
