@@ -25,8 +25,10 @@ from bench.fed.race import Entry, Figure, Result, race
 from bench.fed.worker import PEERS
 from bench.fed.workload import Workload
 
-# Of a chunk: the fastest need tens of milliseconds of an MLP to get over having been asleep.
-ROUNDS = {"mlp": 100, "cnn": 2}
+ROUNDS = {
+    "mlp": 100,
+    "cnn": 2,
+}  # of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
 EXACT = ("sequential", "threads")
 
 

@@ -290,7 +290,7 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     parts = json.loads((tmp_path / "federated.json").read_text())["parts"]
     assert [case["title"] for case in parts["speed"]] == ["MLP, fedavg", "MLP, fedsam", "CNN, fedavg", "CNN, fedsam"]
     assert asked[0][0][0] == "bare loop" and "pfl" in asked[0][0] and "pfl" not in asked[1][0]
-    assert {a[1:] for a in asked} == {(3, 2), (3, 1)}
+    assert {a[1:] for a in asked} == {(3, 10), (3, 1)}
     assert "| pfl | failed: broken" in capsys.readouterr().out
     assert federated.main(["--parts", "speed", "--quick"]) == 1
     with pytest.raises(SystemExit):
