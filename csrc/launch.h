@@ -148,7 +148,7 @@ void dual_perturb_range(const DualArgs&, bool stream, int64_t begin, int64_t end
 void inner_range(const InnerArgs&, double* partials, int64_t begin, int64_t end);  // two partial sums per chunk
 // The elements [begin, end) of all rows; largest: [rows], the bits of the largest |x - base| among them.
 void accumulate_range(const FixedPointArgs&, uint64_t* largest, int64_t begin, int64_t end);
-void product_rows(const ProductArgs&, int64_t begin, int64_t end);  // the rows [begin, end)
+void product_rows(const ProductArgs&);
 void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
 void update_sgd_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);
 void update_adam_range(const UpdateArgs&, bool stream, int64_t begin, int64_t end);  // reads steps, does not count them

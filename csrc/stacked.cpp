@@ -26,7 +26,7 @@ Tensor product(const Tensor a, const Tensor b, const OptionalTensor bias) {
   if (bias.has_value()) args.bias = matrix_of(*bias, args.rows, args.m, args.n, "bias");
   const Tensor out = torch::stable::new_empty(a, {args.rows, args.m, args.n});
   args.out = static_cast<float*>(out.data_ptr());
-  product_rows(args, 0, args.rows);
+  product_rows(args);
   return out;
 }
 

@@ -9,8 +9,6 @@
 
 namespace fastsam {
 
-void product_rows(const ProductArgs& args, int64_t begin, int64_t end) {
-  FASTSAM_DISPATCH(product_rows, args, begin, end);
-}
+void product_rows(const ProductArgs& args) { FASTSAM_DISPATCH(product_rows, args); }
 
 }  // namespace fastsam

@@ -1,4 +1,4 @@
-// The products of small matrices of product_. See per_isa.h.
+// The products of small matrices of product. See per_isa.h.
 //
 // Every element of a result is a sum in the order of k: vectors and blocks go over elements of the result alone. So its
 // bits depend neither on the other rows nor on strides, and on the instruction set in one thing only: AVX2 and AVX-512
@@ -127,9 +127,9 @@ inline void columns(const ProductArgs& args, const Matrix& a, Matrix b, const Ma
   }
 }
 
-inline void product_rows(const ProductArgs& args, int64_t begin, int64_t end) {
+inline void product_rows(const ProductArgs& args) {
   static thread_local std::vector<float> packed;  // freeing it in every call would cost as much as a small product
-  for (int64_t row = begin; row < end; ++row) {
+  for (int64_t row = 0; row < args.rows; ++row) {
     const Matrix a = args.a.of(row), b = args.b.of(row), bias = args.bias.of(row);
     float* out = args.out + row * args.m * args.n;
     for (int64_t at = 0; at < args.n; at += kAcross * kLanes) {
