@@ -48,6 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run small.toml --alpha 1e-308", "alpha=1e-308 is too small"),
         ("run small.toml --algorithm FedLESAM_D", "unknown algorithm 'FedLESAM_D' .did you mean 'fedlesam-d'"),
         ("run small.toml --algorithm FedSAM", "did you mean 'fedsam'"),
+        ("run small.toml --learning-rate 0.1", "unknown key 'learning_rate' .did you mean 'lr'"),
         ("run small.toml --algorithm=", "unknown algorithm ''"),
         ("run small.toml --name a/b", "name is a part of a directory's name.*without '/', got 'a/b'"),
         ("run small.toml --name ../../b", "without '/'"),

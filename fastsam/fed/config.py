@@ -23,6 +23,7 @@ from typing import Any
 from fastsam.fed.algorithms import registry
 from fastsam.fed.imports import import_object, is_import_path
 from fastsam.fed.keys import CHOICES, RunConfig, foreign_keys, keys, short_name
+from fastsam.optim.base import ELSEWHERE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -277,7 +278,9 @@ def _unknown(key: str, algorithm: str, own: Iterable[str]) -> str:
 
 
 def nearest(word: str, good: Iterable[str]) -> str:
-    """The end of a message, with the word of `good` that is most like `word`; nothing where none is."""
+    """The end of a message, with the word of `good` that is most like `word` or that others call so; nothing where none is."""
     spelled = {name.lower(): name for name in good}
+    if (meant := ELSEWHERE.get(word.lower())) in spelled:
+        return f" (did you mean {meant!r}?)"
     close = difflib.get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
     return f" (did you mean {spelled[close[0]]!r}?)" if close else ""
