@@ -71,7 +71,7 @@ class Kernel:
 
 
 def parse(name: str, arch: str) -> Kernel | None:
-    found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?)NS0_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name)
+    found = re.search(rf"\d({'|'.join(BOUNDS)})_kernelI(.+?)NS0?_\d+\w+?ParamsI(?:NS_)?5TableILi\d+ELi(\d+)E", name)
     if found is None and (plain := re.search(r"\d(accumulate)_kernelI([fd])E", name)):
         return Kernel(plain[1], plain[2], 0, arch)
     return Kernel(found[1], found[2], int(found[3]), arch) if found else None

@@ -216,16 +216,18 @@ int each_part(const Call& call, const std::array<const List*, Lists>& lists, int
   return call.segments <= small ? in_parts<small>(call, lists, chunk, f) : in_parts<large>(call, lists, chunk, f);
 }
 
-// Launches `blocks` blocks, if any. Returns a cudaError_t, which it also takes back, so that nobody else finds it
-// later.
+// Launches `blocks` blocks, if any, with `shared` bytes of dynamic shared memory. Returns a cudaError_t, which it also
+// takes back, so that nobody else finds it later.
 template <class Argument, class Params>
-int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params& params) {
+int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params& params, int threads = kThreads,
+           size_t shared = 0) {
   static_assert(sizeof(Params) <= kArgumentLimit, "kernel arguments");
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
   config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error != cudaSuccess) cudaGetLastError();

@@ -1,56 +1,15 @@
 // norm_ and update_norm_ on CUDA.
 #include "elementwise.cuh"
-#include "reduce.cuh"
+#include "norm.cuh"
 
 namespace fastsam {
 namespace {
 
-// ---- norm_: the direction ------------------------------------------------------------------------------------------
-
-// Weighted: the weights are given, since some group is adaptive.
-template <class W, bool Weighted>
-struct Direction {
-  static constexpr int kWidth = kPackBytes / sizeof(W), kTurns = sizeof(W) < 4 ? 2 : 4;
-  using Value = compute_t<W>;
-  Operand<const W, kWidth> g, w;
-  NormRule<Value> rule;
-
-  template <int N>
-  struct Loaded {
-    Pack<W, N> g, w;
-  };
-  template <int N>
-  __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    g.read(x.g, i);
-    if constexpr (Weighted) w.read(x.w, i);
-  }
-  template <int N>
-  __device__ __forceinline__ Value value(const Loaded<N>& x, int lane) const {
-    const Value g = widen(x.g.x[lane]);
-    return Weighted && rule.adaptive ? rule.direction(widen(x.w.x[lane]), g) : g;
-  }
-};
-
-template <class Table>
-struct NormParams {
-  Table table;  // lists: gradients, and the weights where they are given
-  Scalars scalars;
-  Sums sums;
-};
+// ---- norm_ ---------------------------------------------------------------------------------------------------------
 
 template <class W, bool Weighted, class Params>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const Params __grid_constant__ p) {
-  const Unit unit = unit_of(p.table, blockIdx.x);
-  double partial = 0.0;
-  if (unit.count > 0) {
-    const W* w = nullptr;
-    if constexpr (Weighted) w = at<const W>(p.table, 1, unit);
-    const NormRule<compute_t<W>> rule(p.scalars.of(p.table, unit));
-    partial = squares(Direction<W, Weighted>{at<const W>(p.table, 0, unit), w, rule}, unit.count);
-    // An adaptive group without weights: a kernel cannot raise, but with such a norm nothing is perturbed.
-    if (!Weighted && rule.adaptive) partial = nan("");
-  }
-  finish(p.sums, p.table, unit, partial);
+  norm_unit<W, Weighted>(p, blockIdx.x);
 }
 
 // ---- update_norm_: v of form U -------------------------------------------------------------------------------------

@@ -7,24 +7,33 @@
 
 namespace fastsam {
 
-// The sum over the block, valid in thread 0. A __syncthreads() must stand between two calls.
-__device__ __forceinline__ double block_sum(double x) {
-  __shared__ double warps[kThreads / kWarp];
+// The sum over a warp, valid in its first lane.
+__device__ __forceinline__ double warp_sum(double x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_down_sync(0xFFFFFFFFu, x, distance);
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
-  __syncthreads();
+  return x;
+}
+
+// The sum of the sums of a block's warps, in their order.
+__device__ __forceinline__ double sum_of_warps(const double* warps) {
   double sum = 0.0;
-  if (threadIdx.x == 0) {
 #pragma unroll
-    for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += warps[warp];
-  }
+  for (int warp = 0; warp < kThreads / kWarp; ++warp) sum += warps[warp];
   return sum;
 }
 
-// The sum of op.value(...)^2 over [0, count), valid in thread 0.
+// The sum over the block, valid in thread 0. A __syncthreads() must stand between two calls.
+__device__ __forceinline__ double block_sum(double x) {
+  __shared__ double warps[kThreads / kWarp];
+  x = warp_sum(x);
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = x;
+  __syncthreads();
+  return threadIdx.x == 0 ? sum_of_warps(warps) : 0.0;
+}
+
+// What a thread of a block of kThreads adds up of op.value(...)^2 over [0, count).
 template <class Op>
-__device__ __forceinline__ double squares(const Op& op, int count) {
+__device__ __forceinline__ double squares_of(const Op& op, int count, int thread) {
   constexpr int width = Op::kWidth, turns = Op::kTurns;
   using C = typename Op::Value;
   C sum[width] = {};
@@ -33,12 +42,12 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
     typename Op::template Loaded<width> x[turns];
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
-      const int i = start + pack_of(turn, threadIdx.x, kThreads, width);
+      const int i = start + pack_of(turn, thread, kThreads, width);
       if (i < whole) op.load(x[turn], i);
     }
 #pragma unroll
     for (int turn = 0; turn < turns; ++turn) {
-      if (start + pack_of(turn, threadIdx.x, kThreads, width) >= whole) continue;
+      if (start + pack_of(turn, thread, kThreads, width) >= whole) continue;
 #pragma unroll
       for (int lane = 0; lane < width; ++lane) {
         const C d = op.value(x[turn], lane);
@@ -46,7 +55,7 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
       }
     }
   }
-  const int i = whole + threadIdx.x;
+  const int i = whole + thread;
   if (i < count) {
     typename Op::template Loaded<1> x;
     op.load(x, i);
@@ -56,7 +65,13 @@ __device__ __forceinline__ double squares(const Op& op, int count) {
   double total = 0.0;
 #pragma unroll
   for (int lane = 0; lane < width; ++lane) total += static_cast<double>(sum[lane]);
-  return block_sum(total);
+  return total;
+}
+
+// The sum of op.value(...)^2 over [0, count), valid in thread 0.
+template <class Op>
+__device__ __forceinline__ double squares(const Op& op, int count) {
+  return block_sum(squares_of(op, count, threadIdx.x));
 }
 
 // Chunks are large here: a block ends with a barrier, a fence and an atomic, and the last one adds up all of a row's
