@@ -19,6 +19,7 @@ from fastsam import backends
 from fastsam_kernels import build, native, toolchain
 
 HERE = Path(__file__).resolve().parent
+VARIANTS = HERE.parent / "bench" / "variants"
 SOURCES = (
     "norm.cu",
     "perturb.cu",
@@ -76,18 +77,41 @@ def compile_library(
         kept = [name for name in (*SOURCES, "emulation.cpp") if name not in changed]
     registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
     changes = {**changes, "cuda/ops_cuda.cpp": [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]}
-    for path in build.csrc().rglob("*"):
+    copy_sources(build.csrc(), folder / "csrc", changes)
+    toolchain.execute(_steps(folder / "csrc", ready, kept), folder)
+    return folder / LIBRARY
+
+
+def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
+    """Every C++ and CUDA source below `sources`, with the texts replaced that `changes` names."""
+    for path in sources.rglob("*"):
         if path.suffix not in (".h", ".cuh", ".cu", ".cpp"):
             continue
-        name, text = path.relative_to(build.csrc()).as_posix(), path.read_text()
+        name, text = path.relative_to(sources).as_posix(), path.read_text()
         for old, new in changes.get(name, ()):
             assert text.count(old) == 1, f"{name} must hold {old!r} once"
             text = text.replace(old, new)
-        copy = folder / "csrc" / name
+        copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_text() != text:  # ninja looks at dates
             copy.write_text(text)
-    toolchain.execute(_steps(folder / "csrc", ready, kept), folder)
+
+
+def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Changes = NONE) -> Path:
+    """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's sources."""
+    shared = "extern __shared__ __align__(16) unsigned char shared[];"
+    on_host = (shared, "unsigned char* shared = emulation::dynamic_shared();")
+    changes = {**changes, "one_read.cu": [on_host, *changes.get("one_read.cu", ())]}
+    copy_sources(build.csrc(), folder / "csrc", csrc_changes)
+    copy_sources(VARIANTS, folder / "bench" / "variants", changes)
+    steps, cxx, copies = [], toolchain.find_cxx(), folder / "bench" / "variants"
+    for path in (*(copies / path.name for path in sorted(VARIANTS.glob("*.cu"))), HERE / "emulation/emulation.cpp"):
+        output, includes = f"{path.name}.o", (f"-I{HERE / 'emulation'}", "-iquote", str(folder / "csrc"))
+        argv = (*cxx, "-x", "c++", *FLAGS, *CHECKS, *includes, "-MD", "-MF", f"{output}.d")
+        steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
+    objects = tuple(step.output for step in steps)
+    link = (*cxx, "-shared", *objects, "-o", LIBRARY, "-Wl,--no-undefined")
+    toolchain.execute([*steps, toolchain.Step(LIBRARY, objects, link)], folder)
     return folder / LIBRARY
 
 
@@ -125,7 +149,7 @@ class Emulation:
 
     def order(self, blocks: int, threads: int) -> None:
         """In which order blocks and threads run: 0 ascending, 1 descending, more: a shuffle with that seed."""
-        self._library.emulation_order(blocks, threads)
+        order(self._library, blocks, threads)
 
     def walk(self, lengths: Sequence[int], width: int, turns: int, enough: int) -> int:
         """-1 when the kernels' walk over segments of these lengths meets every element once, else an element for which it does not."""
@@ -145,10 +169,31 @@ class Emulation:
         )
 
     def count(self, name: str) -> int:
-        """launches, largest_argument (bytes), misaligned or out_of_bounds (accesses), since the library was loaded."""
-        function = getattr(self._library, f"emulation_{name}")
-        function.restype = ctypes.c_int64
-        return int(function())
+        """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since the library was loaded."""
+        return count(self._library, name)
+
+
+_LOADED: dict[str, Emulation] = {}
+
+
+def loaded(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) -> Emulation:
+    """The emulation with these changes, built in `folder`; the one of a process where several test modules ask for it: torch takes a
+    namespace's registration once."""
+    if namespace not in _LOADED:
+        _LOADED[namespace] = Emulation(compile_library(folder, changes, namespace=namespace), namespace)
+    return _LOADED[namespace]
+
+
+def order(loaded: ctypes.CDLL, blocks: int, threads: int) -> None:
+    """See `Emulation.order`."""
+    loaded.emulation_order(blocks, threads)
+
+
+def count(loaded: ctypes.CDLL, name: str) -> int:
+    """See `Emulation.count`."""
+    function = getattr(loaded, f"emulation_{name}")
+    function.restype = ctypes.c_int64
+    return int(function())
 
 
 def why_not() -> str | None:

@@ -50,13 +50,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def emulation(folder: Path) -> Emulation:
-    return Emulation(emulated.compile_library(folder / "as-it-is"))
+    return emulated.loaded(folder / "as-it-is")
 
 
 @pytest.fixture(scope="module")
 def small(folder: Path) -> Emulation:
-    namespace = "fastsam_emulated_small"
-    return Emulation(emulated.compile_library(folder / "small", SMALL, namespace=namespace), namespace)
+    return emulated.loaded(folder / "small", SMALL, "fastsam_emulated_small")
 
 
 def calls(module: ModuleType) -> Iterator:

@@ -33,7 +33,9 @@ namespace emulation {
 
 // 0: ascending, 1: descending, more: a shuffle with that seed.
 inline int block_order = 0, thread_order = 0;
-inline int64_t launches = 0, largest_argument = 0, misaligned = 0, out_of_bounds = 0;
+inline int64_t launches = 0, blocks_run = 0, largest_argument = 0, misaligned = 0, out_of_bounds = 0;
+// Of the device: bytes of shared memory that a block may have, multiprocessors, and blocks on one of them at a time.
+constexpr int kSharedLimit = 227 << 10, kMultiprocessors = 3, kResident = 2;
 
 constexpr int kLanes = 32;
 enum class State { ready, at_block_barrier, at_warp_barrier, done };
@@ -133,8 +135,21 @@ inline void run_block(const std::vector<int>& order) {
   }
 }
 
+// Dynamic shared memory between guards, all ones (as floats NaN) before every block: what was not written must not be
+// read, and nothing is written beyond it.
+constexpr size_t kGuard = 256;
+inline std::vector<unsigned char> dynamic;
+
+inline unsigned char* dynamic_shared() { return dynamic.data() + kGuard; }
+
+inline void check_guards(size_t bytes) {
+  for (size_t i = 0; i < kGuard; ++i) {
+    if (dynamic[i] != 0xFF || dynamic[kGuard + bytes + i] != 0xFF) fail("wrote beyond its dynamic shared memory");
+  }
+}
+
 template <class Body>
-void run_grid(int blocks, int block_threads, const Body& body) {
+void run_grid(int blocks, int block_threads, size_t shared, const Body& body) {
   threads = block_threads;
   if (static_cast<int>(fibers.size()) < threads) fibers.resize(threads);
   for (auto& values : exchanged) values.assign(threads, 0);
@@ -145,7 +160,10 @@ void run_grid(int blocks, int block_threads, const Body& body) {
   const std::vector<int> order = ordered(threads, thread_order);
   for (const int block : ordered(blocks, block_order)) {
     blockIdx.x = block;
+    dynamic.assign(shared + 2 * kGuard, 0xFF);
     run_block(order);
+    check_guards(shared);
+    ++blocks_run;
   }
 }
 
@@ -185,6 +203,8 @@ T __ldcg(const T* address) {
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 
 struct cudaLaunchConfig_t {
@@ -199,7 +219,24 @@ template <class Argument, class Params>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Argument), const Params& params) {
   ++emulation::launches;
   if (static_cast<int64_t>(sizeof(Params)) > emulation::largest_argument) emulation::largest_argument = sizeof(Params);
-  emulation::run_grid(config->gridDim.x, config->blockDim.x, [&] { kernel(params); });
+  emulation::run_grid(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes, [&] { kernel(params); });
+  return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  return bytes <= emulation::kSharedLimit ? cudaSuccess : cudaErrorInvalidConfiguration;
+}
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  *blocks = emulation::kResident;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const bool shared = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
+  *value = shared ? emulation::kSharedLimit : emulation::kMultiprocessors;
   return cudaSuccess;
 }
 

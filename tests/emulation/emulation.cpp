@@ -12,6 +12,7 @@ void emulation_order(int blocks, int threads) {
 }
 
 int64_t emulation_launches() { return emulation::launches; }
+int64_t emulation_blocks() { return emulation::blocks_run; }
 int64_t emulation_largest_argument() { return emulation::largest_argument; }
 int64_t emulation_misaligned() { return emulation::misaligned; }
 int64_t emulation_out_of_bounds() { return emulation::out_of_bounds; }

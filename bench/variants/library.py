@@ -1,0 +1,188 @@
+"""The variants as functions with the names and the meaning of `fastsam_kernels.reference`, on float32 operands.
+
+`build` compiles the sources beside this file with nvcc for one architecture; `OneRead` and `Looped` call them. No torch in the library: a
+call is a `Frame` (frame.h) of addresses, on the current stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsam_kernels import toolchain
+from fastsam_kernels.build import NVCC_FLAGS
+from fastsam_kernels.columns import WIDTH
+
+HERE = Path(__file__).resolve().parent
+SOURCES = ("one_read.cu", "persistent.cu")
+LIBRARY = "libfastsam_variants.so"
+NOT_SERVED = -1  # frame.h
+
+
+class NotServed(ValueError):
+    """The kernel cannot do this call; the two of the library can."""
+
+
+def build(arch: str, folder: Path | None = None) -> Path:
+    """The compiled library for `arch` (such as "90"), in `folder` (default: below build/), where a later call compiles only what changed.
+
+    Raises `BuildError` without nvcc, or with the compiler's words.
+    """
+    nvcc, cxx = toolchain.find_nvcc(), toolchain.find_cxx()
+    if nvcc is None:
+        raise toolchain.BuildError("nvcc is not found: install the CUDA toolkit, or set CUDA_HOME or CUDACXX")
+    folder = folder or HERE.parent.parent / "build" / "variants" / f"sm_{arch}"
+    folder.mkdir(parents=True, exist_ok=True)
+    driver = (nvcc, f"-ccbin={cxx[0]}", f"-gencode=arch=compute_{arch},code=sm_{arch}")
+    steps, objects = [], [f"{name}.o" for name in SOURCES]
+    for name, output in zip(SOURCES, objects, strict=True):
+        argv = (*driver, *NVCC_FLAGS, "-MD", "-MF", f"{output}.d", "-c", str(HERE / name), "-o", output)
+        steps.append(toolchain.Step(output, (str(HERE / name),), argv, f"{output}.d"))
+    link = (*driver, "-shared", "-cudart=static", *objects, "-o", LIBRARY)
+    toolchain.execute([*steps, toolchain.Step(LIBRARY, tuple(objects), link)], folder)
+    return folder / LIBRARY
+
+
+class _Field(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64)]
+
+
+class Frame(ctypes.Structure):
+    """`Frame` of frame.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "groups", "segments")),
+        *((name, ctypes.c_void_p) for name in ("table", "hyper", "z", "grads", "z_row_stride", "grads_row_stride")),
+        *((name, _Field) for name in ("origin", "momentum")),
+        *((name, ctypes.c_void_p) for name in ("sumsq", "partials", "tickets", "stream")),
+    ]
+
+
+def frame_of(
+    table: Tensor, hyper: Tensor, *, z: Sequence[Tensor] = (), grads: Sequence[Tensor] = (), **others: Tensor | None
+) -> tuple[Frame, list[Any]]:
+    """A frame, and what has to live as long as it. `others`: fields `[rows, stride]`, and memory without strides."""
+    if hyper.shape[2] != WIDTH or hyper.dtype != torch.float64 or not hyper.is_contiguous():
+        raise ValueError(f"hyper must be contiguous float64 [rows, groups, {WIDTH}], got {hyper.dtype} {hyper.shape}")
+    table = table.contiguous()
+    frame = Frame(hyper.shape[0], hyper.shape[1], len(table), table.data_ptr(), hyper.data_ptr())
+    held: list[Any] = [table, hyper, others]
+    for name, tensors in (("z", z), ("grads", grads)):
+        if tensors:
+            addresses, strides = places(tensors, table, frame.rows)
+            setattr(frame, name, ctypes.addressof(addresses))
+            setattr(frame, f"{name}_row_stride", ctypes.addressof(strides))
+            held += [tensors, addresses, strides]
+    for name, tensor in others.items():
+        if tensor is not None:
+            field = name in ("origin", "momentum")
+            _float32(name, tensor) if field else None
+            setattr(frame, name, _Field(tensor.data_ptr(), tensor.stride(0)) if field else tensor.data_ptr())
+    frame.stream = torch.cuda.current_stream(hyper.device).cuda_stream if hyper.is_cuda else None
+    return frame, held
+
+
+def places(tensors: Sequence[Tensor], table: Tensor, rows: int) -> tuple[Any, Any]:
+    """Address of each segment in row 0, and elements from one row to the next, as arrays; of a list of tensors, or of one field."""
+    for tensor in tensors:
+        _float32("a list operand", tensor)
+    n = len(table)
+    if len(tensors) == 1 and (n != 1 or tensors[0].numel() != rows * int(table[0, 1])):
+        start, stride = tensors[0].data_ptr(), tensors[0].stride(0)
+        found = [(start + 4 * offset, stride) for offset in table[:, 0].tolist()]
+    elif len(tensors) == n:
+        found = [(tensor.data_ptr(), tensor.stride(0) if rows > 1 else 0) for tensor in tensors]
+    else:
+        raise ValueError(f"expected one field or one tensor per segment ({n}), got {len(tensors)} tensors")
+    return (ctypes.c_int64 * n)(*(a for a, _ in found)), (ctypes.c_int64 * n)(*(s for _, s in found))
+
+
+def _float32(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.float32:
+        raise NotServed(f"the variants take float32, {name} is {tensor.dtype}")
+
+
+class _Variant:
+    def __init__(self, path: Path) -> None:
+        self.loaded = ctypes.CDLL(str(path))
+
+    def _run(self, function: str, frame: Frame, *arguments: int) -> None:
+        error = getattr(self.loaded, f"fastsam_{function}")(ctypes.byref(frame), *arguments)
+        if error == NOT_SERVED:
+            raise NotServed("a row does not fit: its gradients a block's shared memory, or its segments one launch")
+        if error:
+            raise RuntimeError(f"{function}: CUDA error {error}")
+
+
+class OneRead(_Variant):
+    """`norm_` and `perturb_` in one launch, the gradients read once."""
+
+    def norm_perturb_(
+        self, z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor
+    ) -> None:
+        """`norm_(sumsq, grads, [], ...)`, then `perturb_(..., sumsq, save=False)`: the same bits. Raises NotServed where a row does not fit."""
+        frame, held = frame_of(table, hyper, z=z, grads=grads, origin=origin, sumsq=sumsq)
+        self._run("one_read", frame)
+        del held
+
+
+class Looped(_Variant):
+    """`norm_`, `perturb_` and `update_sgd_` with a persistent grid, in their common form."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.loaded.fastsam_looped_partials.restype = ctypes.c_int64
+        self._scratch: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # for as long as a captured graph may want it
+
+    def norm_(
+        self, sumsq: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], table: Tensor, hyper: Tensor
+    ) -> None:
+        """See `reference.norm_`; without weights."""
+        if weights:
+            raise NotServed("the persistent norm takes no weights")
+        frame, held = frame_of(table, hyper, grads=grads, sumsq=sumsq)
+        count = self.loaded.fastsam_looped_partials(ctypes.byref(frame))
+        key = sumsq.data_ptr(), frame.rows, count
+        if key not in self._scratch:
+            tickets = torch.zeros(frame.rows, dtype=torch.int32, device=sumsq.device)
+            self._scratch[key] = sumsq.new_empty(max(count, 1)), tickets
+        frame.partials, frame.tickets = (tensor.data_ptr() for tensor in self._scratch[key])
+        self._run("looped_norm", frame)
+        del held
+
+    def perturb_(
+        self,
+        z: Sequence[Tensor],
+        origin: Tensor,
+        grads: Sequence[Tensor],
+        table: Tensor,
+        hyper: Tensor,
+        sumsq: Tensor,
+        save: bool,
+    ) -> None:
+        """See `reference.perturb_`."""
+        frame, held = frame_of(table, hyper, z=z, grads=grads, origin=origin, sumsq=sumsq)
+        self._run("looped_perturb", frame, int(save))
+        del held
+
+    def update_sgd_(
+        self,
+        z: Sequence[Tensor],
+        origin: Tensor | None,
+        grads: Sequence[Tensor],
+        table: Tensor,
+        hyper: Tensor,
+        momentum: Tensor | None = None,
+        keep: bool = False,
+    ) -> None:
+        """See `reference.update_sgd_`; not in the first step, and `origin` is not written."""
+        if keep:
+            raise NotServed("the persistent update does not write origin")
+        frame, held = frame_of(table, hyper, z=z, grads=grads, origin=origin, momentum=momentum)
+        self._run("looped_update", frame)
+        del held

@@ -1,0 +1,296 @@
+"""The kernels of bench/variants, run on the CPU by the emulation: the same bits as the emulated kernels of the library, and within the
+tolerance of the reference. Errors seeded into the one-read kernel must turn its fixed cases red."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import emulated
+import pytest
+import torch
+from emulated import Emulation
+from hypothesis import given
+from op_cases import Case, Memory, cases, close, explore, same_bits
+from test_cuda_emulated import SMALL, case_of
+from torch import Tensor
+
+from bench.clocks import Machine
+from bench.kernel_cases import KernelSize
+from bench.variants import report
+from bench.variants.__main__ import Race, measure, record_of
+from bench.variants.cases import CASES
+from bench.variants.library import Looped, NotServed, OneRead, _Variant
+from fastsam_kernels import reference
+
+pytestmark = [
+    pytest.mark.gpu_code,
+    pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
+]
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of test_cuda_emulated.py."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
+
+
+@dataclass
+class Built:
+    """An emulation of the library, and of the variants beside it."""
+
+    emulation: Emulation
+    variants: Path
+    most_segments: int  # of a launch of two list operands
+
+    @property
+    def today(self) -> ModuleType:
+        return self.emulation.backend.load()
+
+
+@pytest.fixture(scope="module", params=["as-it-is", "small"])
+def built(request: pytest.FixtureRequest, folder: Path) -> Built:
+    """The kernels as they are, and with what only large models meet: chunks of several sweeps, calls of several launches."""
+    small = request.param == "small"
+    changes = SMALL if small else emulated.NONE
+    emulation = emulated.loaded(
+        folder / request.param, changes, "fastsam_emulated_small" if small else emulated.NAMESPACE
+    )
+    shared = {name: texts for name, texts in changes.items() if not name.endswith(".cu")}
+    variants = emulated.compile_variants(folder / f"variants-{request.param}", csrc_changes=shared)
+    return Built(emulation, variants, 2 if small else 542)
+
+
+def assert_sound(variant: _Variant) -> None:
+    assert emulated.count(variant.loaded, "misaligned") == 0, "a pack was accessed where it is not aligned"
+    assert emulated.count(variant.loaded, "out_of_bounds") == 0, "a table or a pack was indexed beyond its end"
+
+
+# --- norm and perturbation in one read ---
+
+
+def pair(kernels: ModuleType | OneRead, case: Case, adaptive: float | None) -> tuple[Tensor, Tensor]:
+    """The sums of squares and the perturbed weights of a case; guard bands around all operands."""
+    hyper, memory = case.hyper() if adaptive is None else case.hyper(ADAPTIVE=adaptive), Memory(case, "cpu")
+    z = memory.operand("z", case.values("z"), written=True)
+    grads = memory.operand("grads", case.values("grads"))
+    origin = memory.field("origin", case.values("origin"))
+    sumsq = torch.full((case.rows,), torch.nan, dtype=torch.float64)
+    memory.snapshot()
+    if isinstance(kernels, OneRead):
+        kernels.norm_perturb_(z, origin, grads, case.table, hyper, sumsq)
+    else:
+        kernels.norm_(sumsq, grads, [], case.table, hyper)
+        kernels.perturb_(z, origin, grads, case.table, hyper, sumsq, False)
+    memory.check()
+    return sumsq, memory.read(z)
+
+
+def agrees(one_read: OneRead, case: Case) -> None:
+    """With the reference in float64, where no group is adaptive."""
+    sumsq, z = pair(one_read, case, 0.0)
+    hyper, z64, sumsq64 = case.hyper(ADAPTIVE=0.0), case.values("z").double(), torch.zeros_like(sumsq)
+    grads = [case.values("grads").double()]
+    reference.norm_(sumsq64, grads, [], case.table, hyper)
+    reference.perturb_([z64], case.values("origin").double(), grads, case.table, hyper, sumsq64, False)
+    close(sumsq, sumsq64, case.compute)
+    close(z[case.mask()], z64[case.mask()])
+
+
+def test_one_read_has_the_bits_of_norm_and_perturb(built: Built) -> None:
+    one_read = OneRead(built.variants)
+
+    @explore(built.emulation.backend)
+    @given(cases(dtypes=(torch.float32,)))
+    def holds(case: Case) -> None:
+        if bool((case.table[:, 0] % 4).any()) or len(case.table) > built.most_segments:
+            with pytest.raises(NotServed):
+                pair(one_read, case, None)
+            return
+        emulated.order(one_read.loaded, case.seed % 2, case.seed % 3)
+        for adaptive in (
+            0.0,
+            None,
+        ):  # None: a group here and there is, so the norm is NaN and the row stays where it is
+            ours, theirs = pair(one_read, case, adaptive), pair(built.today, case, adaptive)
+            assert all(map(same_bits, ours, theirs))
+        agrees(one_read, case)
+
+    holds()
+    assert_sound(one_read)
+
+
+LAYOUTS = ([33, 0, 4096, 5, 4097, 0], [8193, 1], [2047], [1], [1 + 977 * i % 503 for i in range(60)])
+
+
+def fixed_pairs(one_read: OneRead, today: ModuleType | None = None) -> None:
+    """A few cases whose layouts meet every branch of the indexing: empty, odd and unaligned segments, one row and several."""
+    for shift, rows, order in ((0, 1, 0), (0, 3, 1), (1, 2, 2)):
+        emulated.order(one_read.loaded, 1 - order % 2, order)
+        for lengths in LAYOUTS:
+            case = case_of(lengths, rows, shift)
+            agrees(one_read, case)
+            if today is not None:
+                assert all(map(same_bits, pair(one_read, case, 0.0), pair(today, case, 0.0)))
+    assert_sound(one_read)
+
+
+def test_one_read_at_the_edges(folder: Path, built: Built) -> None:
+    if built.most_segments > 60:
+        fixed_pairs(OneRead(built.variants), built.today)
+
+
+def test_one_read_is_one_launch_of_a_block_per_row(built: Built) -> None:
+    one_read, case = OneRead(built.variants), case_of([1000, 9], rows=5)
+    before = [emulated.count(one_read.loaded, name) for name in ("launches", "blocks")]
+    pair(one_read, case, 0.0)
+    assert [emulated.count(one_read.loaded, name) for name in ("launches", "blocks")] == [before[0] + 1, before[1] + 5]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[58_112], [57_000, 50], [7] * 600], ids=["nothing left for sums", "the paddings too", "segments"]
+)
+def test_one_read_says_what_does_not_fit(built: Built, lengths: list[int]) -> None:
+    """227 KB of shared memory hold 58,112 elements, and something beside them is needed."""
+    one_read = OneRead(built.variants)
+    case = case_of(lengths, rows=1)
+    served = lengths == [57_000, 50] and built.most_segments > 1
+    if served:
+        agrees(one_read, case)
+        return
+    with pytest.raises(NotServed, match="does not fit"):
+        pair(one_read, case, 0.0)
+
+
+def test_one_read_takes_only_float32(built: Built) -> None:
+    with pytest.raises(NotServed, match="float32"):
+        pair(OneRead(built.variants), case_of([5], rows=1, dtype=torch.float64), 0.0)
+
+
+# --- the persistent grid ---
+
+
+def step(kernels: Any, case: Case, save: bool) -> list[Tensor]:
+    """norm, perturbation and update; all that they wrote."""
+    hyper, memory = case.hyper(ADAPTIVE=0.0), Memory(case, "cpu")
+    z = memory.operand("z", case.values("z"), written=True)
+    grads = memory.operand("grads", case.values("grads"))
+    origin, momentum = (memory.field(name, case.values(name), written=True) for name in ("origin", "momentum"))
+    sumsq = torch.full((case.rows,), torch.nan, dtype=torch.float64)
+    memory.snapshot()
+    kernels.norm_(sumsq, grads, [], case.table, hyper)
+    kernels.perturb_(z, origin, grads, case.table, hyper, sumsq, save)
+    perturbed = [memory.read(z), memory.read(origin)]
+    kernels.update_sgd_(z, origin, grads, case.table, hyper, momentum=momentum)
+    memory.check()
+    return [sumsq, *perturbed, memory.read(z), memory.read(momentum)]
+
+
+def test_looped_has_the_bits_of_the_library(built: Built) -> None:
+    looped = Looped(built.variants)
+
+    @explore(built.emulation.backend)
+    @given(cases(dtypes=(torch.float32,)))
+    def holds(case: Case) -> None:
+        emulated.order(looped.loaded, case.seed % 5, case.seed % 3)
+        save = case.seed % 4 > 0
+        assert all(map(same_bits, step(looped, case, save), step(built.today, case, save)))
+
+    holds()
+    assert_sound(looped)
+
+
+def test_looped_blocks_are_those_that_are_resident(built: Built) -> None:
+    """Three multiprocessors with two blocks each (tests/emulation), though there are more units; one block where there is one."""
+    for lengths, rows, blocks in (([9] * 40, 2, 3 * 6), ([9], 1, 3)):
+        looped, case = Looped(built.variants), case_of(lengths, rows)
+        launches, before = (emulated.count(looped.loaded, name) for name in ("launches", "blocks"))
+        assert all(map(same_bits, step(looped, case, True), step(built.today, case, True)))
+        if built.most_segments > 40:
+            assert emulated.count(looped.loaded, "launches") - launches == 3
+            assert emulated.count(looped.loaded, "blocks") - before == blocks
+
+
+# --- the benchmark ---
+
+
+def test_the_benchmark_gates_and_races(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for the clock and the graph: every figure beside its prediction, and no figure for a variant with other bits."""
+    monkeypatch.setattr("bench.kernel_data.MAX_SETS", 2)
+    small = KernelSize("two", "two rows", ((32, 8), (10,)), rows=2)
+    chosen = [replace(c, kernels=replace(c.kernels, size=small)) for c in (CASES[0], *CASES[-3:])]
+    machine = Machine(torch.device("cpu"))
+    record = record_of(machine, "made up")
+    measure(record, machine, 132, built.today, built.variants, chosen, tmp_path, rounds=1)
+    results = json.loads((tmp_path / report.FILE).read_text())["cases"]
+    assert [r["group"] for r in results] == ["one read", "persistent norm", "persistent perturb", "persistent update"]
+    assert all(r["gate"] == "green" and r["ratio"]["median"] > 0 and r["predicted"] > 0 for r in results), results
+    assert report.table(record).count("two rows") == 4 and len(record["verdicts"]) == 4
+
+    class Other:
+        def norm_(self, sumsq: Tensor, *others: Any) -> None:
+            built.today.norm_(sumsq, *others)
+            sumsq.mul_(1 + 2**-50)
+
+    wrong = Race(chosen[1], machine, Other(), Looped(built.variants)).run(1, 132)
+    assert wrong["gate"] == "red" and "other bits than today's kernels in sumsq" in wrong["reason"]
+    record["cases"] = []
+    measure(record, machine, 132, built.today, built.variants, chosen[:1], tmp_path, end=0.0)
+    assert record["cases"] == [] and record["left_out"] == [chosen[0].name]
+
+
+# --- seeded errors ---
+
+ERRORS = {
+    "none": [],
+    "place of a segment": [("+ table.offset[unit.segment] + unit.begin;", "+ unit.begin;")],
+    "place of a chunk": [("+ table.offset[unit.segment] + unit.begin;", "+ table.offset[unit.segment];")],
+    "place of a pack": [("(kept + x.i) =", "(kept + x.i + N) =")],
+    "warp of a chunk": [("table.blocks() + index / kWarps)", "table.blocks() + index / (kWarps + 1))")],
+    "thread of a warp": [("index % kWarps * kWarp +", "index % (kWarps - 1) * kWarp +")],
+    "row": [("blockIdx.x * table.blocks() +", "")],
+    "tail": [("if (i < unit.count) {", "if (i + 1 < unit.count) {")],
+    "sums of a chunk": [("chunk < p.table.chunks(); chunk += kThreads", "chunk < p.table.chunks() - 1; chunk += kThreads")],
+    "order of the places": [("columns = total + kWarps * sizeof(double)", "columns = total")],
+    "barrier before the sums": [("groups = p.scalars.groups;\n  __syncthreads();", "groups = p.scalars.groups;")],
+    "barrier before the total": [("__syncthreads();\n  if (thread == 0)", "if (thread == 0)")],
+    "barrier before the rules": [("sum_of_warps(total));\n  }\n  __syncthreads();", "sum_of_warps(total));\n  }")],
+    "row of the scalars": [("static_cast<int64_t>(blockIdx.x) * p.scalars.groups", "0 * p.scalars.groups")],
+}  # fmt: skip
+CHEAP = ("none", "place of a segment")  # the others: `make test-slow`
+SCRIPT = """
+import sys
+import test_variants_emulated, torch
+from bench.clocks import Machine
+from bench.kernel_cases import KernelSize
+from bench.variants import report
+from bench.variants.__main__ import Race, measure, record_of
+from bench.variants.cases import CASES
+from bench.variants.library import OneRead
+from pathlib import Path
+torch.set_num_threads(1)
+test_variants_emulated.fixed_pairs(OneRead(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
+def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
+    changes = {"one_read.cu": ERRORS[error]} if ERRORS[error] else {}
+    library = emulated.compile_variants(folder / f"variants-{re.sub(r'[^a-z]', '-', error)}", changes)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
+    argv = [sys.executable, "-c", SCRIPT, str(library)]
+    done = subprocess.run(argv, cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
+    if error == "none":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0, f"the error {error!r} went unnoticed"
+        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
