@@ -65,7 +65,7 @@ test-slow: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the tests left out of `mak
 test-cuda: $(VENV)/.has-fastsam $(VENV)/.has-tests ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra -m 'gpu_code and not slow'
 
-CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+CXX_SOURCES := $(shell find csrc bench/variants -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 check: $(VENV)/.has-fastsam $(VENV)/.has-tests ## style, types, import rules
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -24,14 +23,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 if not __package__:  # started as a script, Python looks for modules beside this file; ours are named from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from bench import kernel_report
 from bench.gpu_facts import ROOT, facts
+from bench.gpu_report import Outcome, write
+from bench.variants import report as variants
 
 # Copied as they are; kernels/ comes under its installed name. The last three are read by tests when they are collected.
 PACKAGES = ("fastsam", "csrc", "bench", "tests", "tools", "docs", "examples")
@@ -68,17 +68,6 @@ class Part:
     why_not: Callable[[Place], str | None] = lambda place: None
     env: dict[str, str] = field(default_factory=dict)
     kept: int = 0  # seconds that parts before this one leave for it
-
-
-@dataclass
-class Outcome:
-    name: str
-    title: str
-    state: str
-    seconds: float = 0.0
-    reason: str = ""  # why it was left out, or how it failed
-    result: str = ""  # its own last word
-    command: str = ""
 
 
 # --- the parts ---
@@ -134,6 +123,8 @@ PARTS = (
     Part("native", "tests of the compiled kernels", _pytest("tests", "-m", "gpu", "-k", "not triton"), 150, needs_gpu),
     Part("kernels", "benchmark of kernels and steps", _bench("kernels", "--device", "cuda", "--seconds", LIMIT), 170,
          needs_gpu, kept=100),
+    Part("variants", "kernel variants beside today's", _bench("variants", "--device", "cuda", "--seconds", LIMIT), 60,
+         lambda place: needs_gpu(place) or needs_nvcc(place), kept=30),
     Part("memcheck", "compute-sanitizer memcheck", _sanitize("memcheck"), 60, needs_sanitizer, OWN_ALLOCATIONS, kept=30),
     Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 60, needs_sanitizer, kept=30),
     Part("federated", "federated benchmark", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 90, needs_gpu,
@@ -141,10 +132,11 @@ PARTS = (
     Part("triton", "tests of the Triton kernels", _pytest("tests", "-m", "gpu", "-k", "triton"), 150, needs_gpu, kept=60),
     Part("synccheck", "compute-sanitizer synccheck", _sanitize("synccheck"), 45, needs_sanitizer),
     Part("bench-cpu", "the benchmark, on the CPU", _bench("kernels", "--device", "cpu", *SMALL), 120, without_gpu),
-    Part("compile", "machine code for every architecture", _pytest("tests/test_cuda_compile.py", "tests/test_sass.py"),
-         400, lambda place: without_gpu(place) or needs_nvcc(place)),
-    Part("emulation", "CUDA kernels in the emulation", _pytest("tests/test_cuda_emulated.py", "-m", "not slow"), 400,
-         without_gpu),
+    Part("compile", "machine code for every architecture",
+         _pytest("tests/test_cuda_compile.py", "tests/test_sass.py", "tests/test_variants_compile.py"), 400,
+         lambda place: without_gpu(place) or needs_nvcc(place)),
+    Part("emulation", "CUDA kernels in the emulation",
+         _pytest("tests/test_cuda_emulated.py", "tests/test_variants_emulated.py", "-m", "not slow"), 400, without_gpu),
 )  # fmt: skip
 
 
@@ -231,33 +223,7 @@ def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
     process.wait()
 
 
-# --- the result ---
-
-
-def summary(environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
-    """The page that is printed last."""
-    shown = ("gpu", "torch", "cuda", "triton", "nvcc", "python", "nvidia-smi", "commit", "date")
-    lines = ["# fastsam on a GPU", "", *(f"- {name}: {environment.get(name)}" for name in shown), ""]
-    lines += ["| part | | s | |", "|---|---|---|---|"]
-    for o in outcomes:
-        note = "; ".join(text for text in (o.reason, o.result) if text).replace("|", "\\|")
-        lines.append(f"| {o.title} | {o.state} | {o.seconds:.0f} | {note[:160]} |")
-    return "\n".join(lines) + "\n"
-
-
-def tables(out: Path) -> str:
-    """What the benchmark of the kernels measured, for the page in the folder; it is too long to be printed."""
-    found = [json.loads(path.read_text()) for path in sorted(out.glob("kernels-*.json"))]
-    return "".join(f"\n{text}\n" for record in found for text in kernel_report.sections(record).values())
-
-
-def write(out: Path, environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
-    """After every part, so that a run that is cut short leaves what it has."""
-    page = summary(environment, outcomes)
-    (out / "summary.md").write_text(page + tables(out))
-    found = {"environment": environment, "parts": [asdict(o) for o in outcomes]}
-    (out / "gpu.json").write_text(json.dumps(found, indent=1))
-    return page
+# --- all of it ---
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -274,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
-    for old in out.glob("kernels-*.json"):  # not to be taken for what this run measures
+    for old in (*out.glob("kernels-*.json"), *out.glob(variants.FILE)):  # not to be taken for what this run measures
         old.unlink()
     start, environment, outcomes = time.monotonic(), facts(), []
     gpu, capability = (environment[name] and str(environment[name]) for name in ("gpu", "capability"))

@@ -96,6 +96,8 @@ def test_the_real_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     place.gpu = "a GPU"
     left_out = {part.name for part in gpu.PARTS if part.why_not(place)}
     assert left_out == {"bench-cpu", "compile", "emulation"}
+    place.nvcc = None
+    assert {part.name for part in gpu.PARTS if part.why_not(place) == "nvcc is not installed"} == {"variants"}
     for entry in gpu.PARTS:
         assert all(isinstance(word, str) for word in entry.argv(place))
     on_gpu = [part for part in gpu.PARTS if part.name not in left_out]
@@ -119,10 +121,12 @@ def test_a_benchmark_is_told_its_time_and_its_tables_are_in_the_summary(tmp_path
     assert gpu.run_part(told, place, [part("later", "")]).result == "16"
     assert int(gpu.run_part(told, place).result) in range(40, 49), "the last one has all that is left"
     (tmp_path / "kernels-cuda.json").write_text(json.dumps(record_of(device="cuda")))
+    (tmp_path / "variants.json").write_text(json.dumps({"cases": [], "verdicts": {"one read": "drop"}}))
     printed = gpu.write(tmp_path, {}, [])
     page = (tmp_path / "summary.md").read_text()
     assert page.startswith(printed) and "Made by `python -m bench.kernels --made-up`" in page
-    assert "Made by" not in printed
+    assert "one read: drop." in page
+    assert "Made by" not in printed and "one read" not in printed
 
 
 def test_a_benchmark_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
