@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fastsam_kernels import stacked
+from fastsam_kernels import rowwise, stacked
 from fastsam_kernels.conventions import compute_dtype
+from fastsam_kernels.instructions import Input, Instruction
+from fastsam_kernels.rowwise import RowProgram
 from fastsam_kernels.stacked import Product
 
 from . import backends
@@ -34,6 +36,16 @@ def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None
     than the compiled one.
     """
     return stacked.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
+
+
+def has_row_programs(device: torch.device, dtype: torch.dtype, *, backend: str = "auto") -> bool:
+    """Whether there are row programs for such tensors: with the compiled backend, on the CPU, in float32."""
+    return rowwise.why_not(dtype, device) is None and backends.select(backend, device, dtype).name == "native"
+
+
+def row_program(instructions: Sequence[Instruction], inputs: Sequence[Input], scratch: int, width: int) -> RowProgram:
+    """See `fastsam_kernels.rowwise.RowProgram`. To be made only where `has_row_programs`."""
+    return RowProgram(instructions, inputs, scratch, width)
 
 
 def hashes(before: str, values: Sequence[int], after: str) -> list[int]:

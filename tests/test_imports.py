@@ -17,13 +17,22 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
 # cli is the outermost layer; `fed` stands on optim, ops and arena, and asks backends what there is to choose from; only
-# ops and optim run kernels, and only backends knows where they are (`stacked` has what is no backend's).
+# ops and optim run kernels, and only backends knows where they are (`stacked` and `rowwise` have what is no backend's).
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam_kernels", ()),
     ("fastsam.backends", ("fastsam_kernels",)),
     ("fastsam.arena", ("fastsam.backends",)),
     ("fastsam.arguments", ("fastsam.arena",)),
-    ("fastsam.ops", ("fastsam.arguments", "fastsam.arena", "fastsam.backends", "fastsam_kernels.stacked")),
+    (
+        "fastsam.ops",
+        (
+            "fastsam.arguments",
+            "fastsam.arena",
+            "fastsam.backends",
+            "fastsam_kernels.stacked",
+            "fastsam_kernels.rowwise",
+        ),
+    ),
     ("fastsam.optim", ("fastsam.ops", "fastsam.arena", "fastsam.backends")),
     ("fastsam.batchnorm", ()),
     ("fastsam.fed.algorithms", ("fastsam.fed", "fastsam.optim", "fastsam.ops", "fastsam.arena")),
@@ -33,8 +42,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 OUTER = frozenset(
     {"fastsam", "fastsam.__main__", "fastsam.cli", "fastsam.usage"}
 )  # import what they like, and nobody inside imports them
-# What all agree on, and no implementation: the layout of the device scalars, and the dtypes.
-SHARED = ("fastsam_kernels.columns", "fastsam_kernels.conventions")
+# What all agree on, and no implementation: the layout of the device scalars, the dtypes, the words of row programs.
+SHARED = ("fastsam_kernels.columns", "fastsam_kernels.conventions", "fastsam_kernels.instructions")
 FORBIDDEN = (
     ("fastsam.fed.algorithms", "fastsam.fed.executors"),
     ("fastsam.fed.executors", "fastsam.fed.algorithms"),

@@ -49,6 +49,38 @@ inline __attribute__((always_inline)) Lanes load(const float* from) { return *re
 
 inline __attribute__((always_inline)) void store(float* to, Lanes value) { *reinterpret_cast<Lanes*>(to) = value; }
 
+inline __attribute__((always_inline)) Lanes every(float x) { return Lanes{} + x; }
+
+// The first `count` lanes; the others are zero.
+inline __attribute__((always_inline)) Lanes load_some(const float* from, int64_t count) {
+#if FASTSAM_VECTOR_BYTES == 64
+  return (Lanes)_mm512_maskz_loadu_ps(0xFFFF >> (16 - count), from);
+#else
+  Lanes x{};
+  if (count == kLanes) return load(from);
+  for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+inline __attribute__((always_inline)) void store_some(float* to, Lanes x, int64_t count) {
+#if FASTSAM_VECTOR_BYTES == 64
+  _mm512_mask_storeu_ps(to, 0xFFFF >> (16 - count), (__m512)x);
+#else
+  if (count == kLanes) return store(to, x);
+  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+#endif
+}
+
+// The first `count` elements of a row of `matrix`.
+inline __attribute__((always_inline)) Lanes line_of(const Matrix& matrix, int64_t count) {
+  if (matrix.across == 1) return load_some(matrix.data, count);
+  if (matrix.across == 0) return every(*matrix.data);
+  Lanes x{};
+  for (int64_t i = 0; i < count; ++i) x[i] = matrix.data[i * matrix.across];
+  return x;
+}
+
 // `count` columns of b, `[k, count]`, as a panel `[k, Across * kLanes]` with zeros beside them.
 template <int Across>
 inline void pack(const Matrix& b, int64_t k, int64_t count, float* __restrict__ panel) {
@@ -85,19 +117,11 @@ inline void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bia
       FASTSAM_UNROLL for (int j = 0; j < Across; ++j) sums[i][j] = multiplied_and_added(factor, line[j], sums[i][j]);
     }
   }
-  const bool dense = bias.data == nullptr || bias.across == 1;
   FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
     FASTSAM_UNROLL for (int j = 0; j < Across; ++j) {
       const int64_t lanes = std::min<int64_t>(kLanes, count - j * kLanes);
-      const Matrix add = bias.from(i, j * kLanes);
-      float* to = out + i * width + j * kLanes;
-      if (lanes == kLanes && dense) {
-        store(to, add.data == nullptr ? sums[i][j] : load(add.data) + sums[i][j]);
-      } else {
-        for (int64_t lane = 0; lane < lanes; ++lane) {
-          to[lane] = add.data == nullptr ? sums[i][j][lane] : add.data[lane * add.across] + sums[i][j][lane];
-        }
-      }
+      if (bias.data != nullptr) sums[i][j] = line_of(bias.from(i, j * kLanes), lanes) + sums[i][j];
+      store_some(out + i * width + j * kLanes, sums[i][j], lanes);
     }
   }
 }
@@ -127,18 +151,21 @@ inline void columns(const ProductArgs& args, const Matrix& a, Matrix b, const Ma
   }
 }
 
-inline void product_rows(const ProductArgs& args) {
+// One row's.
+inline void one_product(const ProductArgs& args, const Matrix& a, const Matrix& b, const Matrix& bias, float* out) {
   static thread_local std::vector<float> packed;  // freeing it in every call would cost as much as a small product
-  for (int64_t row = 0; row < args.rows; ++row) {
-    const Matrix a = args.a.of(row), b = args.b.of(row), bias = args.bias.of(row);
-    float* out = args.out + row * args.m * args.n;
-    for (int64_t at = 0; at < args.n; at += kAcross * kLanes) {
-      const int64_t count = std::min<int64_t>(kAcross * kLanes, args.n - at);
-      if (count > kLanes) {
-        columns<kAcross>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
-      } else {
-        columns<1>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
-      }
+  for (int64_t at = 0; at < args.n; at += kAcross * kLanes) {
+    const int64_t count = std::min<int64_t>(kAcross * kLanes, args.n - at);
+    if (count > kLanes) {
+      columns<kAcross>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
+    } else {
+      columns<1>(args, a, b.from(0, at), bias.from(0, at), out + at, count, packed);
     }
+  }
+}
+
+inline void product_rows(const ProductArgs& args) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    one_product(args, args.a.of(row), args.b.of(row), args.bias.of(row), args.out + row * args.m * args.n);
   }
 }

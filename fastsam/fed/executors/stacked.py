@@ -15,7 +15,7 @@ from torch.func import vmap
 from ... import ops
 from ...arena import Arena, Layout, Segment
 from ..replica import Replica
-from .base import Setup
+from .base import Loss, Setup
 from .form import Form, Rows
 from .passes import Gradients, Passes
 from .simplify import strided
@@ -39,14 +39,18 @@ class StackedPasses:
         # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round of a process.
         import torch._dynamo  # noqa: F401
 
-        self.module, self.layout, self.loss = replica.module, layout, setup.loss
+        self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
         self.places = [_places(replica.module, p) for p in replica.parameters]
         self.own = replica.parameters
         self._subtables: dict[tuple[int, ...], Tensor] = {tuple(range(len(layout.segments))): layout.table}
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(setup.loss, in_dims=(0, 0), randomness="error")
         self.traced = Traced(
-            self.gradients, replica.module, layout, product_of=partial(ops.product_of, backend=setup.backend)
+            self.gradients,
+            replica.module,
+            layout,
+            product_of=partial(ops.product_of, backend=setup.backend),
+            rowwise=ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend),
         )
 
     def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
@@ -79,7 +83,7 @@ class StackedPasses:
 
     def _classifies(self, outputs: Tensor, y: Tensor) -> bool:
         """Whether torch's cross-entropy takes `[rows, batch, classes]` and class numbers: it then needs no mapping."""
-        return self.loss is F.cross_entropy and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
+        return self.classifies and outputs.dim() == 3 and y.dim() == 2 and y.dtype == torch.int64
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
@@ -95,6 +99,14 @@ class StackedPasses:
         if slots not in self._subtables:
             self._subtables[slots] = self.layout.subtable(slots)
         return self._subtables[slots]
+
+
+def _is_cross_entropy(loss: Loss) -> bool:
+    """Whether it is torch's, as it is without options."""
+    if type(loss) is not nn.CrossEntropyLoss or loss._forward_hooks or loss._forward_pre_hooks:
+        return loss is F.cross_entropy
+    plain = loss.weight is None and loss.ignore_index == -100 and loss.label_smoothing == 0
+    return plain and loss.reduction == "mean"
 
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...arena import Layout
+from . import straight
 from .program import CannotTraceError, Recorder
+from .rowwise import RowPass, row_pass
 from .simplify import ProductOf, simplified
-from .straight import Function, function
+from .straight import Function
 
 log = logging.getLogger("fastsam.fed")
 
@@ -46,7 +48,7 @@ class Traced:
     """Replayed passes of one model and one loss.
 
     plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of weights, inputs and labels.
-    product_of: see `simplified`. kept: shapes that are remembered, the least recently used one goes first.
+    product_of: see `simplified`. rowwise: whether there are row programs. kept: shapes that are remembered, the least recently used one goes first.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Traced:
         module: nn.Module,
         layout: Layout,
         product_of: ProductOf = lambda a, b: None,
+        rowwise: bool = False,
         kept: int = KEPT,
     ) -> None:
         self.plain, self.module, self.product_of, self.kept = plain, module, product_of, kept
+        self.layout, self.rowwise = layout, rowwise
         self.strides = [(s.length, *s.stride) for s in layout.segments]
         self.reason: str | None = None  # why nothing is replayed any more
         self._passes: OrderedDict[tuple[object, ...], Pass] = OrderedDict()
@@ -89,8 +93,18 @@ class Traced:
         found = None if self.reason is not None else self._passes.get(self._key(x, y))
         return None if found is None or found.function is None else found
 
+    def row_pass(self, rows: int, batch: int, x: Tensor, y: Tensor) -> RowPass | None:
+        """That of so many rows, each with a batch of samples like those of x and y (`[n, ...]`), where there is one, it has been compared and
+        every parameter has a gradient.
+        """
+        key = ((rows, batch, *x.shape[1:]), (rows, batch, *y.shape[1:]), x.dtype, y.dtype, self.module.training)
+        found = self._passes.get(key)
+        if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
+            return None
+        return found.function if isinstance(found.function, RowPass) else None
+
     def _key(self, x: Tensor, y: Tensor) -> tuple[object, ...]:
-        return (x.shape, y.shape, x.dtype, y.dtype, self.module.training)
+        return (tuple(x.shape), tuple(y.shape), x.dtype, y.dtype, self.module.training)
 
     def _first(self, key: tuple[object, ...], weights: list[Tensor], x: Tensor, y: Tensor) -> Found | None:
         made, found = Pass(None), None
@@ -118,7 +132,11 @@ class Traced:
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         strides = [losses.stride(), *(self.strides[i] for i in slots)]
         present = [grads[i] for i in slots]
-        run = function(simplified(recorder.calls, [*weights, x, y], [losses, *present], strides, self.product_of))
+        program = simplified(recorder.calls, [*weights, x, y], [losses, *present], strides, self.product_of)
+        run: Function | None = None
+        if self.rowwise:
+            run = row_pass(program, [self.layout.segments[i] for i in slots], self.layout.stride)
+        run = straight.function(program) if run is None else run
         with torch.no_grad():
             again, *replayed = run(*weights, x, y)
         if not _agree(losses, present, again, replayed):

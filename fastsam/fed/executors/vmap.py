@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..localstep import LocalStep, RowEnds, Snapshot
 from ..replica import Replica
-from . import compiled, stacked
+from . import compiled, epochs, stacked
 from .base import Setup, Task, vectors_of
 from .client import Client, begun, ended, failed, one_feed
 from .feed import Batch, alike
@@ -161,7 +161,7 @@ class Vmap:
         """One local step of every client."""
         self.busy = len(clients)
         for group in self._alike(clients):
-            if self.compiled is not None and self._chunk(self.compiled, group):
+            if self._epoch(group) or (self.compiled is not None and self._chunk(self.compiled, group)):
                 continue
             x, y = self._batch(group)
             form = self._gathered(group)
@@ -184,6 +184,22 @@ class Vmap:
         for client in clients:
             groups.setdefault(client.shape, []).append(client)
         return groups.values()
+
+    def _epoch(self, clients: list[Client]) -> bool:
+        """What is left of an epoch natively, down to the last partial batch. False where it cannot be so."""
+        if not one_feed(clients):
+            return False
+        count, batch = epochs.reach(clients)
+        known = epochs.row_pass(self.passes.traced, clients, batch)
+        if known is None:
+            return False
+        form = self._gathered(clients)
+        form.arrange(clients[0].kind)
+        try:
+            epochs.take_(clients, form, known, count, batch, self.losses[form.part])
+        except Exception as error:
+            raise failed(clients, error) from error
+        return True
 
     def _chunk(self, steps: compiled.Steps, clients: list[Client]) -> bool:
         """Several steps at once, compiled: where all busy rows began together and stay alike, and their number of samples is a common one.

@@ -1,0 +1,43 @@
+// What the ops of row programs share: programs by their number, checked inputs, rows over threads.
+#pragma once
+
+#include "args.h"
+#include "cpu/run.h"
+#include "row_program.h"
+
+namespace fastsam {
+
+// Raises where there is none with this number.
+const RowProgram& program_of(int64_t number);
+
+inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t rows, size_t place) {
+  const int64_t lead = expected.one ? 0 : 1, dims = expected.size.size();
+  bool fits = tensor.dim() == dims + lead && (expected.one || tensor.size(0) == rows) &&
+              tensor.scalar_type() == (expected.labels ? ScalarType::Long : ScalarType::Float);
+  for (int64_t d = 0; fits && d < dims; ++d) {
+    fits = tensor.size(d + lead) == expected.size[d] &&
+           (expected.size[d] == 1 || tensor.stride(d + lead) == expected.stride[d]);
+  }
+  STD_TORCH_CHECK(fits, "input ", place, " of the row program has another shape, order of memory or dtype");
+  return RowInput{tensor.data_ptr(), expected.one || rows == 1 ? 0 : tensor.stride(0)};
+}
+
+// Calls range(begin, end) for rows of so many multiplications each.
+template <class F>
+inline void over_rows(int64_t rows, int64_t work, const F& range) {
+  constexpr int64_t enough = int64_t{1} << 17;  // for a thread of its own
+  if (rows * work < 2 * enough) {
+    range(0, rows);
+  } else {
+    torch::stable::parallel_for(0, rows, std::max<int64_t>(1, enough / std::max<int64_t>(1, work)), range);
+  }
+}
+
+// The training of whole local epochs: see row_steps.cpp.
+void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
+                   const Tensor wanted, int64_t batch, const Tensor z, const OptionalTensor w, const Tensor table,
+                   const Tensor hyper, const OptionalTensor momentum, const OptionalTensor q,
+                   const OptionalTensor shift, const OptionalTensor sumsq, const OptionalTensor sumsq_v, bool adaptive,
+                   bool keeps_first, const Tensor losses);
+
+}  // namespace fastsam

@@ -1,0 +1,95 @@
+// A recorded pass of one client, worked off row by row: all that a row reads and writes on its way stays in the
+// first-level cache, and a pass is one call however many operations it has. kernels/rowwise.py writes the programs.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fastsam {
+
+constexpr int kProgramDims = 4;
+constexpr int kShared = 16;  // floats of a row's result behind the gradients; the loss is the first
+
+// The order is that of kernels/rowwise.py.
+enum class Code : int64_t {
+  product,
+  sum,
+  log_softmax,
+  log_softmax_backward,
+  nll,
+  nll_backward,
+  is_not,
+  copy,
+  relu,
+  negate,
+  exponential,
+  logarithm,
+  root,
+  inverse_root,
+  magnitude,
+  tanh,
+  sigmoid,
+  add,
+  scale,
+  power,
+  multiply,
+  divide,
+  threshold_backward,
+  tanh_backward,
+  sigmoid_backward,
+  multiply_add,
+  count
+};
+
+// Elements of a tensor, those of one row. base: where they lie.
+struct Operand {
+  enum Base : int64_t { none = -1, scratch, out, first_input };
+  int64_t base, offset, stride[kProgramDims];
+};
+
+// sizes: of the elementwise loops and of sum, whose `out` has strides of 0 where it adds up; else as each says.
+struct Instruction {
+  Code code;
+  int64_t size[kProgramDims];
+  Operand out, a, b, c;
+  double number;
+};
+
+static_assert(sizeof(Instruction) == 30 * 8, "kernels/rowwise.py writes it as 30 words");
+
+// What a program expects of an input: its size and strides behind the rows. labels: int64 instead of float32.
+struct Expected {
+  bool labels, one;  // one: the same for all rows
+  std::vector<int64_t> size, stride;
+  int64_t elements() const {
+    int64_t n = 1;
+    for (const int64_t s : size) n *= s;
+    return n;
+  }
+};
+
+struct RowProgram {
+  int64_t scratch = 0, width = 0;  // floats: between the operations, and of a row of the result
+  int64_t work = 0;                // multiplications and elements of a row, about
+  std::vector<Expected> inputs;
+  std::vector<Instruction> instructions;
+};
+
+struct RowInput {
+  const void* data;
+  int64_t row;  // elements from one row to the next
+};
+
+struct RowProgramArgs {
+  const RowProgram& program;
+  const RowInput* inputs;
+  float* out;
+  int64_t out_row;  // elements from one row of the result to the next
+};
+
+constexpr int64_t kIgnored = -100;  // a label that does not count, torch's default
+
+// The rows [begin, end); false, with the label, where one is none of the classes.
+bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong_label);
+
+}  // namespace fastsam
