@@ -1,16 +1,12 @@
 """The kernels of bench/variants, run on the CPU by the emulation: the same bits as the emulated kernels of the library, and within the
-tolerance of the reference. Errors seeded into the one-read kernel must turn its fixed cases red."""
+tolerance of the reference; and their benchmark. That `fixed_pairs` fails when an error is put into the kernel: test_variants_seeded.py."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import emulated
@@ -25,8 +21,8 @@ from torch import Tensor
 from bench.clocks import Machine
 from bench.kernel_cases import KernelSize
 from bench.variants import report
-from bench.variants.__main__ import Race, measure, record_of
-from bench.variants.cases import CASES
+from bench.variants.__main__ import Race, main
+from bench.variants.cases import CASES, VariantCase
 from bench.variants.library import Looped, NotServed, OneRead, _Variant
 from fastsam_kernels import reference
 
@@ -34,7 +30,6 @@ pytestmark = [
     pytest.mark.gpu_code,
     pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
 ]
-HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +204,21 @@ def test_looped_has_the_bits_of_the_library(built: Built) -> None:
     assert_sound(looped)
 
 
+def fixed_steps(looped: Looped) -> None:
+    """A few cases with more units than resident blocks, of rows and groups with different scalars, beside the reference."""
+    for shift, order in ((0, 0), (1, 1), (0, 2)):
+        emulated.order(looped.loaded, order, order)
+        case = case_of([4096, 33, 0, 5, 8193, 1, 700], rows=3, shift=shift)
+        ours, theirs = step(looped, case, True), step(reference, case, True)
+        for a, b in zip(ours, theirs, strict=True):
+            close(a, b.double(), case.compute)
+    assert_sound(looped)
+
+
+def test_looped_beside_the_reference(built: Built) -> None:
+    fixed_steps(Looped(built.variants))
+
+
 def test_looped_blocks_are_those_that_are_resident(built: Built) -> None:
     """Three multiprocessors with two blocks each (tests/emulation), though there are more units; one block where there is one."""
     for lengths, rows, blocks in (([9] * 40, 2, 3 * 6), ([9], 1, 3)):
@@ -223,74 +233,52 @@ def test_looped_blocks_are_those_that_are_resident(built: Built) -> None:
 # --- the benchmark ---
 
 
-def test_the_benchmark_gates_and_races(built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for the clock and the graph: every figure beside its prediction, and no figure for a variant with other bits."""
-    monkeypatch.setattr("bench.kernel_data.MAX_SETS", 2)
+def small_cases() -> list[VariantCase]:
+    """One of each group, on two rows of two tensors."""
     small = KernelSize("two", "two rows", ((32, 8), (10,)), rows=2)
-    chosen = [replace(c, kernels=replace(c.kernels, size=small)) for c in (CASES[0], *CASES[-3:])]
-    machine = Machine(torch.device("cpu"))
-    record = record_of(machine, "made up")
-    measure(record, machine, 132, built.today, built.variants, chosen, tmp_path, rounds=1)
+    return [replace(case, kernels=replace(case.kernels, size=small)) for case in (CASES[0], *CASES[-3:])]
+
+
+def test_the_benchmark(
+    built: Built, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, but for the clock and the graph: every figure beside its prediction."""
+    cpu, cases = Machine(torch.device("cpu")), small_cases()
+    properties = SimpleNamespace(multi_processor_count=132)
+    here = replace(built.emulation.backend, name="native", device="cuda")
+    for name, stand_in in (
+        ("torch.cuda.is_available", lambda: True),
+        ("torch.cuda.set_device", lambda device: None),
+        ("torch.cuda.get_device_capability", lambda device: (9, 0)),
+        ("torch.cuda.get_device_properties", lambda device: properties),
+        ("bench.kernel_data.MAX_SETS", 2),
+        ("bench.variants.__main__.Machine", lambda device: cpu),
+        ("bench.variants.__main__.CASES", cases),
+        ("bench.variants.__main__.ROUNDS", 1),
+        ("bench.variants.__main__.backends.table", lambda: [here]),
+        ("bench.variants.library.build", lambda arch: built.variants if arch == "90" else None),
+        ("bench.environment.facts", lambda command: {"command": command}),
+    ):
+        monkeypatch.setattr(name, stand_in)
+    assert main(["--device", "cuda", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / report.FILE).read_text())["cases"]
     assert [r["group"] for r in results] == ["one read", "persistent norm", "persistent perturb", "persistent update"]
     assert all(r["gate"] == "green" and r["ratio"]["median"] > 0 and r["predicted"] > 0 for r in results), results
-    assert report.table(record).count("two rows") == 4 and len(record["verdicts"]) == 4
+    printed = capsys.readouterr().out
+    assert printed.count("| two rows |") == 4 and printed.splitlines()[-1].startswith("one read: ")
+    assert main(["--out", str(tmp_path / "none"), "--seconds", "0"]) == 0
+    assert capsys.readouterr().out.count("no time left for") == 4
+
+
+def test_no_figure_for_a_variant_with_other_bits(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.kernel_data.MAX_SETS", 2)
+    machine, case = Machine(torch.device("cpu")), small_cases()[1]
 
     class Other:
         def norm_(self, sumsq: Tensor, *others: Any) -> None:
             built.today.norm_(sumsq, *others)
             sumsq.mul_(1 + 2**-50)
 
-    wrong = Race(chosen[1], machine, Other(), Looped(built.variants)).run(1, 132)
+    wrong = Race(case, machine, Other(), Looped(built.variants)).run(1, 132)
     assert wrong["gate"] == "red" and "other bits than today's kernels in sumsq" in wrong["reason"]
-    record["cases"] = []
-    measure(record, machine, 132, built.today, built.variants, chosen[:1], tmp_path, end=0.0)
-    assert record["cases"] == [] and record["left_out"] == [chosen[0].name]
-
-
-# --- seeded errors ---
-
-ERRORS = {
-    "none": [],
-    "place of a segment": [("+ table.offset[unit.segment] + unit.begin;", "+ unit.begin;")],
-    "place of a chunk": [("+ table.offset[unit.segment] + unit.begin;", "+ table.offset[unit.segment];")],
-    "place of a pack": [("(kept + x.i) =", "(kept + x.i + N) =")],
-    "warp of a chunk": [("table.blocks() + index / kWarps)", "table.blocks() + index / (kWarps + 1))")],
-    "thread of a warp": [("index % kWarps * kWarp +", "index % (kWarps - 1) * kWarp +")],
-    "row": [("blockIdx.x * table.blocks() +", "")],
-    "tail": [("if (i < unit.count) {", "if (i + 1 < unit.count) {")],
-    "sums of a chunk": [("chunk < p.table.chunks(); chunk += kThreads", "chunk < p.table.chunks() - 1; chunk += kThreads")],
-    "order of the places": [("columns = total + kWarps * sizeof(double)", "columns = total")],
-    "barrier before the sums": [("groups = p.scalars.groups;\n  __syncthreads();", "groups = p.scalars.groups;")],
-    "barrier before the total": [("__syncthreads();\n  if (thread == 0)", "if (thread == 0)")],
-    "barrier before the rules": [("sum_of_warps(total));\n  }\n  __syncthreads();", "sum_of_warps(total));\n  }")],
-    "row of the scalars": [("static_cast<int64_t>(blockIdx.x) * p.scalars.groups", "0 * p.scalars.groups")],
-}  # fmt: skip
-CHEAP = ("none", "place of a segment")  # the others: `make test-slow`
-SCRIPT = """
-import sys
-import test_variants_emulated, torch
-from bench.clocks import Machine
-from bench.kernel_cases import KernelSize
-from bench.variants import report
-from bench.variants.__main__ import Race, measure, record_of
-from bench.variants.cases import CASES
-from bench.variants.library import OneRead
-from pathlib import Path
-torch.set_num_threads(1)
-test_variants_emulated.fixed_pairs(OneRead(Path(sys.argv[1])))
-"""
-
-
-@pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
-def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
-    changes = {"one_read.cu": ERRORS[error]} if ERRORS[error] else {}
-    library = emulated.compile_variants(folder / f"variants-{re.sub(r'[^a-z]', '-', error)}", changes)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(HERE), str(HERE.parent)))}
-    argv = [sys.executable, "-c", SCRIPT, str(library)]
-    done = subprocess.run(argv, cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
-    if error == "none":
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode != 0, f"the error {error!r} went unnoticed"
-        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
+    assert wrong["ratio"] is None and report.verdict(case.group, [wrong]) == "drop: it was wrong"

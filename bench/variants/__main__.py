@@ -88,8 +88,7 @@ def measure(
     path: Path,
     cases: Sequence[VariantCase],
     out: Path,
-    end: float = math.inf,
-    rounds: int = ROUNDS,
+    end: float,
 ) -> None:
     """Fills `record` and writes it to `out`. `today`: the kernels of the library; `path`: the compiled variants."""
     out.mkdir(parents=True, exist_ok=True)
@@ -100,7 +99,7 @@ def measure(
             continue
         if case.variant not in made:
             made[case.variant] = case.variant(path)
-        result = Race(case, machine, today, made[case.variant]).run(rounds, multiprocessors)
+        result = Race(case, machine, today, made[case.variant]).run(ROUNDS, multiprocessors)
         record["cases"].append(result)
         print(report.line(result), flush=True)
         groups = dict.fromkeys(r["group"] for r in record["cases"])
