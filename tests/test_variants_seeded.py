@@ -33,8 +33,6 @@ ONE_READ = {
     "barrier before the rules": [("sum_of_warps(total));\n  }\n  __syncthreads();", "sum_of_warps(total));\n  }")],
     "row of the scalars": [("static_cast<int64_t>(blockIdx.x) * p.scalars.groups", "0 * p.scalars.groups")],
 }
-    "{\n    perturb_unit<float, float, Save>(p.params, kReversed ? p.units - 1 - index : index);\n    __syncthreads();"
-)
 LOOPED = {
     "stride of the blocks": [("index += gridDim.x) {\n    norm_unit", "index += gridDim.x + 1) {\n    norm_unit")],
     "the last unit": [("index < p.units; index += gridDim.x) {\n    update", "index + 1 < p.units; index += gridDim.x) {\n    update")],
