@@ -253,8 +253,8 @@ def oracle_tasks() -> tuple[list[Task], torch.Tensor, Setup]:
     loss = torch.nn.functional.cross_entropy
     setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)
     step = LocalStep(Direction.GRADIENT, rho=0.05)
-    work = Work(0, 0.1, 2, 5, True, 100)
-    tasks = [Task(i, work, x, y, step) for i, (x, y) in enumerate(clients)]
+    work = Work(0, 0.1, 2, 5, True, 100, clients, [len(y) for _, y in clients])
+    tasks = [Task(i, work, step) for i in range(len(clients))]
     return tasks, start, setup
 
 

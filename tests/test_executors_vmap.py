@@ -133,9 +133,8 @@ def tasks_of(n, stored, **options):
     store = None
     if stored:
         pairs, store = store_of(pairs)
-    begins = (0, 0, 0) if store is None else store.begins
-    made = Work(**work, store=store)
-    return [Task(i, made, *pair, fed.LocalStep(), begin=begins[i]) for i, pair in enumerate(pairs)]
+    made = Work(**work, clients=pairs, sizes=[n] * 3, store=store)
+    return [Task(i, made, fed.LocalStep()) for i in range(3)]
 
 
 @pytest.mark.parametrize("stored", [False, True])

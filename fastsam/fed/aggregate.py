@@ -27,6 +27,7 @@ from ..backends import Kernels
 LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
 _SMALLEST = 1074  # every double is a whole number of 2^-1074
 
+Problems = dict[int, str]  # of n clients, by place, why one was left out
 Key = tuple[str, str]  # of a vector: "mean" or "total", and its name
 Shape = tuple[int, ...]
 
@@ -92,7 +93,7 @@ class FixedPointSum:
 
     def over(self, divisor: float) -> Tensor:
         """The sum divided by a number, float64."""
-        return torch.add(self.high.double(), self.low.double(), alpha=2.0**-LOW_BITS).div_(divisor * 2.0**HIGH_BITS)
+        return torch.add(self.high.double(), self.low, alpha=2.0**-LOW_BITS).div_(divisor * 2.0**HIGH_BITS)
 
 
 @cache
@@ -114,44 +115,40 @@ class Term:
         return 1.0 if self.scale is None else weight * self.scale
 
 
-def _added(terms: Sequence[Term], weight: int, n: int) -> list[str | None]:
-    """Adds all terms of n clients of one weight; of a client with a problem nothing stays. Returns the problems."""
+def _added(terms: Sequence[Term], weight: int, n: int) -> Problems:
+    """Adds all terms of n clients of one weight; of a client with a problem nothing stays."""
     sizes = [torch.zeros(n, dtype=torch.float64, device=term.rows.device) for term in terms]
     for term, size in zip(terms, sizes, strict=True):
         term.sum.add_(term.rows, term.factor(weight), term.begin, size)
-    problems: list[str | None] = [None] * n
+    problems: Problems = {}
     for term, size in zip(terms, sizes, strict=True):
         factor, largest = term.factor(weight), size.tolist()
-        if not all(x * factor <= term.sum.bound for x in largest):  # NaN is not either
-            found = [term.sum.problem_of_size(x, factor) for x in largest]
-            problems = [p or (f and f"its {term.name!r} {f}") for p, f in zip(problems, found, strict=True)]
-    for i in [i for i, problem in enumerate(problems) if problem]:
+        if not sum(largest) * factor <= term.sum.bound:  # at least one size alone; NaN is not either
+            found = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
+            problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
+    for i in problems:
         for term in terms:
             term.sum.add_(term.rows[i], -term.factor(weight), term.begin)
     return problems
 
 
-def _not_finite(numbers: Mapping[str, Sequence[float]], n: int) -> list[str | None]:
-    """For each of n clients which of its numbers is not finite, or None."""
-    problems: list[str | None] = [None] * n
+def _not_finite(numbers: Mapping[str, Sequence[float]]) -> Problems:
+    """Which of each client's numbers is not finite."""
+    problems: Problems = {}
     for name, values in numbers.items():
-        if not all(map(math.isfinite, values)):
-            problems = [
-                p if p or math.isfinite(v) else f"the {name} is not finite"
-                for p, v in zip(problems, values, strict=True)
-            ]
+        if not math.isfinite(sum(values)):  # with one that is not, the sum is not
+            found = [i for i, value in enumerate(values) if not math.isfinite(value)]
+            problems = dict.fromkeys(found, f"the {name} is not finite") | problems
     return problems
 
 
-def _by_weight(weights: Sequence[int], problems: Sequence[str | None]) -> Iterator[tuple[int, list[int]]]:
+def _by_weight(weights: Sequence[int], problems: Problems) -> Iterator[tuple[int, Sequence[int]]]:
     """Each weight with the places of those clients that have it and no problem."""
-    if len(set(weights)) == 1 and not any(problems):
-        yield weights[0], list(range(len(weights)))
+    if len(set(weights)) == 1 and not problems:
+        yield weights[0], range(len(weights))
         return
     for weight in set(weights):
-        chosen = [
-            i for i, (w, problem) in enumerate(zip(weights, problems, strict=True)) if w == weight and not problem
-        ]
+        chosen = [i for i, own in enumerate(weights) if own == weight and i not in problems]
         if chosen:
             yield weight, chosen
 
@@ -189,7 +186,7 @@ class RoundSums:
         Raises ValueError for a vector of another shape than the other clients'.
         """
         means, totals = ({name: x[None] for name, x in vectors.items()} for vectors in (mean, total))
-        return self.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()})[0]
+        return self.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()}).get(0)
 
     def add_rows_(
         self,
@@ -198,20 +195,19 @@ class RoundSums:
         total: Mapping[str, Tensor],
         numbers: Mapping[str, Sequence[float]],
         begin: Tensor | None = None,
-    ) -> list[str | None]:
+    ) -> Problems:
         """As `add_` for n clients at once: vectors `[n, ...]`, n numbers each. begin: what is taken off every row of `mean`.
 
-        Returns for each client why it was left out, or None.
+        Returns who was left out, and why.
         """
-        problems = _not_finite(numbers, len(weights))
+        problems = _not_finite(numbers)
         terms = [Term(self._sum("mean", name, x), name, x, begin, self._unit) for name, x in mean.items()]
         terms += [Term(self._sum("total", name, x), name, x) for name, x in total.items()]
         for weight, chosen in _by_weight(weights, problems):
             some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
-            for i, problem in zip(chosen, _added(some, weight, len(chosen)), strict=True):
-                problems[i] = problem
-        if any(problems):
-            added = [i for i, problem in enumerate(problems) if problem is None]
+            problems |= {chosen[i]: problem for i, problem in _added(some, weight, len(chosen)).items()}
+        if problems:
+            added = [i for i in range(len(weights)) if i not in problems]
             weights, numbers = [weights[i] for i in added], {n: [v[i] for i in added] for n, v in numbers.items()}
         for name, values in numbers.items():
             self._numbers.setdefault(name, []).extend(values)

@@ -12,8 +12,8 @@ def number(
 ) -> float:
     """`value` as a float. Raises ValueError unless it is a finite real number within the bounds."""
     # Nearly every call: algorithms check the numbers of every client's step.
-    if type(value) is float and math.isfinite(value) and above is at_most is None:  # noqa: SIM102
-        if at_least is None or value >= at_least:
+    if type(value) is float and math.isfinite(value) and at_most is None:  # noqa: SIM102
+        if (above is None or value > above) and (at_least is None or value >= at_least):
             return value
     bounds = [f"> {above:g}"] if above is not None else []
     bounds += [f">= {at_least:g}"] if at_least is not None else []

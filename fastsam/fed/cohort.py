@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .aggregate import RoundSums
+from .aggregate import Problems, RoundSums
 from .algorithms.base import Algorithm, Round, State, is_elementwise
 from .checkpoint import RunState
 from .clients import IGNORED, Population
@@ -83,20 +83,18 @@ class Cohort:
         settings, population = self.settings, self.population
         work = Work(
             self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-            population.augment, population.store,
+            population.clients, population.sizes, population.augment, population.store,
         )  # fmt: skip
         order, later = self._ordered(self.mine, longest_first), self._ordered(later, longest_first)
         self.states.begin(self.before.clients, order, later)
-        begins = None if population.store is None else population.store.begins
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), stacks):
             clients = order[at : at + stacks]
             if stacks == 1 and settings.shuffle and at % _DRAWN == 0:
-                orders = work.drawn(order[at : at + _DRAWN], population.sizes)
+                orders = work.drawn(order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
-                x, y = population.clients[i]
-                begin = 0 if begins is None else begins[i]
-                yield Task(i, work, x, y, step, self._snapshots(i), begin, row, orders.pop(i, None))
+                kept = _NOTHING if self.measures is None else self._snapshots(i, self.measures)
+                yield Task(i, work, step, row, kept, orders.pop(i, None))
 
     def _steps(self, clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
         """The constants of each client, and the row in them that is its own.
@@ -123,14 +121,12 @@ class Cohort:
 
     def _ordered(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
         sizes = self.population.sizes
-        return sorted(clients, key=lambda i: -sizes[i]) if longest_first else clients
+        return sorted(clients, key=sizes.__getitem__, reverse=True) if longest_first else clients
 
-    def _snapshots(self, client: int) -> frozenset[int]:
+    def _snapshots(self, client: int, measures: Measures) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
-        if self.measures is None:
-            return _NOTHING
         steps = self.settings.local_epochs * -(-self.population.sizes[client] // self.settings.batch_size)
-        return frozenset(self.measures.snapshots(self.about.index, steps))
+        return frozenset(measures.snapshots(self.about.index, steps))
 
     def close(self, ends: RowEnds) -> None:
         """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
@@ -152,8 +148,7 @@ class Cohort:
         shared = ends.begins is not None and ends.begins.dim() == 1
         rows, begin = (ends.rows, ends.begins) if shared else (ends.displacement, None)
         problems = self.sums.add_rows_(weights, {"delta": rows}, {}, numbers, begin)
-        for i, problem in zip(ends.clients, problems, strict=True):
-            self._keep(i, self._open.pop(i, {}), problem)
+        self._keep(ends.clients, [self._open.pop(i, {}) for i in ends.clients], problems)
 
     def _match(self, ends: RowEnds) -> bool:
         """Whether the clients took equally many steps and their states hold the same things."""
@@ -177,8 +172,8 @@ class Cohort:
         numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
         means, totals = ({n: x.expand_as(ends.rows) for n, x in part.items()} for part in (upload.mean, upload.total))
         problems = self.sums.add_rows_(weights, means, totals, numbers)
-        for row, (client, problem) in enumerate(zip(ends.clients, problems, strict=True)):
-            self._keep(client, {n: x if x.dim() == 1 else x[row].clone() for n, x in state.items()}, problem)
+        states = [{n: x if x.dim() == 1 else x[i].clone() for n, x in state.items()} for i in range(len(weights))]
+        self._keep(ends.clients, states, problems)
 
     def _close_one(self, end: RowEnd) -> None:
         if self.settings.clip_update is not None:
@@ -195,19 +190,23 @@ class Cohort:
             sent |= {name: value for name, value in found.items() if value is not None}
         problem = _problem(end, [*mean.values(), *upload.total.values()])
         problem = problem or self.sums.add_(self.weights[end.client], mean, upload.total, sent)
-        self._keep(end.client, state, problem)
+        self._keep([end.client], [state], {} if problem is None else {0: problem})
 
-    def _keep(self, client: int, state: State, problem: str | None) -> None:
-        """A client's new state, or, with a problem, its exclusion."""
-        if problem is not None:
-            problem += ignored(self.population.clients[client][1])
-            self.excluded[client] = problem
-            if len(self.excluded) <= _NAMED:  # the round's record names all of them
-                log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
-        elif state:
-            self.clients[client] = self.states.put(client, state)
-        else:
-            self.clients.pop(client, None)
+    def _keep(self, clients: Sequence[int], states: Sequence[State], problems: Problems) -> None:
+        """The clients' new states, or, of those with a problem, their exclusion."""
+        for place, (client, state) in enumerate(zip(clients, states, strict=True)):
+            if place in problems:
+                self._exclude(client, problems[place])
+            elif state:
+                self.clients[client] = self.states.put(client, state)
+            else:
+                self.clients.pop(client, None)
+
+    def _exclude(self, client: int, problem: str) -> None:
+        problem += ignored(self.population.clients[client][1])
+        self.excluded[client] = problem
+        if len(self.excluded) <= _NAMED:  # the round's record names all of them
+            log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
 
     def join(self) -> None:
         """Adds up what all ranks have; collective. Raises RankError when one has died."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...arena import Layout
 from .. import seeds
 from ..localstep import LocalStep, RowEnds
-from ..store import Store
+from ..store import Pair, Store
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -75,7 +75,8 @@ class Work:
     """What all tasks of a round have in common.
 
     shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
-    seed: of the run. augment: makes training inputs out of stored ones, of the same shape. store: where the samples of all clients lie.
+    seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of samples. augment: makes
+    training inputs out of stored ones, of the same shape. store: where the samples of all clients lie, if they are in one.
     """
 
     round: int
@@ -84,6 +85,8 @@ class Work:
     batch_size: int
     shuffle: bool
     seed: int
+    clients: Sequence[Pair]
+    sizes: Sequence[int]
     augment: Augment | None = None
     store: Store | None = None
 
@@ -91,13 +94,13 @@ class Work:
         """What all random numbers of a client's work derive from."""
         return seeds.derive(self.seed, "client", self.round, client)
 
-    def drawn(self, clients: Sequence[int], sizes: Sequence[int]) -> dict[int, list[Tensor]]:
-        """The orders of the samples of some clients, one an epoch; sizes: of all clients.
+    def drawn(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
+        """The orders of the samples of some clients, one an epoch.
 
         For a few clients at once: behind each client's training this would find its code and its tables outside of the processor's caches.
         """
         return {
-            i: [seeds.permutation(sizes[i], own, "shuffle", epoch) for epoch in range(self.epochs)]
+            i: [seeds.permutation(self.sizes[i], own, "shuffle", epoch) for epoch in range(self.epochs)]
             for i, own in ((i, self.seed_of(i)) for i in clients)
         }
 
@@ -106,21 +109,26 @@ class Work:
 class Task:
     """One client's work in one round.
 
-    x, y: its data, on the device of the executor; in the store of the round, where there is one, from the sample `begin` on.
-    snapshots: local steps before which the row is to be kept. row: which of the step's vectors are its own, where those are of several
-    clients (`[n, stride]`); only for executors that say how many clients they `stack`. orders: of its samples, one an epoch, where they have
+    row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`); only for executors that say how many
+    clients they `stack`. snapshots: local steps before which the row is to be kept. orders: of its samples, one an epoch, where they have
     been drawn (see `drawn`).
     """
 
     client: int
     work: Work
-    x: Tensor
-    y: Tensor
     step: LocalStep
-    snapshots: frozenset[int] = frozenset()
-    begin: int = 0
     row: int = 0
+    snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
+
+    @property
+    def x(self) -> Tensor:
+        """Its inputs; in the store of the round, where there is one, those from the sample `store.begins[client]` on."""
+        return self.work.clients[self.client][0]
+
+    @property
+    def y(self) -> Tensor:
+        return self.work.clients[self.client][1]
 
     def vector(self, name: str) -> Tensor | None:
         """Its own vector of the step, `[stride]`."""
@@ -159,7 +167,7 @@ class Task:
     @property
     def samples(self) -> int:
         """Of the client."""
-        return self.y.shape[0]
+        return self.work.sizes[self.client]
 
     def batch_sizes(self) -> list[int]:
         """Samples of each of the `epochs * ceil(samples / batch_size)` batches."""

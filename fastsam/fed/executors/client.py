@@ -1,113 +1,148 @@
-"""A client in a slot of stacked rows: where it is in its round, where its batches come from, what it leaves behind."""
+"""Clients in slots of stacked rows: where they are in their round, where their batches come from, what they leave behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from ..localstep import RowEnds, Snapshot
 from ..replica import buffer_displacement
 from .base import ClientError, Task
 from .feed import Batch, Feed
-from .form import Kind, Rows
+from .form import Form, Kind
 
 
 @dataclass(slots=True)
-class Client:
-    """A task in a slot. Its batches come from a feed that it shares with its neighbours (`row` in it), or are its own.
+class Crew:
+    """Clients in neighbouring slots that begin, step and end together: those that are `alike`, or one client.
 
-    epoch: steps of an epoch. shapes: what rows must have in common to take a step together: for a whole batch, and for the last one of
-    an epoch. seen: samples of all its batches.
+    slot: of the first. epoch: steps of an epoch. shapes: what crews must have in common to take a step together: for a whole batch, and
+    for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its batches. feed: of several clients;
+    one alone has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client.
     """
 
-    task: Task
+    tasks: Sequence[Task]
     slot: int
     kind: Kind
     epoch: int
     shapes: tuple[object, object]
-    feed: Feed | None
-    row: int
-    own: Iterator[Batch] | None
     steps: int
     seen: int
+    feed: Feed | None
+    own: Iterator[Batch]
+    snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backprops: int = 0
-    snapshots: dict[int, Snapshot] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The slot behind the last one."""
+        return self.slot + len(self.tasks)
 
     @property
     def shape(self) -> object:
-        """Rows whose next step is alike in this take it together."""
+        """Crews whose next step is alike in this take it together."""
         return self.shapes[(self.k + 1) % self.epoch == 0]
 
     def batch(self) -> Batch:
-        """Of the next step; called once a step."""
-        if self.feed is None:
-            assert self.own is not None
-            return next(self.own)
-        x, y = self.feed.get(self.k)
-        return x[self.row], y[self.row]
+        """Of the next step, `[clients, batch, ...]`; called once a step."""
+        if self.feed is not None:
+            return self.feed.get(self.k)
+        x, y = next(self.own)
+        return x[None], y[None]
+
+    def whole(self) -> Iterator[Batch]:
+        """All samples of every client once, in batches `[clients, batch, ...]`, in the order in which they are stored."""
+        first = self.tasks[0]
+        for at in range(0, first.samples, first.batch_size):
+            part = slice(at, at + first.batch_size)
+            yield torch.stack([t.x[part] for t in self.tasks]), torch.stack([t.y[part] for t in self.tasks])
 
 
-def begun(group: Sequence[tuple[int, Task]], kind: Kind, shapes: dict[tuple[object, ...], int]) -> list[Client]:
-    """Tasks that are alike, with their slots: several of them share a feed, where nothing augments.
-
-    shapes: a number for each shape of a step that was seen so far; new ones are added.
-    """
-    first = group[0][1]
+def begun(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[object, ...], int]) -> Crew:
+    """Tasks that are `alike`, from this slot on. shapes: a number for each shape of a step that was seen so far; new ones are added."""
+    first = tasks[0]
     whole, rest = divmod(first.samples, first.batch_size)
     sizes = (first.batch_size if whole else rest, rest or first.batch_size)
     keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
-    steps, seen = epoch * first.epochs, first.samples * first.epochs
-    feed = Feed([task for _, task in group]) if len(group) > 1 and first.augment is None else None
-    return [
-        Client(
-            task, slot, kind, epoch, (full, last), feed, row, task.batches() if feed is None else None,
-            steps, seen,
-        )
-        for row, (slot, task) in enumerate(group)
-    ]  # fmt: skip
+    return Crew(
+        tasks, slot, kind, epoch, (full, last), epoch * first.epochs, first.samples * first.epochs,
+        Feed(tasks) if len(tasks) > 1 else None, first.batches(), [{} for _ in tasks],
+    )  # fmt: skip
 
 
-def one_feed(clients: Sequence[Client]) -> bool:
-    """Whether they are exactly the clients of one feed: these begin, step and end together, so the first one and their number tell."""
-    feed = clients[0].feed
-    return feed is not None and len(clients) == len(feed.tasks)
+def runs(keys: Sequence[object]) -> list[slice]:
+    """Where equal keys follow each other."""
+    begins = [i for i, key in enumerate(keys) if not i or key != keys[i - 1]]
+    return [slice(*ends) for ends in pairwise([*begins, len(keys)])]
 
 
-def ended(
-    clients: Sequence[Client], rows: Rows, at: slice | Tensor, losses: Tensor, start: Tensor, buffers: Sequence[Tensor]
-) -> RowEnds:
-    """What clients leave behind in `rows` and `losses` at the places `at`. All of them leave the same things. No buffer was changed."""
-    step = clients[0].task.step
+def tasks_of(crews: Sequence[Crew]) -> list[Task]:
+    """Of all their clients."""
+    return [task for crew in crews for task in crew.tasks]
 
-    def kept(name: str, wanted: bool = True) -> Tensor | None:
-        return rows.field(name)[at] if wanted else None
+
+def slots_of(crews: Sequence[Crew]) -> list[int]:
+    """Of all their clients."""
+    return [slot for crew in crews for slot in range(crew.slot, crew.end)]
+
+
+def neighbours(crews: Sequence[Crew]) -> bool:
+    """Whether no other slot lies between theirs."""
+    return crews[-1].end - crews[0].slot == sum(len(crew.tasks) for crew in crews)
+
+
+def next_batch(crews: Sequence[Crew]) -> Batch:
+    """Of all their clients, `[clients, batch, ...]`. Raises ClientError."""
+    try:
+        if len(crews) == 1:
+            return crews[0].batch()
+        x, y = zip(*(crew.batch() for crew in crews), strict=True)
+    except Exception as error:
+        raise failed(crews, error) from error
+    return torch.cat(x), torch.cat(y)
+
+
+def kept_next(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], int]]:
+    """The rows, counted over all crews, that are to be kept as they are before the next step; where to; and the number of the step."""
+    clients = [(crew.k, *pair) for crew in crews for pair in zip(crew.tasks, crew.snapshots, strict=True)]
+    return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
+
+
+def ended(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> RowEnds:
+    """What clients leave behind in the rows of `form`. All of them leave the same things. No buffer was changed."""
+    step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
+
+    def each(numbers: Iterable[int]) -> list[int]:
+        return [n for crew, number in zip(crews, numbers, strict=True) for n in [number] * len(crew.tasks)]
 
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return RowEnds(
-        clients=[c.task.client for c in clients],
-        rows=rows.field("z")[at],
-        begins=start if step.e is None else kept("begin"),
-        steps=[c.k for c in clients],
-        backprops=[c.k * c.task.step.backprops + c.extra_backprops for c in clients],
-        losses=losses[at],
-        seen=[c.seen for c in clients],
+        clients=clients,
+        rows=form.z,
+        begins=start if step.e is None else form.field("begin"),
+        steps=each(crew.k for crew in crews),
+        backprops=each(crew.k * step.backprops + crew.extra_backprops for crew in crews),
+        losses=form.losses,
+        seen=each(crew.seen for crew in crews),
         buffers=None if moved is None else moved.expand(len(clients), -1),
-        dual=kept("mu", step.mu is not None),
-        eps=kept("eps", step.mu is not None),
-        gradient=kept("gradient", step.full_gradient),
-        snapshots=[c.snapshots for c in clients],
+        dual=None if step.mu is None else form.field("mu"),
+        eps=None if step.mu is None else form.field("eps"),
+        gradient=form.field("gradient") if step.full_gradient else None,
+        snapshots=[snapshots for crew in crews for snapshots in crew.snapshots],
     )
 
 
-def failed(clients: Sequence[Client], error: Exception) -> ClientError:
+def failed(crews: Sequence[Crew], error: Exception) -> ClientError:
     """The error of a step that several clients took together."""
-    who = ", ".join(str(c.task.client) for c in clients[:8]) + (", ..." if len(clients) > 8 else "")
-    first = clients[0]
+    tasks = tasks_of(crews)
+    who = ", ".join(str(task.client) for task in tasks[:8]) + (", ..." if len(tasks) > 8 else "")
     return ClientError(
-        f"client {who} failed in round {first.task.round}, local step {first.k}: {type(error).__name__}: {error}"
+        f"client {who} failed in round {tasks[0].round}, local step {crews[0].k}: {type(error).__name__}: {error}"
     )

@@ -71,8 +71,9 @@ class Feed:
                 orders = seeds.permutations(n, seeds_of(self.tasks), "shuffle", epoch)
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
-            if first.work.store is not None:
-                orders = orders + torch.tensor([t.begin for t in self.tasks])[:, None]
+            if (store := first.work.store) is not None:
+                begins = torch.tensor([store.begins[task.client] for task in self.tasks])
+                orders = orders + begins.unsqueeze(1)
             self._orders = epoch, orders
         return self._orders[1]
 
@@ -116,11 +117,14 @@ def seeds_of(tasks: Sequence[Task]) -> list[int]:
     return seeds.derive_each([task.client for task in tasks], before=(work.seed, "client", work.round))
 
 
-def alike(task: Task) -> tuple[object, ...]:
-    """Tasks of one round that agree in this can share a `Feed`."""
-    if task.work.store is not None:  # in it all samples are alike
-        return (task.samples,)
-    return (task.x.shape, task.y.shape, task.batch_size, task.epochs, task.shuffle, task.augment)
+def alike(tasks: Sequence[Task]) -> Sequence[object]:
+    """For each of some tasks of one round a key; neighbours of one key can share a `Feed`."""
+    work = tasks[0].work
+    if work.augment is not None:  # one batch by itself
+        return range(len(tasks))
+    if work.store is not None:  # in it all samples are alike
+        return [work.sizes[task.client] for task in tasks]
+    return [(task.x.shape, task.y.shape) for task in tasks]
 
 
 def filled(rows: Tensor, count: int) -> Tensor:

@@ -42,13 +42,17 @@ class Kind:
 
 
 class Rows:
-    """`rows` rows of state, each with its own numbers of form U. `momentum` and the clipped norm are there when the run has them."""
+    """`rows` rows of state, each with its own numbers of form U. `momentum` and the clipped norm are there when the run has them.
+
+    losses: where an owner may add up those of each row.
+    """
 
     def __init__(self, setup: Setup, rows: int) -> None:
         self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
         self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
         self.arena = Arena(setup.layout, rows, setup.device)
         self.hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64, device=setup.device)
+        self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq_v = torch.zeros_like(self.sumsq) if setup.options.clip_norm is not None else None
         self.inner = torch.zeros(rows, 2, dtype=torch.float64, device=setup.device)
@@ -85,12 +89,8 @@ class Form:
     def __init__(self, rows: Rows, part: slice) -> None:
         self.rows, self.part = rows, part
         self.kernels, self.layout = rows.kernels, rows.layout
-        self.z, self.hyper, self.sumsq, self.inner = (
-            self.field("z"),
-            rows.hyper[part],
-            rows.sumsq[part],
-            rows.inner[part],
-        )
+        self.z, self.hyper, self.losses = self.field("z"), rows.hyper[part], rows.losses[part]
+        self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
         self.momentum = self.field("momentum") if rows.options.momentum else None
         self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
         self.kind = Kind(Direction.NONE, False, False, False, False)

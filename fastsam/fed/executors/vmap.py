@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 
 import torch
@@ -13,7 +13,7 @@ from ..localstep import LocalStep, RowEnds, Snapshot
 from ..replica import Replica
 from . import compiled, epochs, stacked
 from .base import Setup, Task, vectors_of
-from .client import Client, begun, ended, failed, one_feed
+from .client import Crew, begun, ended, failed, kept_next, neighbours, next_batch, runs, slots_of, tasks_of
 from .feed import Batch, alike
 from .form import Form, Kind, Rows
 from .randomness import NoRandomness
@@ -54,8 +54,8 @@ class Vmap:
             self.passes.traced.run(
                 Form(self.rows, slice(0, 1)).leaves, x[None], y[None]
             )  # says when nothing can be frozen
-        self.losses = torch.zeros(self.slots, dtype=torch.float64, device=setup.device)
         self.random = NoRandomness(setup.device)
+        self._numbered: tuple[slice, list[tuple[float, ...]]] | None = None
         self._forms: dict[tuple[int, int], Form] = {}
         self._kinds: dict[Kind, Kind] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
@@ -66,36 +66,35 @@ class Vmap:
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self.start, self.buffers = start, buffers
-        source, active, free = iter(tasks), list[Client](), list(range(self.slots))
+        active: list[Crew] = []
+        source, free = iter(tasks), list(range(self.slots))
         with self.random.guarded():
             while True:
                 opened = self._opened(source, free) if free else []
                 if opened:
                     active = sorted([*active, *opened], key=_SLOT)
-                    free = free[len(opened) :]
+                    free = free[len(slots_of(opened)) :]
                 if not active:
                     return
                 self._tick(active)
-                done = [c for c in active if c.k == c.steps]
+                done = [crew for crew in active if crew.k == crew.steps]
                 if done:
-                    active = [c for c in active if c.k < c.steps]
-                    free = sorted([*free, *map(_SLOT, done)])
+                    active = [crew for crew in active if crew.k < crew.steps]
+                    free = sorted([*free, *slots_of(done)])
                     yield from self._closed(done)
 
     # --- beginning ---
 
-    def _opened(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Client]:
+    def _opened(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Crew]:
         """Tasks in the free slots, as many as there are of both."""
-        taken = list(zip(free, tasks, strict=False))
-        steps = {id(task.step): task.step for _, task in taken}
-        kinds = {key: self._kind(step) for key, step in steps.items()}
-        opened: list[Client] = []
-        for _, pairs in groupby(enumerate(taken), key=lambda pair: (pair[1][0] - pair[0], kinds[id(pair[1][1].step)])):
-            neighbours = [slot_and_task for _, slot_and_task in pairs]
-            kind, began = kinds[id(neighbours[0][1].step)], len(opened)
-            for _, group in groupby(neighbours, key=lambda pair: alike(pair[1])):
-                opened += begun(list(group), kind, self._shapes)
-            self._begin(opened[began:])
+        taken, opened = list(islice(tasks, len(free))), []
+        steps = {id(task.step): task.step for task in taken}
+        sorts = {key: (self._kind(step), step.full_gradient) for key, step in steps.items()}
+        for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(taken)]):
+            these, slots, (kind, _) = taken[part], free[part], sorts[id(taken[part.start].step)]
+            crews = [begun(these[own], slots[own.start], kind, self._shapes) for own in runs(alike(these))]
+            self._begin(crews)
+            opened += crews
         return opened
 
     def _kind(self, step: LocalStep) -> Kind:
@@ -106,167 +105,145 @@ class Vmap:
         kind = Kind.of(step)
         return self._kinds.setdefault(kind, kind)
 
-    def _begin(self, clients: list[Client]) -> None:
+    def _begin(self, crews: list[Crew]) -> None:
         """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at once."""
-        form, tasks = self._form(clients), [client.task for client in clients]
+        form, tasks = self._form(crews), tasks_of(crews)
         first = tasks[0]
         shared = all(task.step is first.step for task in tasks)
         steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
-        form.hyper.copy_(torch.tensor(numbers, dtype=torch.float64)[:, None])
-        self.losses[form.part].zero_()
-        form.arrange(clients[0].kind)
+        # Most often what was written last is what is wanted, and still there: a surrogate gap alone writes into it.
+        if self._numbered != (form.part, numbers) or crews[0].kind.surrogate:
+            form.hyper.copy_(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))
+            self._numbered = form.part, numbers
+        form.losses.zero_()
+        form.arrange(crews[0].kind)
         form.begin_(self.start)
         for name in ("q", "mu", "s"):
             vectors = vectors_of(tasks, name)
             if vectors is not None:
                 form.field(name).copy_(vectors)
-        if any(step.full_gradient for step in steps):
-            self._full_gradients([c for c in clients if c.task.step.full_gradient])
+        if first.step.full_gradient:
+            self._full_gradients(crews)
         if (e := vectors_of(tasks, "e")) is not None:
             form.shift_(e)
 
-    def _full_gradients(self, clients: list[Client]) -> None:
+    def _full_gradients(self, crews: list[Crew]) -> None:
         """Each client's mean gradient over all its samples, in evaluation mode, into the field "gradient"."""
-        into, size = self.rows.field("gradient"), clients[0].task.batch_size
-        for client in clients:
-            into[client.slot].zero_()
-        waiting = [(c, iter(zip(c.task.x.split(size), c.task.y.split(size), strict=True))) for c in clients]
+        self._form(crews).field("gradient").zero_()
+        waiting = [(crew, crew.whole()) for crew in crews]
         self.replica.module.eval()
         try:
             while waiting:
-                taken = [(c, batches, next(batches, None)) for c, batches in waiting]
-                waiting = [(c, batches) for c, batches, batch in taken if batch is not None]
-                ready = sorted(((c, b) for c, _, b in taken if b is not None), key=lambda pair: len(pair[1][1]))
-                for n, group in groupby(ready, key=lambda pair: len(pair[1][1])):
-                    self._add_gradients(n, list(group), into)
+                taken = [(crew, batches, next(batches, None)) for crew, batches in waiting]
+                waiting = [(crew, batches) for crew, batches, batch in taken if batch is not None]
+                ready = sorted(((c, b) for c, _, b in taken if b is not None), key=lambda pair: pair[1][1].shape[1])
+                for n, group in groupby(ready, key=lambda pair: pair[1][1].shape[1]):
+                    self._add_gradients(n, list(group))
         finally:
             self.replica.module.train()
 
-    def _add_gradients(self, n: int, pairs: list[tuple[Client, tuple[Tensor, Tensor]]], into: Tensor) -> None:
-        clients = [c for c, _ in pairs]
-        form = self._gathered(clients)
-        _, gradients = self._pass(
-            clients, form, *(torch.stack(part) for part in zip(*(b for _, b in pairs), strict=True))
-        )
-        views = self.layout.views(into)
-        for i, client in enumerate(clients):
-            client.extra_backprops += 1
+    def _add_gradients(self, n: int, pairs: list[tuple[Crew, Batch]]) -> None:
+        crews = [crew for crew, _ in pairs]
+        x, y = (torch.cat(part) for part in zip(*(batch for _, batch in pairs), strict=True))
+        _, gradients = self._pass(crews, self._gathered(crews), x, y)
+        views, row = self.layout.views(self.rows.field("gradient")), 0
+        for crew in crews:
+            crew.extra_backprops += 1
+            rows = slice(row, row := row + len(crew.tasks))
             for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-                views[slot][client.slot].add_(g[i], alpha=n / client.task.samples)
+                views[slot][crew.slot : crew.end].add_(g[rows], alpha=n / crew.tasks[0].samples)
 
     # --- steps ---
 
-    def _tick(self, clients: list[Client]) -> None:
+    def _tick(self, crews: list[Crew]) -> None:
         """One local step of every client."""
-        self.busy = len(clients)
-        for group in self._alike(clients):
+        self.busy = len(crews)
+        for group in self._alike(crews):
             if self._epoch(group) or (self.compiled is not None and self._chunk(self.compiled, group)):
                 continue
-            x, y = self._batch(group)
+            x, y = next_batch(group)
             form = self._gathered(group)
             form.arrange(group[0].kind)
             losses = self._step(group, form, x, y)
+            form.losses.add_(losses.double() * y.shape[1])
             self._return(group, form)
-            counted = losses.double() * y.shape[1]
-            if form.rows is self.rows:
-                self.losses[form.part].add_(counted)
-            else:
-                self.losses.index_add_(0, self._index(group), counted)
-            for client in group:
-                client.k += 1
+            for crew in group:
+                crew.k += 1
 
-    def _alike(self, clients: list[Client]) -> Iterable[list[Client]]:
+    def _alike(self, crews: list[Crew]) -> Iterable[list[Crew]]:
         """Those whose next batches have one shape."""
-        if one_feed(clients):
-            return [clients]
-        groups: dict[object, list[Client]] = {}
-        for client in clients:
-            groups.setdefault(client.shape, []).append(client)
+        groups: dict[object, list[Crew]] = {}
+        for crew in crews:
+            groups.setdefault(crew.shape, []).append(crew)
         return groups.values()
 
-    def _epoch(self, clients: list[Client]) -> bool:
+    def _epoch(self, crews: list[Crew]) -> bool:
         """What is left of an epoch natively, down to the last partial batch. False where it cannot be so."""
-        if not one_feed(clients):
-            return False
-        count, batch = epochs.reach(clients)
-        known = epochs.row_pass(self.passes.traced, clients, batch)
+        crew = crews[0]
+        known = epochs.row_pass(self.passes.traced, crew) if len(crews) == 1 else None
         if known is None:
             return False
-        form = self._gathered(clients)
-        form.arrange(clients[0].kind)
+        form = self._gathered(crews)
+        form.arrange(crew.kind)
         try:
-            epochs.take_(clients, form, known, count, batch, self.losses[form.part])
+            epochs.take_(crew, form, known)
         except Exception as error:
-            raise failed(clients, error) from error
+            raise failed(crews, error) from error
         return True
 
-    def _chunk(self, steps: compiled.Steps, clients: list[Client]) -> bool:
+    def _chunk(self, steps: compiled.Steps, crews: list[Crew]) -> bool:
         """Several steps at once, compiled: where all busy rows began together and stay alike, and their number of samples is a common one.
 
         False where it is not so. Rows that are not busy take the steps as well, so that there is one shape to compile.
         """
-        feed, first, n = clients[0].feed, clients[0], len(clients)
-        samples, size = first.task.samples, first.task.batch_size
-        epoch = -(-samples // size)
-        if feed is None or n != len(feed.tasks) or n != self.busy or first.slot or (first.k % epoch) % compiled.CHUNK:
+        crew = crews[0]
+        feed, samples, size, at = crew.feed, crew.tasks[0].samples, crew.tasks[0].batch_size, crew.k % crew.epoch
+        if feed is None or self.busy > 1 or crew.slot or at % compiled.CHUNK:
             return False
         if self.passes.traced.reason is not None:  # a compiled chunk would freeze what changes
             return False
-        if samples not in self.common or 2 * n < self.slots or any(c.task.snapshots for c in clients):
+        if samples not in self.common or 2 * crew.end < self.slots or any(task.snapshots for task in crew.tasks):
             return False
-        form = self._prepared(self._part(0, self.slots), clients)
-        form.arrange(first.kind)
-        count = min(compiled.CHUNK, epoch - first.k % epoch)
-        chunk = feed.span(first.k, count, self.slots)
+        form = self._prepared(self._part(0, self.slots), crews)
+        form.arrange(crew.kind)
+        count = min(compiled.CHUNK, crew.epoch - at)
+        chunk = feed.span(crew.k, count, self.slots)
         try:
-            steps.run_(first.kind, compiled.fields_of(form), form.hyper, self.losses, chunk, size)
+            steps.run_(crew.kind, compiled.fields_of(form), form.hyper, form.losses, chunk, size)
         except Exception as error:
-            raise failed(clients, error) from error
-        for client in clients:
-            client.k += count
+            raise failed(crews, error) from error
+        crew.k += count
         return True
 
-    def _batch(self, clients: list[Client]) -> Batch:
-        """The next batches, stacked."""
-        feed = clients[0].feed
-        try:
-            if feed is not None and one_feed(clients):
-                return feed.get(clients[0].k)
-            x, y = zip(*(client.batch() for client in clients), strict=True)
-        except Exception as error:
-            raise failed(clients, error) from error
-        return torch.stack(x), torch.stack(y)
-
-    def _step(self, clients: list[Client], form: Form, x: Tensor, y: Tensor) -> Tensor:
-        kept = [(i, c) for i, c in enumerate(clients) if c.k in c.task.snapshots]
-        for i, client in kept:
+    def _step(self, crews: list[Crew], form: Form, x: Tensor, y: Tensor) -> Tensor:
+        kept = kept_next(crews)
+        for i, snapshots, k in kept:
             p = form.field("p")[i].clone() if form.kind.constant else None
-            client.snapshots[client.k] = Snapshot(form.z[i].clone() if p is None else form.z[i] - p, p)
-        losses, first = self._pass(clients, form, x, y)
+            snapshots[k] = Snapshot(form.z[i].clone() if p is None else form.z[i] - p, p)
+        losses, first = self._pass(crews, form, x, y)
         if not form.kind.two_passes:
             form.update_(first, None)
             return losses
-        ends = clients[0].task.step.mu is not None and any(c.k + 1 == c.steps for c in clients)
+        ends = form.s is not None and any(crew.k + 1 == crew.steps for crew in crews)
         form.perturb_(first, form.field("eps") if ends else None)
-        for i, client in kept:
-            w = client.snapshots[client.k].w
-            client.snapshots[client.k] = Snapshot(w, form.z[i] - w)
-        _, second = self._pass(clients, form, x, y)
+        for i, snapshots, k in kept:
+            snapshots[k] = Snapshot(snapshots[k].w, form.z[i] - snapshots[k].w)
+        _, second = self._pass(crews, form, x, y)
         form.update_(second, first)
         return losses
 
-    def _pass(self, clients: list[Client], form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, stacked.Gradients]:
+    def _pass(self, crews: list[Crew], form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, stacked.Gradients]:
         try:
             return self.passes.run(form, x, y)
         except Exception as error:
-            raise failed(clients, error) from error
+            raise failed(crews, error) from error
 
     # --- rows that are not neighbours ---
 
-    def _form(self, clients: Sequence[Client]) -> Form:
+    def _form(self, crews: Sequence[Crew]) -> Form:
         """Of neighbouring rows."""
-        return self._part(clients[0].slot, clients[-1].slot + 1)
+        return self._part(crews[0].slot, crews[-1].end)
 
     def _part(self, begin: int, end: int) -> Form:
         found = self._forms.get((begin, end))
@@ -274,43 +251,43 @@ class Vmap:
             found = self._forms[begin, end] = Form(self.rows, slice(begin, end))
         return found
 
-    def _gathered(self, clients: list[Client]) -> Form:
+    def _gathered(self, crews: list[Crew]) -> Form:
         """Their rows side by side: where they are, or copies, which `_return` takes back."""
-        if clients[-1].slot - clients[0].slot + 1 == len(clients):
-            return self._prepared(self._form(clients), clients)
+        if neighbours(crews):
+            return self._prepared(self._form(crews), crews)
         if self.scratch is None:
             self.scratch = Rows(self.setup, self.slots)
-        index, part = self._index(clients), slice(0, len(clients))
+        index = self._index(crews)
+        part = slice(0, len(index))
         for name in self.rows.arena.names:
             torch.index_select(self.rows.field(name), 0, index, out=self.scratch.field(name)[part])
         torch.index_select(self.rows.hyper, 0, index, out=self.scratch.hyper[part])
-        return self._prepared(Form(self.scratch, part), clients)
+        torch.index_select(self.rows.losses, 0, index, out=self.scratch.losses[part])
+        return self._prepared(Form(self.scratch, part), crews)
 
-    def _prepared(self, form: Form, clients: list[Client]) -> Form:
-        form.s = form.field("s") if clients[0].task.step.s is not None else None
+    def _prepared(self, form: Form, crews: list[Crew]) -> Form:
+        form.s = form.field("s") if crews[0].tasks[0].step.s is not None else None
         return form
 
-    def _return(self, clients: list[Client], form: Form) -> None:
+    def _return(self, crews: list[Crew], form: Form) -> None:
         if form.rows is self.rows:
             return
-        index = self._index(clients)
+        index = self._index(crews)
         for name in _WRITTEN:
             if name in self.rows.arena or name in form.rows.arena:
                 self.rows.field(name).index_copy_(0, index, form.field(name))
+        self.rows.losses.index_copy_(0, index, form.losses)
 
-    def _index(self, clients: list[Client]) -> Tensor:
-        return torch.tensor([c.slot for c in clients], device=self.setup.device)
+    def _index(self, crews: list[Crew]) -> Tensor:
+        return torch.tensor(slots_of(crews), device=self.setup.device)
 
     # --- the end ---
 
-    def _closed(self, clients: list[Client]) -> Iterator[RowEnds]:
+    def _closed(self, crews: list[Crew]) -> Iterator[RowEnds]:
         """What finished clients leave behind, of those that leave the same things together."""
-        groups: dict[tuple[bool, ...], list[Client]] = {}
-        for client in clients:
-            step = client.task.step
-            groups.setdefault((step.e is None, step.mu is None, step.full_gradient), []).append(client)
+        groups: dict[tuple[bool, ...], list[Crew]] = {}
+        for crew in crews:
+            step = crew.tasks[0].step
+            groups.setdefault((step.e is None, step.mu is None, step.full_gradient), []).append(crew)
         for group in groups.values():
-            slots = [c.slot for c in group]
-            neighbours = slots[-1] - slots[0] + 1 == len(slots)
-            at = slice(slots[0], slots[-1] + 1) if neighbours else self._index(group)
-            yield ended(group, self.rows, at, self.losses, self.start, self.buffers)
+            yield ended(group, self._gathered(group), self.start, self.buffers)
