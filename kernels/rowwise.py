@@ -44,7 +44,7 @@ class RowProgram:
         _WIDTHS[self.number] = width
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """A pass of every row: float32 `[rows, width]`.
+        """A pass of every row: float32 `[rows, width]`; what lies between the gradients is of any value.
 
         Raises RuntimeError for inputs of another shape, order of memory or dtype, and for a label that is none of the classes.
         """
