@@ -28,15 +28,20 @@ class NotServed(ValueError):
     """The kernel cannot do this call; the two of the library can."""
 
 
+def place(arch: str) -> Path:
+    """Where `build` puts the library unless told otherwise."""
+    return HERE.parent.parent / "build" / "variants" / f"sm_{arch}" / LIBRARY
+
+
 def build(arch: str, folder: Path | None = None) -> Path:
-    """The compiled library for `arch` (such as "90"), in `folder` (default: below build/), where a later call compiles only what changed.
+    """The compiled library for `arch` (such as "90"), in `folder` (default: that of `place`), where a later call compiles only what changed.
 
     Raises `BuildError` without nvcc, or with the compiler's words.
     """
     nvcc, cxx = toolchain.find_nvcc(), toolchain.find_cxx()
     if nvcc is None:
         raise toolchain.BuildError("nvcc is not found: install the CUDA toolkit, or set CUDA_HOME or CUDACXX")
-    folder = folder or HERE.parent.parent / "build" / "variants" / f"sm_{arch}"
+    folder = folder or place(arch).parent
     folder.mkdir(parents=True, exist_ok=True)
     driver = (nvcc, f"-ccbin={cxx[0]}", f"-gencode=arch=compute_{arch},code=sm_{arch}")
     steps, objects = [], [f"{name}.o" for name in SOURCES]

@@ -7,17 +7,23 @@ allocation of its own, so that an access beyond its end is seen).
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from step import DEVICE, Step, hyper_of
 
 from fastsam_kernels import native
 
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+from bench.variants import library
+from bench.variants.library import Looped, OneRead
+
 LAYOUTS = {
     "ragged": [33, 0, 4097, 5, 1],
     "several sweeps and blocks": [70_001, 3],
     "large table": [1 + i % 9 for i in range(80)],
 }
+MANY_UNITS = [5_000_000]
 
 
 def every_op(step: Step, shift: int) -> None:
@@ -66,6 +72,19 @@ def federated_ops(step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q:
         native.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
 
 
+def variants(path: Path) -> None:
+    """The kernels of bench/variants, built at `path`: rows with every branch of the indexing, and more units than blocks are resident."""
+    looped, one_read = Looped(path), OneRead(path)
+    for rows in (1, 3):
+        step = Step(LAYOUTS["ragged"], rows)
+        one_read.norm_perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq)
+    step = Step(MANY_UNITS)
+    step.run(looped)
+    looped.perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq, False)
+    torch.cuda.synchronize()
+    assert all(z.isfinite().all() for z in step.z)
+
+
 def main() -> int:
     reason = native.why_not("cuda")
     if reason is not None:
@@ -76,6 +95,10 @@ def main() -> int:
             for rows, shift in ((1, 0), (2, 1)):
                 every_op(Step(lengths, rows, dtype=dtype, master=rows == 2), shift)
         print(f"{name}: done", flush=True)
+    path = library.place("".join(map(str, torch.cuda.get_device_capability())))
+    if path.is_file():  # `python -m bench.variants` was here
+        variants(path)
+        print("variants: done", flush=True)
     return 0
 
 
