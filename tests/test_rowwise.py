@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from test_executors_exact import digest
 from test_executors_traced import same, stacked
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from fastsam import fed, ops
 from fastsam.fed.executors import epochs
@@ -157,7 +158,7 @@ def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[.
         losses, grads, _ = same(passes, form, x, y)
         known = passes.traced.known(x, y)
         assert known is not None and isinstance(known.function, RowPass)
-        alone = known.function.program([t[:1] for t in (*form.leaves, x, y, *known.function.others)])[0]
+        alone = known.function.program([*(t[:1] for t in (*form.leaves, x, y)), *known.function.others])[0]
         assert torch.equal(alone[: form.z.shape[1] + 1][-1], losses[0]), "other rows change no bit"
         assert torch.equal(passes.layout.views(alone)[0], grads[0][0])
 
@@ -196,10 +197,9 @@ def test_inputs_that_do_not_fit() -> None:
             found.program([*leaves, bad, y, *found.others])
     with pytest.raises(RuntimeError, match="inputs, got 2"):
         found.program([x, y])
-    checks = ("test_schema", "test_faketensor")  # the others compare what lies between the gradients, too
-    torch.library.opcheck(
-        torch.ops.fastsam.rowwise.default, (found.program.number, [*leaves, x, y, *found.others]), test_utils=checks
-    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        seen = found.program([torch.empty(7, 5, 12)])
+    assert seen.shape == (7, found.program([*leaves, x, y, *found.others]).shape[1]), "what a compiler is told"
 
 
 # --- local epochs ---
@@ -244,7 +244,7 @@ def test_epochs_have_the_bits_of_single_steps(
     method: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken, take_ = [], epochs.take_
-    monkeypatch.setattr(epochs, "take_", lambda *a: (taken.append(a[3]), take_(*a)))
+    monkeypatch.setattr(epochs, "take_", lambda crew, *a: (taken.append(epochs.reach(crew)[0]), take_(crew, *a)))
     native_ = trained(method, 3, **options)
     assert (max(taken, default=0) > 1) == (method not in ("fedsmoo", "fedgsam")), "duals and gaps go step by step"
     assert native_ == trained(method, 5, **options), "rows are computed by themselves"

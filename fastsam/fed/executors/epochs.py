@@ -25,7 +25,7 @@ def row_pass(traced: Traced, crew: Crew) -> RowPass | None:
     x, y = (task.x, task.y) if store is None else (store.x, store.y)
     if y.dim() != 1 or any(task.snapshots for task in crew.tasks):
         return None
-    return traced.row_pass(len(crew.tasks), reach(crew)[1], x, y)
+    return traced.row_pass(reach(crew)[1], x, y)
 
 
 def take_(crew: Crew, form: Form, known: RowPass) -> None:

@@ -26,6 +26,8 @@ VIEWS = (
     aten.alias.default,
 )
 
+ROWS = 2  # of every recording that becomes a row program: what a row does must not depend on how many there are
+
 
 @dataclass
 class Place:
@@ -40,12 +42,11 @@ class Places:
     """Of all values of a program. inputs: what it reads, in their order; others: those of them that are tensors of the model."""
 
     def __init__(self, program: Program) -> None:
-        self.rows = program.inputs[0].tensor.shape[0]
         self.inputs, self.others = list[Input](), list[Tensor]()
         self._places: dict[Value, Place] = {}
         self._memory = Scratch(program.needed(), program.outputs)
         for value in program.inputs:
-            self._add(value)
+            self._add(value, rows=1)
 
     @property
     def scratch(self) -> int:
@@ -62,7 +63,8 @@ class Places:
         except RuntimeError:
             raise NoFormError("shapes that are not broadcast") from None
         own = 0 if given is not None and given.one else place.tensor.stride(0)
-        if (self.rows > 1 and strides[0] != own) or (given is not None and given.labels):
+        alike = strides[0] == t.stride(0) and root(value).constant and _rows_are_alike(place.tensor)
+        if not (strides[0] == own or alike) or (given is not None and given.labels):
             raise NoFormError("rows that lie in each other, or labels as numbers")
         return Operand(place.base, _offset(place, t), strides[1:])
 
@@ -70,14 +72,14 @@ class Places:
         """Class numbers as they were given, int64 `[rows, ...]`."""
         place, t = self._place(value), value.tensor
         given = self._input(place)
-        if given is None or not given.labels or given.one or (self.rows > 1 and t.stride(0) != place.tensor.stride(0)):
+        if given is None or not given.labels or given.one or t.stride(0) != place.tensor.stride(0):
             raise NoFormError("labels that are computed")
         return Operand(place.base, _offset(place, t), t.stride()[1:])
 
     def new(self, value: Value) -> Operand:
         """The memory of what a call makes. Raises NoFormError where it has no rows."""
         t = value.tensor
-        if t.dim() < 1 or t.shape[0] != self.rows or (self.rows > 1 and t.stride(0) < span(t)):
+        if t.dim() < 1 or t.shape[0] != ROWS or t.stride(0) < span(t):
             raise NoFormError("a result without rows, or with rows in each other")
         if value not in self._places:
             self._places[value] = Place(SCRATCH, self._memory.take(value), t)
@@ -103,20 +105,18 @@ class Places:
         if whole not in self._places:
             if whole.call is not None:
                 raise NoFormError("a result that is read in part")
-            self._add(whole)
+            self._add(whole, rows=0)
             self.others.append(whole.tensor)
         return self._places[whole]
 
-    def _add(self, value: Value) -> None:
-        """One of the tensors that no call makes. It has rows where its first dimension is theirs."""
+    def _add(self, value: Value, rows: int) -> None:
+        """One of the tensors that no call makes. rows: 1 where its first dimension is the rows, else 0."""
         t = value.tensor
         labels = t.dtype == torch.int64
         if not labels:
             check_dtype(t)
-        one = t.dim() == 0 or t.shape[0] != self.rows
-        lead = 0 if one else 1
         self._places[value] = Place(FIRST_INPUT + len(self.inputs), 0, t)
-        self.inputs.append(Input(tuple(t.shape[lead:]), tuple(t.stride()[lead:]), labels, one))
+        self.inputs.append(Input(tuple(t.shape[rows:]), tuple(t.stride()[rows:]), labels, one=not rows))
 
     def _input(self, place: Place) -> Input | None:
         return self.inputs[place.base - FIRST_INPUT] if place.base >= FIRST_INPUT else None
@@ -154,6 +154,10 @@ def root(value: Value) -> Value:
     while value.call is not None and value.call.op in VIEWS:
         value = value.call.args[0]
     return value
+
+
+def _rows_are_alike(t: Tensor) -> bool:
+    return t.dim() > 0 and t.shape[0] == ROWS and torch.equal(t, t[:1].expand_as(t))
 
 
 def span(t: Tensor) -> int:

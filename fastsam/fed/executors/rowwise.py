@@ -15,7 +15,7 @@ from fastsam_kernels.instructions import DIMS, IGNORED, MOST, OUT, SHARED, Code,
 from ... import ops
 from ...arena import Segment
 from .program import Call, Program, Value, aten
-from .rowplaces import VIEWS, Places, check_dtype
+from .rowplaces import ROWS, VIEWS, Places, check_dtype
 
 _COPIES = (aten.clone.default, aten.reshape.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.bmm.default, aten.baddbmm.default)
@@ -55,6 +55,7 @@ class RowPass:
 
 def row_pass(program: Program, segments: Sequence[Segment], stride: int) -> RowPass | None:
     """Of a program whose outputs are losses and the gradients of `segments`; None where it has no such form. Only where there are row programs.
+    The program is of `ROWS` rows; the pass is for any number of them.
 
     stride: of an arena's rows, in which the gradients lie as the segments say.
     """
@@ -74,7 +75,6 @@ class _Writer:
     def __init__(self, program: Program, segments: Sequence[Segment], stride: int) -> None:
         self.program, self.calls = program, program.needed()
         self.places = Places(program)
-        self.rows = self.places.rows
         self.instructions: list[Instruction] = []
         self.wanted = [(stride, 1), *((s.offset, s.length) for s in segments)]
 
@@ -151,8 +151,8 @@ class _Writer:
         (_, m, k), n = a.tensor.shape, b.tensor.shape[2]
         if call.kwargs or m * k * n > MOST or not out.tensor.is_contiguous():
             raise NoFormError(f"a product of {m}x{k}x{n}")
-        read = [self.places.read(a, (self.rows, m, k)), self.places.read(b, (self.rows, k, n))]
-        read += [] if bias is None else [self.places.read(bias, (self.rows, m, n))]
+        read = [self.places.read(a, (ROWS, m, k)), self.places.read(b, (ROWS, k, n))]
+        read += [] if bias is None else [self.places.read(bias, (ROWS, m, n))]
         self.instructions.append(Instruction(Code.PRODUCT, (m, k, n), self.places.new(out), *read))
 
     def _sum(self, call: Call) -> None:

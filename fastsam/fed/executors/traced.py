@@ -1,7 +1,8 @@
 """Passes of stacked clients without the model's Python: recorded once per shape, then replayed as straight-line tensor operations.
 
 What a pass means is still the plain one, by `torch.vmap` and autograd. The first two passes of a shape run both and are compared. Which
-passes are replayed depends on model and shapes alone, so a run that is continued has the bits of one that was not interrupted.
+passes are replayed depends on model and shapes alone, so a run that is continued has the bits of one that was not interrupted. Where there
+are row programs (see `rowwise`), a pass is recorded on two rows and serves any number of them; otherwise for each number.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from ...arena import Layout
 from . import straight
-from .program import CannotTraceError, Recorder
+from .program import CannotTraceError, Program, Recorder
+from .rowplaces import ROWS
 from .rowwise import RowPass, row_pass
 from .simplify import ProductOf, simplified
 from .straight import Function
@@ -30,6 +32,7 @@ Plain = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Sequence[Tensor |
 Found = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 
 KEPT = 256  # shapes: some ten kilobytes each
+_FULL = 6  # words of a key with a number of rows
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 # How far a replay may be off, relative: a loss, and the norm of the gradients' difference (rounding may move a kink).
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
@@ -75,11 +78,12 @@ class Traced:
         if self.reason is not None:
             return None
         x, y = x.contiguous(), y.contiguous()
-        key = self._key(x, y)
-        known = self._passes.get(key)
+        key = self._key(x.shape, y.shape, x, y)
+        if self.rowwise and key[1:] not in self._passes:
+            self._first(key[1:], *self._two_rows(weights, x, y))
+        known = self._find(key)
         if known is None:
             return self._first(key, weights, x, y)
-        self._passes.move_to_end(key)
         if known.function is None:
             return None
         with torch.no_grad():
@@ -90,21 +94,39 @@ class Traced:
 
     def known(self, x: Tensor, y: Tensor) -> Pass | None:
         """The pass of this shape, if one was recorded; it wants contiguous x and y."""
-        found = None if self.reason is not None else self._passes.get(self._key(x, y))
+        found = None if self.reason is not None else self._find(self._key(x.shape, y.shape, x, y))
         return None if found is None or found.function is None else found
 
-    def row_pass(self, rows: int, batch: int, x: Tensor, y: Tensor) -> RowPass | None:
-        """That of so many rows, each with a batch of samples like those of x and y (`[n, ...]`), where there is one, it has been compared and
-        every parameter has a gradient.
+    def row_pass(self, batch: int, x: Tensor, y: Tensor) -> RowPass | None:
+        """That of rows with a batch of samples like those of x and y (`[n, ...]`) each, where there is one, it has been compared and every
+        parameter has a gradient.
         """
-        key = ((rows, batch, *x.shape[1:]), (rows, batch, *y.shape[1:]), x.dtype, y.dtype, self.module.training)
-        found = self._passes.get(key)
+        found = self._passes.get(self._key((0, batch, *x.shape[1:]), (0, batch, *y.shape[1:]), x, y)[1:])
         if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
             return None
         return found.function if isinstance(found.function, RowPass) else None
 
-    def _key(self, x: Tensor, y: Tensor) -> tuple[object, ...]:
-        return (tuple(x.shape), tuple(y.shape), x.dtype, y.dtype, self.module.training)
+    def _key(self, shape: Sequence[int], labels: Sequence[int], x: Tensor, y: Tensor) -> tuple[object, ...]:
+        """Of passes over `[rows, ...]`; without its first word, of those over any number of rows."""
+        return (shape[0], tuple(shape[1:]), tuple(labels[1:]), x.dtype, y.dtype, self.module.training)
+
+    def _find(self, key: tuple[object, ...]) -> Pass | None:
+        """The pass over any number of rows, or else the one over so many."""
+        for wanted in (key[1:], key):
+            found = self._passes.get(wanted)
+            if found is not None and (wanted is key or found.function is not None):
+                self._passes.move_to_end(wanted)
+                return found
+        return None
+
+    def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """The first ones, or the only one twice."""
+        which = [0, min(1, x.shape[0] - 1)]
+        field = x.new_zeros(ROWS, self.layout.stride, dtype=weights[0].dtype)
+        views = self.layout.views(field)
+        for view, weight in zip(views, weights, strict=True):
+            view.copy_(weight.detach()[which])
+        return [view.detach().requires_grad_() for view in views], x[which], y[which]
 
     def _first(self, key: tuple[object, ...], weights: list[Tensor], x: Tensor, y: Tensor) -> Found | None:
         made, found = Pass(None), None
@@ -114,7 +136,7 @@ class Traced:
                 losses, grads = self.plain(weights, x, y)
             changed = _difference(before, _state(self.module))
             if changed is None:
-                made, found = self._made(recorder, weights, x, y, losses, grads)
+                made, found = self._made(key, recorder, weights, x, y, losses, grads)
             else:
                 self.reason = f"the model's forward pass changes {changed}"
                 self._tell(self.reason)
@@ -127,22 +149,27 @@ class Traced:
         return found
 
     def _made(
-        self, recorder: Recorder, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: Sequence[Any]
-    ) -> tuple[Pass, Found | None]:
+        self, key: tuple[object, ...], recorder: Recorder, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor,
+        grads: Sequence[Any],
+    ) -> tuple[Pass, Found | None]:  # fmt: skip
         slots = tuple(i for i, g in enumerate(grads) if g is not None)
         strides = [losses.stride(), *(self.strides[i] for i in slots)]
         present = [grads[i] for i in slots]
         program = simplified(recorder.calls, [*weights, x, y], [losses, *present], strides, self.product_of)
-        run: Function | None = None
-        if self.rowwise:
-            run = row_pass(program, [self.layout.segments[i] for i in slots], self.layout.stride)
-        run = straight.function(program) if run is None else run
+        run = self._function(program, slots, len(key) < _FULL)
+        if run is None:
+            return Pass(None), None
         with torch.no_grad():
             again, *replayed = run(*weights, x, y)
         if not _agree(losses, present, again, replayed):
             self._tell("the replay of a pass gives other losses or gradients")
             return Pass(None), None
         return Pass(run, slots), (again, replayed, slots)
+
+    def _function(self, program: Program, slots: Sequence[int], any_rows: bool) -> Function | None:
+        if any_rows:
+            return row_pass(program, [self.layout.segments[i] for i in slots], self.layout.stride)
+        return straight.function(program)
 
     def _second(
         self, known: Pass, weights: list[Tensor], x: Tensor, y: Tensor, losses: Tensor, grads: list[Tensor]
