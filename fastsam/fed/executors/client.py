@@ -21,8 +21,8 @@ class Crew:
     """Clients in neighbouring slots that begin, step and end together: those that are `alike`, or one client.
 
     slot: of the first. epoch: steps of an epoch. shapes: what crews must have in common to take a step together: for a whole batch, and
-    for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its batches. feed: of several clients;
-    one alone has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client.
+    for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its batches. feed: of samples as they are
+    stored; where something augments them, a client is alone and has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client.
     """
 
     tasks: Sequence[Task]
@@ -73,7 +73,7 @@ def begun(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[objec
     epoch = whole + (rest > 0)
     return Crew(
         tasks, slot, kind, epoch, (full, last), epoch * first.epochs, first.samples * first.epochs,
-        Feed(tasks) if len(tasks) > 1 else None, first.batches(), [{} for _ in tasks],
+        Feed(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 
 

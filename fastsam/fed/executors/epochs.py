@@ -17,15 +17,18 @@ def reach(crew: Crew) -> tuple[int, int]:
     return (whole - at, crew.tasks[0].batch_size) if at < whole else (1, rest)
 
 
+def serves(crew: Crew) -> bool:
+    """Whether its kind of steps can be taken natively, and nobody looks on."""
+    kind = crew.kind
+    plain = not kind.surrogate and kind.direction is not Direction.GRADIENT_MINUS_DUAL
+    return plain and crew.feed is not None and not any(task.snapshots for task in crew.tasks)
+
+
 def row_pass(traced: Traced, crew: Crew) -> RowPass | None:
-    """That of the steps that it can `reach`, where they can be taken natively."""
-    kind, task, store = crew.kind, crew.tasks[0], crew.tasks[0].work.store
-    if crew.feed is None or kind.surrogate or kind.direction is Direction.GRADIENT_MINUS_DUAL:
-        return None
+    """That of the steps that it can `reach`, where there is one and it `serves`."""
+    task, store = crew.tasks[0], crew.tasks[0].work.store
     x, y = (task.x, task.y) if store is None else (store.x, store.y)
-    if y.dim() != 1 or any(task.snapshots for task in crew.tasks):
-        return None
-    return traced.row_pass(reach(crew)[1], x, y)
+    return traced.row_pass(reach(crew)[1], x, y) if serves(crew) and y.dim() == 1 else None
 
 
 def take_(crew: Crew, form: Form, known: RowPass) -> None:

@@ -180,16 +180,16 @@ class Vmap:
 
     def _epoch(self, crews: list[Crew]) -> bool:
         """What is left of an epoch natively, down to the last partial batch. False where it cannot be so."""
-        crew = crews[0]
-        known = epochs.row_pass(self.passes.traced, crew) if len(crews) == 1 else None
-        if known is None:
+        known = epochs.row_pass(self.passes.traced, crews[0])
+        if known is None or not all(epochs.serves(crew) for crew in crews):
             return False
-        form = self._gathered(crews)
-        form.arrange(crew.kind)
-        try:
-            epochs.take_(crew, form, known)
-        except Exception as error:
-            raise failed(crews, error) from error
+        for crew in crews:
+            form = self._gathered([crew])
+            form.arrange(crew.kind)
+            try:
+                epochs.take_(crew, form, known)
+            except Exception as error:
+                raise failed([crew], error) from error
         return True
 
     def _chunk(self, steps: compiled.Steps, crews: list[Crew]) -> bool:
