@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import fed_cases as cases
 import oracle
 import pytest
@@ -149,6 +151,16 @@ def test_a_feed_gives_every_row_the_batches_of_its_own_task(n, options, stored):
     for k, batches in enumerate(zip(*(t.batches() for t in tasks), strict=True)):
         for name in (0, 1):
             assert torch.equal(feed.get(k)[name], torch.stack([batch[name] for batch in batches]))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_feed_has_gathered_goes_with_it(stored):
+    """At once: until the garbage collector comes, there would be the samples of many rounds."""
+    feed = Feed(tasks_of(100, stored))
+    feed.get(0)
+    gone = weakref.ref(feed)
+    del feed
+    assert gone() is None
 
 
 # --- what is refused ---

@@ -141,3 +141,11 @@ def _check_range(y: Tensor, who: str, classes: int, ignored: int) -> None:
         raise ValueError(
             f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
         )
+
+
+def ignored_labels(y: Tensor) -> str:
+    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses ignore has no mean."""
+    count = 0 if y.is_floating_point() else int((y == IGNORED).sum())
+    if not count:
+        return ""
+    return f" ({count} of its {y.numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"

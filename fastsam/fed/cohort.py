@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from .aggregate import Problems, RoundSums
 from .algorithms.base import Algorithm, Round, State, is_elementwise
 from .checkpoint import RunState
-from .clients import IGNORED, Population
+from .clients import Population, ignored_labels
 from .clientstate import ClientStates
 from .contract import Unwritten, check_closed, numbers
 from .exchange import Exchange
@@ -69,10 +70,18 @@ class Cohort:
         self.lent = Unwritten()
         self.lent.lend("server", before.server)
         default = getattr(algorithm.close_client, "__func__", None) is Algorithm.close_client
-        whole = measures is None and settings.clip_update is None  # nothing looks at single ends
-        self._plain = whole and default
-        self._stacked = is_elementwise(algorithm, "local_step")
-        self._alike = whole and is_elementwise(algorithm, "close_client")
+        self._whole = measures is None and settings.clip_update is None  # nothing looks at single ends
+        self._plain = self._whole and default
+
+    @cached_property
+    def _stacked(self) -> bool:
+        """Whether several clients can get their constants in one LocalStep."""
+        return is_elementwise(self.algorithm, "local_step")
+
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether several clients can be closed by one call."""
+        return self._whole and is_elementwise(self.algorithm, "close_client")
 
     def tasks(self, longest_first: bool = False, later: Sequence[int] = (), stacks: int = 1) -> Iterator[Task]:
         """One task per active client of this rank, made when it is asked for; longest_first: those with most samples come first.
@@ -203,7 +212,7 @@ class Cohort:
                 self.clients.pop(client, None)
 
     def _exclude(self, client: int, problem: str) -> None:
-        problem += ignored(self.population.clients[client][1])
+        problem += ignored_labels(self.population.clients[client][1])
         self.excluded[client] = problem
         if len(self.excluded) <= _NAMED:  # the round's record names all of them
             log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
@@ -276,14 +285,6 @@ def shortened(x: Tensor, limit: float) -> Tensor:
     """`x`, scaled to the norm `limit` where it is longer. What is not finite stays so."""
     norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
     return x if norm <= limit else x * (limit / norm)
-
-
-def ignored(y: Tensor) -> str:
-    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses ignore has no mean."""
-    count = 0 if y.is_floating_point() else int((y == IGNORED).sum())
-    if not count:
-        return ""
-    return f" ({count} of its {y.numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
 
 
 def _problem(end: RowEnd, summed: Sequence[Tensor]) -> str | None:

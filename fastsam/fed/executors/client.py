@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -118,19 +118,23 @@ def kept_next(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], int
 def ended(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> RowEnds:
     """What clients leave behind in the rows of `form`. All of them leave the same things. No buffer was changed."""
     step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
-
-    def each(numbers: Iterable[int]) -> list[int]:
-        return [n for crew, number in zip(crews, numbers, strict=True) for n in [number] * len(crew.tasks)]
-
+    steps: list[int] = []
+    backprops: list[int] = []
+    seen: list[int] = []
+    for crew in crews:
+        n = len(crew.tasks)
+        steps += [crew.k] * n
+        backprops += [crew.k * step.backprops + crew.extra_backprops] * n
+        seen += [crew.seen] * n
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return RowEnds(
         clients=clients,
         rows=form.z,
         begins=start if step.e is None else form.field("begin"),
-        steps=each(crew.k for crew in crews),
-        backprops=each(crew.k * step.backprops + crew.extra_backprops for crew in crews),
+        steps=steps,
+        backprops=backprops,
         losses=form.losses,
-        seen=each(crew.seen for crew in crews),
+        seen=seen,
         buffers=None if moved is None else moved.expand(len(clients), -1),
         dual=None if step.mu is None else form.field("mu"),
         eps=None if step.mu is None else form.field("eps"),

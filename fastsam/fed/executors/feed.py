@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -37,20 +38,18 @@ class Feed:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
         self.epoch = -(-tasks[0].samples // self.size)  # batches
-        self._blocks = self._gathered()
-        self._ahead: list[Batch] = []
-        self._at = -1
         self._orders: tuple[int, Tensor] | None = None  # of one epoch
+        self._block: tuple[tuple[int, int], list[Batch]] | None = None  # of one epoch and number
 
     def get(self, k: int) -> Batch:
-        """Batch k of all rows. Asked for in order; several times for one k is fine."""
-        while self._at < k:
-            if len(self._ahead) > 1:
-                self._ahead.pop(0)
-            else:
-                self._ahead = next(self._blocks)
-            self._at += 1
-        return self._ahead[0]
+        """Batch k of all rows. Its neighbours are gathered with it: to be asked for in order."""
+        epoch, number = divmod(k, self.epoch)
+        wanted, samples = (epoch, number // BLOCK), BLOCK * self.size
+        if self._block is None or self._block[0] != wanted:
+            self._block = None  # its memory can be used again
+            orders = self._places(epoch)[:, wanted[1] * samples : (wanted[1] + 1) * samples]
+            self._block = wanted, self._gathered(orders)
+        return self._block[1][number % BLOCK]
 
     def span(self, k: int, count: int, rows: int) -> Samples:
         """The samples of batches k to k + count - 1, which are of one epoch. Rows that nobody needs, up to `rows`, take those of the first."""
@@ -72,20 +71,18 @@ class Feed:
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
             if (store := first.work.store) is not None:
-                begins = torch.tensor([store.begins[task.client] for task in self.tasks])
-                orders = orders + begins.unsqueeze(1)
+                begins = array(
+                    "q", [store.begins[task.client] for task in self.tasks]
+                )  # `tensor` of a list takes its time
+                orders = orders + torch.frombuffer(begins, dtype=torch.int64).unsqueeze(1)
             self._orders = epoch, orders
         return self._orders[1]
 
-    def _gathered(self) -> Iterator[list[Batch]]:
-        """The batches of one block after the other."""
-        for epoch in range(self.tasks[0].epochs):
-            for block in self._places(epoch).split(BLOCK * self.size, 1):
-                if self.tasks[0].work.store is None:
-                    x, y = self._taken(block)
-                    yield list(zip(x.split(self.size, 1), y.split(self.size, 1), strict=True))
-                else:
-                    yield self._side_by_side(block)
+    def _gathered(self, orders: Tensor) -> list[Batch]:
+        """The batches of a block."""
+        if self.tasks[0].work.store is None:
+            return list(zip(*(part.split(self.size, 1) for part in self._taken(orders)), strict=True))
+        return self._side_by_side(orders)
 
     def _side_by_side(self, orders: Tensor) -> list[Batch]:
         """The batches of a block, each contiguous."""

@@ -87,7 +87,10 @@ class Vmap:
 
     def _opened(self, tasks: Iterator[Task], free: Sequence[int]) -> list[Crew]:
         """Tasks in the free slots, as many as there are of both."""
-        taken, opened = list(islice(tasks, len(free))), []
+        taken = list(islice(tasks, len(free)))
+        if not taken:
+            return []
+        opened: list[Crew] = []
         steps = {id(task.step): task.step for task in taken}
         sorts = {key: (self._kind(step), step.full_gradient) for key, step in steps.items()}
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(taken)]):
