@@ -221,7 +221,7 @@ def test_an_error_names_the_client_and_its_step(executor: str) -> None:
                 raise ValueError("bad sample")
             return super().forward(x)
 
-    with pytest.raises(fed.ClientError, match=r"client 2 failed in round 0, local step 0: ValueError: bad sample"):
+    with pytest.raises(fed.ClientError, match=r"client 2 failed in round 1, local step 0: ValueError: bad sample"):
         fed.run(
             Model(6, 3), clients, fed.FedSAM(), rounds=1, batch_size=20, participation=1.0, executor=executor, slots=4
         )
@@ -292,7 +292,7 @@ def test_a_model_that_looks_at_its_values_cannot_be_captured() -> None:
             return super().forward(x) * (2.0 if x.sum() > 0 else 1.0)
 
     options = {"model": lambda: Model(6, 3), "sizes": (40, 40)}
-    with pytest.raises(fed.ClientError, match=r"client \d failed in round 0.*captur"):
+    with pytest.raises(fed.ClientError, match=r"client \d failed in round 1.*captur"):
         train(fed.FedSAM(), "cuda", executor="graph", slots=2, **options)
     # A process goes on after that: the streams are no longer captured.
     assert train(fed.FedSAM(), "cuda", executor="streams", **options) == train(fed.FedSAM(), "cuda", **options)

@@ -215,7 +215,7 @@ def test_errors_name_the_clients():
             raise RuntimeError("enough")
         return F.multi_margin_loss(out, y)
 
-    with pytest.raises(fed.ClientError, match="client 1 failed in round 0, local step 1: RuntimeError: enough"):
+    with pytest.raises(fed.ClientError, match="client 1 failed in round 1, local step 1: RuntimeError: enough"):
         run(fed.FedAvg(), "vmap", 3, sizes=(10, 9), batch_size=5, participation=1.0, loss=loss)
 
 

@@ -128,7 +128,7 @@ def test_a_callable_gets_a_generator_of_seed_and_round():
         ([5], "5, which is no client"),
         ([-1], "-1, which is no client"),
         ([1, 1], "a client twice"),
-        ([0.5], r"round 0 it returned \[0.5\]"),
+        ([0.5], r"round 1 it returned \[0.5\]"),
         (["0"], r"returned \['0'\]"),
         (None, "returned None"),
     ],

@@ -67,14 +67,14 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
         chosen = given if set(map(type, given)) == {int} else [integer("a client id", i) for i in given]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round} it returned {ids!r}"
+            f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned {ids!r}"
         ) from error
     ordered = sorted(chosen)
     if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
         wrong = [i for i in chosen if not 0 <= i < clients]
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
         raise ValueError(
-            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round} it returned {what}"
+            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} it returned {what}"
         )
     return ordered
 

@@ -21,7 +21,12 @@ BLOCK = 32  # batches gathered by one index_select: bounded memory, and one laun
 
 
 class ClientError(RuntimeError):
-    """The model or the loss raised while a client trained; the cause is attached."""
+    """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the records, local steps from 0."""
+
+    @classmethod
+    def of(cls, who: str, round: int, step: int, error: Exception) -> ClientError:
+        """round: from 0, as in `Work`."""
+        return cls(f"client {who} failed in round {round + 1}, local step {step}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,4 @@ def failed(crews: Sequence[Crew], error: Exception) -> ClientError:
     """The error of a step that several clients took together."""
     tasks = tasks_of(crews)
     who = ", ".join(str(task.client) for task in tasks[:8]) + (", ..." if len(tasks) > 8 else "")
-    return ClientError(
-        f"client {who} failed in round {tasks[0].round}, local step {crews[0].k}: {type(error).__name__}: {error}"
-    )
+    return ClientError.of(who, tasks[0].round, crews[0].k, error)

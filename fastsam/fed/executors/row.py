@@ -89,8 +89,7 @@ class Row:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> ClientError:
-        where = f"client {self.task.client} failed in round {self.task.round}, local step {self.k}"
-        return ClientError(f"{where}: {type(error).__name__}: {error}")
+        return ClientError.of(str(self.task.client), self.task.round, self.k, error)
 
     def close(self) -> RowEnd:
         """What the client leaves behind, in memory of its own."""
