@@ -5,7 +5,10 @@
 // round a product and its sum once, the baseline has no such instruction and rounds twice.
 
 constexpr int kLanes = FASTSAM_VECTOR_BYTES / sizeof(float);
-constexpr int kHigh = 8, kAcross = FASTSAM_VECTOR_BYTES == 64 ? 2 : 1;  // of a block: rows, and vectors side by side
+constexpr int kAcross = FASTSAM_VECTOR_BYTES == 64 ? 2 : 1;  // vectors of a block, side by side
+
+// Rows of a block: its sums stay in registers, and eight or more of them hide how long an addition takes.
+constexpr int high(int across) { return FASTSAM_VECTOR_BYTES == 64 && across == 1 ? 16 : 8; }
 
 typedef float Lanes __attribute__((vector_size(FASTSAM_VECTOR_BYTES), aligned(4), may_alias));
 typedef int32_t Places __attribute__((vector_size(FASTSAM_VECTOR_BYTES)));
@@ -126,13 +129,13 @@ inline void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bia
   }
 }
 
-// `high` rows, at most High.
+// `rows` rows, at most High.
 template <int High, int Across>
-inline void rest(int64_t high, const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* out,
+inline void rest(int64_t rows, const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* out,
                  int64_t width, int64_t count) {
   if constexpr (High > 0) {
-    if (high == High) return block<High, Across>(a, b, k, bias, out, width, count);
-    rest<High - 1, Across>(high, a, b, k, bias, out, width, count);
+    if (rows == High) return block<High, Across>(a, b, k, bias, out, width, count);
+    rest<High - 1, Across>(rows, a, b, k, bias, out, width, count);
   }
 }
 
@@ -145,9 +148,10 @@ inline void columns(const ProductArgs& args, const Matrix& a, Matrix b, const Ma
     pack<Across>(b, args.k, count, packed.data());
     b = Matrix{packed.data(), Across * kLanes, 1};
   }
-  for (int64_t top = 0; top < args.m; top += kHigh) {
-    rest<kHigh, Across>(std::min<int64_t>(kHigh, args.m - top), a.from(top, 0), b, args.k, bias.from(top, 0),
-                        out + top * args.n, args.n, count);
+  constexpr int most = high(Across);
+  for (int64_t top = 0; top < args.m; top += most) {
+    rest<most, Across>(std::min<int64_t>(most, args.m - top), a.from(top, 0), b, args.k, bias.from(top, 0),
+                       out + top * args.n, args.n, count);
   }
 }
 

@@ -94,33 +94,50 @@ inline void each(const Instruction& in, Places3 all, F f) {
   });
 }
 
+// In halves: a sum in the order of the lanes would wait for every addition.
 inline float added_up(Lanes x) {
-  float sum = 0.0f;
-  for (int lane = 0; lane < kLanes; ++lane) sum += x[lane];
-  return sum;
+  float half[kLanes];
+  store(half, x);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) half[lane] += half[lane + width];
+  }
+  return half[0];
+}
+
+// Adds a's n elements, one stride apart, to out.
+inline void add_line(float* out, const float* a, int64_t n, int64_t stride) {
+  Lanes partial{};
+  int64_t i = 0;
+  for (; stride == 1 && i + kLanes <= n; i += kLanes) partial += load(a + i);
+  float total = i > 0 ? added_up(partial) : 0.0f;
+  for (; i < n; ++i) total += a[i * stride];
+  *out += total;
+}
+
+// Adds `down` lines of n dense elements to out, element by element.
+inline void add_lines(float* out, const float* a, int64_t down, int64_t stride, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t lanes = std::min<int64_t>(kLanes, n - i);
+    Lanes total = load_some(out + i, lanes);
+    for (int64_t line = 0; line < down; ++line) total += load_some(a + line * stride + i, lanes);
+    store_some(out + i, total, lanes);
+  }
 }
 
 inline void sum(const Instruction& in, Places3 all) {
-  Instruction zero = in;
-  for (int d = 0; d < kProgramDims; ++d) {
-    if (in.out.stride[d] == 0) zero.size[d] = 1;
-  }
-  outer(zero, all, [&](const Places3& at) {
-    for (int64_t i = 0; i < zero.size[3]; ++i) at.out[i * in.out.stride[3]] = 0.0f;
+  const int64_t *so = in.out.stride, *sa = in.a.stride;
+  Instruction lines = in;
+  for (int d = 0; d < kProgramDims; ++d) lines.size[d] = so[d] == 0 ? 1 : in.size[d];
+  outer(lines, all, [&](const Places3& at) {
+    for (int64_t i = 0; i < lines.size[3]; ++i) at.out[i * so[3]] = 0.0f;
   });
-  const int64_t n = in.size[3], so = in.out.stride[3], sa = in.a.stride[3];
-  outer(in, all, [&](const Places3& at) {
-    int64_t i = 0;
-    if (so == 0) {
-      Lanes partial{};
-      for (; sa == 1 && i + kLanes <= n; i += kLanes) partial += load(at.a + i);
-      float total = i > 0 ? added_up(partial) : 0.0f;
-      for (; i < n; ++i) total += at.a[i * sa];
-      *at.out += total;
-      return;
-    }
-    for (; so == 1 && sa == 1 && i + kLanes <= n; i += kLanes) store(at.out + i, load(at.out + i) + load(at.a + i));
-    for (; i < n; ++i) at.out[i * so] += at.a[i * sa];
+  const bool dense = so[3] == 1 && sa[3] == 1;
+  lines = in;
+  if (dense && so[2] == 0) lines.size[2] = 1;  // the lines of add_lines
+  outer(lines, all, [&](const Places3& at) {
+    if (so[3] == 0) return add_line(at.out, at.a, in.size[3], sa[3]);
+    if (dense) return add_lines(at.out, at.a, so[2] == 0 ? in.size[2] : 1, sa[2], in.size[3]);
+    for (int64_t i = 0; i < in.size[3]; ++i) at.out[i * so[3]] += at.a[i * sa[3]];
   });
 }
 
