@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.fed.workload import BATCH, LR, Workload
+from bench.fed.workload import BATCH, Workload
 from fastsam import fed
 
 
@@ -23,7 +23,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         rounds=rounds,
         local_epochs=workload.epochs,
         batch_size=BATCH,
-        lr=LR,
+        lr=workload.lr,
         participation=workload.cohort / workload.clients,
         sampler=counted(workload, tick) if dist.is_torchelastic_launched() else "fixed",
         eval_every=rounds,

@@ -38,7 +38,7 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs: of ours; None for its own choice of slots.
+    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots.
 
     device: of the model and the data (the other simulators take the CPU).
     """
@@ -50,6 +50,7 @@ class Workload:
     device: str = "cpu"
     slots: int | None = None
     epochs: int = 1
+    lr: float = LR
 
     @property
     def shape(self) -> tuple[int, ...]:
