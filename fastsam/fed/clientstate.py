@@ -212,3 +212,15 @@ def apart(device: torch.device) -> bool:
 def total_memory(device: torch.device) -> int:
     """Bytes of the device's memory, used or free."""
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def matching(states: Sequence[State]) -> bool:
+    """Whether they hold the same things, vectors all of them."""
+    names = states[0].keys()
+    return all(state.keys() == names and all(t.dim() == 1 for t in state.values()) for state in states)
+
+
+def together(states: Sequence[State]) -> State:
+    """One state of them all: vectors `[n, stride]`, or `[stride]` where it is one for all."""
+    rows = {name: [state[name] for state in states] for name in states[0]}
+    return {n: vs[0] if all(v is vs[0] for v in vs) else torch.stack(vs) for n, vs in rows.items()}

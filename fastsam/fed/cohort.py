@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from .aggregate import Problems, RoundSums
 from .algorithms.base import Algorithm, Round, State, is_elementwise
 from .checkpoint import RunState
 from .clients import Population, ignored_labels
-from .clientstate import ClientStates
+from .clientstate import ClientStates, matching, together
 from .contract import Unwritten, check_closed, numbers
 from .exchange import Exchange
 from .executors import Task, Work
@@ -157,7 +157,7 @@ class Cohort:
         shared = ends.begins is not None and ends.begins.dim() == 1
         rows, begin = (ends.rows, ends.begins) if shared else (ends.displacement, None)
         problems = self.sums.add_rows_(weights, {"delta": rows}, {}, numbers, begin)
-        self._keep(ends.clients, [self._open.pop(i, {}) for i in ends.clients], problems)
+        self._keep({i: self._open.pop(i) for i in ends.clients if i in self._open}, ends.clients, problems)
 
     def _match(self, ends: RowEnds) -> bool:
         """Whether the clients took equally many steps and their states hold the same things."""
@@ -181,8 +181,11 @@ class Cohort:
         numbers = {"loss": ends.losses.tolist(), "seen": ends.seen}
         means, totals = ({n: x.expand_as(ends.rows) for n, x in part.items()} for part in (upload.mean, upload.total))
         problems = self.sums.add_rows_(weights, means, totals, numbers)
-        states = [{n: x if x.dim() == 1 else x[i].clone() for n, x in state.items()} for i in range(len(weights))]
-        self._keep(ends.clients, states, problems)
+        states = {
+            client: {n: x if x.dim() == 1 else x[row].clone() for n, x in state.items()}
+            for row, client in enumerate(ends.clients)
+        }
+        self._keep(states, ends.clients, problems)
 
     def _close_one(self, end: RowEnd) -> None:
         if self.settings.clip_update is not None:
@@ -199,14 +202,16 @@ class Cohort:
             sent |= {name: value for name, value in found.items() if value is not None}
         problem = _problem(end, [*mean.values(), *upload.total.values()])
         problem = problem or self.sums.add_(self.weights[end.client], mean, upload.total, sent)
-        self._keep([end.client], [state], {} if problem is None else {0: problem})
+        self._keep({end.client: state}, [end.client], {} if problem is None else {0: problem})
 
-    def _keep(self, clients: Sequence[int], states: Sequence[State], problems: Problems) -> None:
-        """The clients' new states, or, of those with a problem, their exclusion."""
-        for place, (client, state) in enumerate(zip(clients, states, strict=True)):
-            if place in problems:
-                self._exclude(client, problems[place])
-            elif state:
+    def _keep(self, states: Mapping[int, State], clients: Sequence[int], problems: Problems) -> None:
+        """The new states of those of the clients that have one, or the exclusion of those that have a problem."""
+        for place, problem in problems.items():
+            self._exclude(clients[place], problem)
+        for client, state in states.items():
+            if client in self.excluded:
+                continue
+            if state:
                 self.clients[client] = self.states.put(client, state)
             else:
                 self.clients.pop(client, None)
@@ -267,18 +272,6 @@ class Cohort:
     def excluded_list(self) -> list[dict[str, Any]]:
         """Who was excluded and why, by client."""
         return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
-
-
-def matching(states: Sequence[State]) -> bool:
-    """Whether they hold the same things, vectors all of them."""
-    names = states[0].keys()
-    return all(state.keys() == names and all(t.dim() == 1 for t in state.values()) for state in states)
-
-
-def together(states: Sequence[State]) -> State:
-    """One state of them all: vectors `[n, stride]`, or `[stride]` where it is one for all."""
-    rows = {name: [state[name] for state in states] for name in states[0]}
-    return {n: vs[0] if all(v is vs[0] for v in vs) else torch.stack(vs) for n, vs in rows.items()}
 
 
 def shortened(x: Tensor, limit: float) -> Tensor:

@@ -20,13 +20,15 @@ from .form import Form, Kind
 class Crew:
     """Clients in neighbouring slots that begin, step and end together: those that are `alike`, or one client.
 
-    slot: of the first. epoch: steps of an epoch. shapes: what crews must have in common to take a step together: for a whole batch, and
-    for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its batches. feed: of samples as they are
-    stored; where something augments them, a client is alone and has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client.
+    slot, end: the first slot, and the one behind the last. epoch: steps of an epoch. shapes: what crews must have in common to take a step
+    together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its
+    batches. feed: of samples as they are stored; where something augments them, a client is alone and has batches of its `own`. k: steps
+    taken. extra_backprops, snapshots: of each client.
     """
 
     tasks: Sequence[Task]
     slot: int
+    end: int
     kind: Kind
     epoch: int
     shapes: tuple[object, object]
@@ -37,11 +39,6 @@ class Crew:
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backprops: int = 0
-
-    @property
-    def end(self) -> int:
-        """The slot behind the last one."""
-        return self.slot + len(self.tasks)
 
     @property
     def shape(self) -> object:
@@ -72,7 +69,7 @@ def begun(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[objec
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
     return Crew(
-        tasks, slot, kind, epoch, (full, last), epoch * first.epochs, first.samples * first.epochs,
+        tasks, slot, slot + len(tasks), kind, epoch, (full, last), epoch * first.epochs, first.samples * first.epochs,
         Feed(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from fastsam_kernels.columns import WIDTH, Column
 from ... import ops
 from ...arena import Arena
 from ..localstep import NU, Direction, LocalStep
-from .base import Setup
+from .base import LocalOptions, Setup
 from .passes import Gradients
 
 
@@ -52,6 +52,7 @@ class Rows:
         self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
         self.arena = Arena(setup.layout, rows, setup.device)
         self.hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64, device=setup.device)
+        self._common = _common(setup.options)
         self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq_v = torch.zeros_like(self.sumsq) if setup.options.clip_norm is not None else None
@@ -62,21 +63,27 @@ class Rows:
 
     def numbers(self, step: LocalStep, lr: float) -> tuple[float, ...]:
         """A row of `hyper`."""
-        options, values = self.options, [0.0] * WIDTH
+        values = self._common.copy()
         values[Column.RHO] = step.rho
-        values[Column.NU] = NU
         values[Column.ADAPTIVE] = float(step.direction is Direction.ADAPTIVE_GRADIENT)
         values[Column.ETA] = step.eta
         values[Column.PENALTY] = step.penalty
         values[Column.LR] = lr
-        values[Column.DECAY] = options.weight_decay
         values[Column.PHI] = step.phi
         values[Column.A] = step.a
         values[Column.B] = -step.surrogate_gap or step.b
-        values[Column.CLIP] = options.clip_norm or 0.0
-        values[Column.CLIP_FULL] = float(options.clip_scope == "full")
-        values[Column.MOMENTUM] = options.momentum
         return tuple(values)
+
+
+def _common(options: LocalOptions) -> list[float]:
+    """What all rows of `hyper` have in common in a run."""
+    values = [0.0] * WIDTH
+    values[Column.NU] = NU
+    values[Column.DECAY] = options.weight_decay
+    values[Column.CLIP] = options.clip_norm or 0.0
+    values[Column.CLIP_FULL] = float(options.clip_scope == "full")
+    values[Column.MOMENTUM] = options.momentum
+    return values
 
 
 class Form:

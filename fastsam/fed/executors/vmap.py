@@ -73,7 +73,7 @@ class Vmap:
                 opened = self._opened(source, free) if free else []
                 if opened:
                     active = sorted([*active, *opened], key=_SLOT)
-                    free = free[len(slots_of(opened)) :]
+                    free = free[sum(len(crew.tasks) for crew in opened) :]
                 if not active:
                     return
                 self._tick(active)
