@@ -24,7 +24,10 @@ PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after
 
 @dataclass(frozen=True)
 class Entry:
-    """One that takes part. label: in tables. python: whose environment has it. ranks: processes, by torchrun."""
+    """One that takes part. label: in tables. python: whose environment has it. ranks: processes, by torchrun.
+
+    longer: times as many rounds a chunk, for who would be done before a processor that has waited is at its speed again.
+    """
 
     label: str
     contender: str
@@ -32,6 +35,7 @@ class Entry:
     python: str = sys.executable
     threads: int = 1
     ranks: int = 1
+    longer: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Worker:
         launcher = []
         if entry.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={entry.ranks}"]
-        arguments = [entry.contender, json.dumps(asdict(entry.workload)), str(chunks), str(rounds), str(entry.threads)]
+        counts = (chunks, rounds * entry.longer, entry.threads)
+        arguments = [entry.contender, json.dumps(asdict(entry.workload)), *map(str, counts)]
         self.process = subprocess.Popen(
             [entry.python, *launcher, "-m", "bench.fed.worker", *arguments],
             cwd=ROOT,
@@ -115,7 +120,7 @@ def _pools(threads: int) -> dict[str, str]:
 def race(entries: Sequence[Entry], chunks: int, rounds: int) -> Result:
     """All of them, interleaved; the first is the unit. One that dies is left out from then on, with its last words.
 
-    A figure counts only if training worked: the loss over all data, after the same number of rounds, is near that of the unit; where the
+    A figure counts only if training worked: the loss over all data, after as many rounds or more, is near that of the unit; where the
     unit trains on other data or another model, it is better than a guess.
     """
     workers: dict[str, Worker] = {}
