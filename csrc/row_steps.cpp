@@ -8,6 +8,8 @@
 namespace fastsam {
 namespace {
 
+constexpr int64_t kNoSample = INT64_MIN;  // in the place of a wrong label
+
 struct Samples {
   Tensor x, y, wanted;
   int64_t batch, steps, features;
@@ -83,7 +85,7 @@ struct Steps {
     const int64_t chunks = update.call.chunks(), loss = program.width - kShared;
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t step = 0; step < samples.steps; ++step) {
-        if (!samples.gather(row, step, memory.x.data(), memory.y.data())) return false;
+        if (!samples.gather(row, step, memory.x.data(), memory.y.data())) return *wrong_label = kNoSample, false;
         if (!run_rows(first, row, row + 1, wrong_label)) return false;
         losses[row] += static_cast<double>(memory.first[loss]) * samples.batch;
         if (two_passes) {
@@ -147,6 +149,7 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
     if (!own.run(begin, end, memory, &label)) wrong = label, failed = true;
   };
   over_rows(rows, samples.steps * made.work * (two_passes ? 2 : 1), range);
+  STD_TORCH_CHECK(!failed || wrong != kNoSample, "wanted must have places in x and y, 0 to ", y.size(0) - 1);
   STD_TORCH_CHECK(!failed, "Target ", wrong.load(), " is out of bounds.");
 }
 

@@ -204,6 +204,31 @@ def test_inputs_that_do_not_fit() -> None:
 
 # --- local epochs ---
 
+
+def test_samples_and_labels_that_are_not_there() -> None:
+    passes, form = stacked(model_of(), F.cross_entropy, 2)
+    x, y, wanted = torch.randn(9, 12), torch.randint(4, (9,)), torch.arange(10).view(2, 5) % 9
+    passes.run(form, x[wanted], y[wanted])
+    assert passes.traced.row_pass(5, x, y) is None, "compared with the plain pass once"
+    passes.run(form, x[wanted], y[wanted])
+    known, losses = passes.traced.row_pass(5, x, y), torch.zeros(2, dtype=torch.float64)
+
+    def take(x: Tensor, y: Tensor, wanted: Tensor, batch: int = 5) -> None:
+        known.program.steps_(
+            form.leaves, known.others, x, y, wanted, batch, form.z, None, form.layout.table, form.hyper, losses
+        )
+
+    take(x, y, wanted)
+    for place in (9, -1):
+        with pytest.raises(RuntimeError, match="places in x and y, 0 to 8"):
+            take(x, y, torch.where(wanted == 3, place, wanted))
+    with pytest.raises(RuntimeError, match="Target 4 is out of bounds"):
+        take(x, torch.full_like(y, 4), wanted)
+    for bad in ((x[:, :4], y, wanted, 5), (x, y, wanted, 4), (x, y, wanted[:1], 5), (x.double(), y, wanted, 5)):
+        with pytest.raises(RuntimeError, match=r"contiguous|wanted must be|batches of another shape"):
+            take(*bad)
+
+
 STEPS = (
     "fedavg",
     "fedprox",

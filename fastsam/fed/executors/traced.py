@@ -40,7 +40,9 @@ _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
 
 @dataclass
 class Pass:
-    """How passes of one shape run. function: None for the plain way. uses: of the shape, as far as they are compared."""
+    """How passes of one shape run. function: None for the plain way. uses: of the shape, as far as they are compared; the recording of a row
+    program is none.
+    """
 
     function: Function | None
     slots: tuple[int, ...] = ()
@@ -156,7 +158,8 @@ class Traced:
         strides = [losses.stride(), *(self.strides[i] for i in slots)]
         present = [grads[i] for i in slots]
         program = simplified(recorder.calls, [*weights, x, y], [losses, *present], strides, self.product_of)
-        run = self._function(program, slots, len(key) < _FULL)
+        any_rows = len(key) < _FULL
+        run = self._function(program, slots, any_rows)
         if run is None:
             return Pass(None), None
         with torch.no_grad():
@@ -164,7 +167,7 @@ class Traced:
         if not _agree(losses, present, again, replayed):
             self._tell("the replay of a pass gives other losses or gradients")
             return Pass(None), None
-        return Pass(run, slots), (again, replayed, slots)
+        return Pass(run, slots, uses=0 if any_rows else 1), (again, replayed, slots)
 
     def _function(self, program: Program, slots: Sequence[int], any_rows: bool) -> Function | None:
         if any_rows:
