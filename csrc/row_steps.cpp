@@ -8,6 +8,7 @@
 namespace fastsam {
 namespace {
 
+constexpr int64_t kFetched = 256;  // features of a sample, at most: longer ones are streams that the processor foresees
 constexpr int64_t kNoSample = INT64_MIN;  // in the place of a wrong label
 
 struct Samples {
@@ -35,6 +36,17 @@ struct Samples {
       to_y[i] = from_y[places[i]];
     }
     return true;
+  }
+
+  // Where the samples of a batch are is random: fetched while the step before is computed, they cost no waiting.
+  void prefetch(int64_t row, int64_t step) const {
+    if (row >= wanted.size(0) || features > kFetched) return;
+    const auto* places = static_cast<const int64_t*>(wanted.data_ptr()) + row * wanted.stride(0) + step * batch;
+    const auto* from_x = static_cast<const float*>(x.data_ptr());
+    for (int64_t i = 0; i < batch; ++i) {
+      const float* sample = from_x + std::clamp<int64_t>(places[i], 0, y.size(0) - 1) * features;
+      for (int64_t j = 0; j < features; j += 16) __builtin_prefetch(sample + j);
+    }
   }
 };
 
@@ -86,6 +98,8 @@ struct Steps {
     for (int64_t row = begin; row < end; ++row) {
       for (int64_t step = 0; step < samples.steps; ++step) {
         if (!samples.gather(row, step, memory.x.data(), memory.y.data())) return *wrong_label = kNoSample, false;
+        const bool last = step + 1 == samples.steps;
+        samples.prefetch(row + last, last ? 0 : step + 1);
         if (!run_rows(first, row, row + 1, wrong_label)) return false;
         losses[row] += static_cast<double>(memory.first[loss]) * samples.batch;
         if (two_passes) {

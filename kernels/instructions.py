@@ -13,8 +13,8 @@ SHARED = 16  # elements of a row's result behind the gradients
 NONE, SCRATCH, OUT, FIRST_INPUT = -1, 0, 1, 2  # bases of operands
 IGNORED = -100  # a label that does not count
 
-# What the product of two matrices was measured up to, in multiplications (see docs/kernels.md); torch's own is made for larger ones.
-MOST = 2**21
+# Multiplications of a product of two matrices, up to which row programs were measured (see docs/executors.md); torch has its own for larger ones.
+MOST = 2**25
 
 
 class NoFormError(ValueError):
