@@ -19,6 +19,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.executors import auto, threads
+from fastsam_kernels import native
 
 FLOAT = torch.float32
 SIZES = (7, 16, 1, 23, 12, 9, 4, 30)
@@ -217,8 +218,16 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     assert found["name"] == "threads" and "buffers" in found["reason"]
     assert chosen(oracle.smooth_model(FLOAT), tmp_path, fed.FedRobust())["name"] == "threads"
     width = auto._WIDEST["cpu"] // 8
-    wide = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
-    assert chosen(wide, tmp_path)["name"] == "threads"
+    wide = nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.Linear(width, 3))
+    found = chosen(wide, tmp_path)
+    assert found["name"] == "threads" and "no row program" in found["reason"]
+    if native.why_not("cpu") is None:
+        rowwise = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+        assert chosen(rowwise, tmp_path)["name"] == "vmap"
+    width = auto._WIDEST_ROWWISE // 8
+    wider = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+    found = chosen(wider, tmp_path)
+    assert found["name"] == "threads" and "keeps a processor busy" in found["reason"]
     monkeypatch.setattr(threads, "cpus", lambda: 1)
     assert chosen(conv, tmp_path, x=(1, 6, 6))["name"] == "sequential"
     alone = chosen(oracle.smooth_model(FLOAT), tmp_path, slots=1)

@@ -19,8 +19,10 @@ from .base import Executor, Setup
 log = logging.getLogger("fastsam.fed")
 
 AUTO = "auto"
-# Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache. That of GPUs is not calibrated.
+# Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row by row. That of GPUs
+# is not calibrated.
 _WIDEST = {"cpu": 2**16, "cuda": 2**20}
+_WIDEST_ROWWISE = 2**20
 _UNSTACKED = (nn.modules.conv._ConvNd, nn.RNNBase)
 
 
@@ -79,13 +81,16 @@ def _not_stacked(setup: Setup) -> str | None:
     ):
         return "the model is not dense (convolutions, recurrent layers): stacked, they are slower than one by one"
     widest = _WIDEST.get(setup.device.type, _WIDEST["cuda"])
-    if setup.layout.numel > widest:
-        return f"the model has more than {widest} parameters: stacked rows leave the cache"
+    if setup.layout.numel > max(widest, _WIDEST_ROWWISE):
+        return f"the model has more than {max(widest, _WIDEST_ROWWISE)} parameters: one client keeps a processor busy"
     if (setup.slots or stacked.slots_of(setup)) == 1:
         return "clients train one at a time: there is nothing to stack"
     if _hooked(setup.model):
         return "the model has hooks: stacked clients would call them only while a pass is recorded"
-    return stacked.why_not(setup)
+    against = stacked.why_not(setup)
+    if against is None and setup.layout.numel > widest and not stacked.has_row_program(setup):
+        return f"the model has more than {widest} parameters and no row program: stacked rows leave the cache"
+    return against
 
 
 def _hooked(model: nn.Module) -> bool:

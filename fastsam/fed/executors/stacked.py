@@ -18,6 +18,7 @@ from ..replica import Replica
 from .base import Loss, Setup
 from .form import Form, Rows
 from .passes import Gradients, Passes
+from .rowwise import RowPass
 from .simplify import strided
 from .traced import Traced
 
@@ -155,13 +156,30 @@ def why_not(setup: Setup) -> str | None:
         return f"torch.vmap cannot map the model or the loss over clients ({type(error).__name__}: {first})"
 
 
+def _tried(setup: Setup) -> tuple[Replica, Form]:
+    """A copy of the model in training mode, and two rows of other weights."""
+    replica = Replica(setup.model, setup.layout, Arena(setup.layout, device=setup.device).field("w", setup.dtype)[0])
+    replica.module.train()
+    form = Form(Rows(setup, 2), slice(0, 2))
+    form.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
+    return replica, form
+
+
+def has_row_program(setup: Setup) -> bool:
+    """Whether clients with batches like the example are worked off row by row (see `rowwise`). Only for models that can be stacked."""
+    if setup.example is None or not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
+        return False
+    replica, form = _tried(setup)
+    traced = StackedPasses(replica, setup.layout, setup).traced
+    x, y = (torch.stack([part, part]) for part in setup.example)
+    traced.run(form.leaves, x, y)
+    known = traced.known(x, y)
+    return known is not None and isinstance(known.function, RowPass)
+
+
 def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
     layout = setup.layout
-    rows = Rows(setup, 2)
-    form = Form(rows, slice(0, 2))
-    replica = Replica(setup.model, layout, Arena(layout, device=setup.device).field("w", setup.dtype)[0])
-    replica.module.train()
-    form.z.copy_(torch.stack([replica.row, 0.9 * replica.row]))
+    replica, form = _tried(setup)
     batches = [(x, y), (x.flip(0), y.flip(0))]
     x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
     losses, stacked = StackedPasses(replica, layout, setup).plain(form, x, y)
