@@ -1,7 +1,7 @@
 """Row programs: recorded passes of stacked clients, and their local steps, client by client in one native call; on the CPU, float32.
 
 What a row needs on its way stays in the processor's first-level cache, and no operation is dispatched. Every row is computed by itself, so
-its bits do not depend on the other rows.
+its bits do not depend on the other rows. In a pass numbers below 2^-126 are zero.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def test_elementwise_where_numbers_end() -> None:
     for code in (Code.EXPONENTIAL, Code.LOGARITHM, Code.RELU, Code.SIGMOID, Code.TANH, Code.MAGNITUDE, Code.ROOT):
         formula, n = ELEMENTWISE[code][1], ends.numel()
         found = program([Instruction(code, (n,), Operand(OUT, 0, (1,)), Operand(FIRST_INPUT, 0, (1,)))], [ends], n)
-        assert torch.allclose(found, formula(ends, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
+        flushed = torch.where(ends.abs() < 2.0**-126, 0.0, ends)  # no denormals: trained classifiers would be slow
+        assert torch.allclose(found, formula(flushed, 0.0), rtol=1e-6, atol=1e-37, equal_nan=True), code.name
 
 
 @settings(max_examples=60, deadline=None)

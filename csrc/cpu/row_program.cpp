@@ -11,8 +11,28 @@
 #include "per_isa.h"
 
 namespace fastsam {
+namespace {
+
+// As long as it lives, numbers below 2^-126 are zero: probabilities of a trained classifier get there, and arithmetic
+// with them took a quarter of its epochs' time.
+class WithoutDenormals {
+ public:
+#ifdef __SSE__
+  WithoutDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlush | kInputs); }
+  ~WithoutDenormals() { _mm_setcsr(before_); }
+  WithoutDenormals(const WithoutDenormals&) = delete;
+  WithoutDenormals& operator=(const WithoutDenormals&) = delete;
+
+ private:
+  static constexpr unsigned kFlush = 0x8000, kInputs = 0x0040;  // results, and operands
+  unsigned before_;
+#endif
+};
+
+}  // namespace
 
 bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong_label) {
+  const WithoutDenormals guard;
   FASTSAM_DISPATCH(run_rows, args, begin, end, wrong_label);
 }
 
