@@ -34,7 +34,7 @@ inline Lanes by_lane(Lanes x, F f) {
 inline Lanes logarithm(Lanes x) {
   const Places bits = (Places)x, ordinary = (bits >= 0x00800000) & (bits < 0x7F800000);
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (!ordinary[lane]) return by_lane(x, [](float v) { return std::log(v); });
+    if (!ordinary[lane]) return by_lane(x, [](float v) { return v == 0.0f ? -INFINITY : std::log(v); });
   }
   const Places n = (bits - 0x3F3504F3) >> 23;  // x = 2^n * m with m from sqrt(1/2) to sqrt(2)
   const Lanes m = (Lanes)(bits - (n << 23)) - 1.0f, e = __builtin_convertvector(n, Lanes), square = m * m;
