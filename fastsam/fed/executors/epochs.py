@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..localstep import Direction
 from .client import Crew
 from .form import Form
@@ -28,7 +30,8 @@ def row_pass(traced: Traced, crew: Crew) -> RowPass | None:
     """That of the steps that it can `reach`, where there is one and it `serves`."""
     task, store = crew.tasks[0], crew.tasks[0].work.store
     x, y = (task.x, task.y) if store is None else (store.x, store.y)
-    return traced.row_pass(reach(crew)[1], x, y) if serves(crew) and y.dim() == 1 else None
+    gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1  # what is written natively
+    return traced.row_pass(reach(crew)[1], x, y) if gathered and serves(crew) else None
 
 
 def take_(crew: Crew, form: Form, known: RowPass) -> None:
