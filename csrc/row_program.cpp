@@ -3,6 +3,7 @@
 #include <atomic>
 #include <deque>
 #include <mutex>
+#include <utility>
 
 #include "row_args.h"
 
@@ -16,26 +17,39 @@ std::deque<RowProgram>& programs() {
   return all;
 }
 
+// Takes words from the front.
+struct Words {
+  const int64_t *next, *end;
+
+  const int64_t* take(int64_t count) {
+    STD_TORCH_CHECK(count >= 0 && count <= end - next, "a row program must end with whole instructions");
+    return std::exchange(next, next + count);
+  }
+  int64_t one() { return *take(1); }
+};
+
 // words: scratch, width, work, inputs; of each input labels, one, dimensions, sizes, strides; then the instructions.
-int64_t add_program(const Tensor words) {
-  STD_TORCH_CHECK(words.dim() == 1 && words.scalar_type() == ScalarType::Long && words.is_contiguous(),
+int64_t add_program(const Tensor given) {
+  STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
-  const auto* word = static_cast<const int64_t*>(words.data_ptr());
-  const int64_t* const end = word + words.size(0);
+  const auto* first = static_cast<const int64_t*>(given.data_ptr());
+  Words words{first, first + given.size(0)};
   RowProgram made;
-  made.scratch = *word++, made.width = *word++, made.work = *word++;
-  made.inputs.resize(*word++);
-  for (Expected& input : made.inputs) {
-    input.labels = *word++ != 0, input.one = *word++ != 0;
-    const int64_t dims = *word++;
-    input.size.assign(word, word + dims);
-    input.stride.assign(word + dims, word + 2 * dims);
-    word += 2 * dims;
+  made.scratch = words.one(), made.width = words.one(), made.work = words.one();
+  for (int64_t left = words.one(); left > 0; --left) {
+    Expected& input = made.inputs.emplace_back();
+    input.labels = words.one() != 0, input.one = words.one() != 0;
+    const int64_t dims = words.one();
+    const auto* sizes = words.take(dims);
+    const auto* strides = words.take(dims);
+    input.size.assign(sizes, sizes + dims), input.stride.assign(strides, strides + dims);
   }
   constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
-  STD_TORCH_CHECK((end - word) % words_each == 0, "a row program must end with whole instructions");
-  made.instructions.resize((end - word) / words_each);
-  std::memcpy(made.instructions.data(), word, (end - word) * sizeof(int64_t));
+  const int64_t rest = words.end - words.next;
+  made.instructions.resize(rest / words_each);
+  std::memcpy(made.instructions.data(), words.take(rest / words_each * words_each), rest / words_each * words_each * 8);
+  STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
+  check_program(made);
   const std::lock_guard<std::mutex> guard(lock);
   programs().push_back(std::move(made));
   return programs().size() - 1;

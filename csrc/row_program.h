@@ -2,6 +2,7 @@
 // first-level cache, and a pass is one call however many operations it has. kernels/rowwise.py writes the programs.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -61,10 +62,25 @@ static_assert(sizeof(Instruction) == 30 * 8, "kernels/rowwise.py writes it as 30
 struct Expected {
   bool labels, one;  // one: the same for all rows
   std::vector<int64_t> size, stride;
-  int64_t elements() const {
+  // From a row's first element to its last, and one; -1 for sizes below 1, strides below 0, and more than can be
+  // counted.
+  int64_t span() const {
+    constexpr int64_t most = int64_t{1} << 62;
+    int64_t last = 0;
+    for (std::size_t d = 0; d < size.size(); ++d) {
+      if (size[d] < 1 || stride[d] < 0) return -1;
+      if (size[d] > 1 && stride[d] > (most - last) / (size[d] - 1)) return -1;
+      last += (size[d] - 1) * stride[d];
+    }
+    return last + 1;
+  }
+  // Whether it is so many elements of that kind, without gaps.
+  bool is_dense(int64_t count, bool of_labels) const {
     int64_t n = 1;
-    for (const int64_t s : size) n *= s;
-    return n;
+    for (std::size_t d = size.size(); d-- > 0; n *= size[d]) {
+      if (size[d] > 1 && stride[d] != n) return false;
+    }
+    return n == count && labels == of_labels;
   }
 };
 

@@ -131,13 +131,16 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
   const Samples samples(x, y, wanted, rows, batch);
   const size_t n = weights.size();
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && y.scalar_type() == ScalarType::Long &&
-                      made.inputs[n].elements() == batch * samples.features && made.inputs[n + 1].elements() == batch,
+                      made.inputs[n].is_dense(batch * samples.features, false) &&
+                      made.inputs[n + 1].is_dense(batch, true),
                   "the row program has batches of another shape");
   std::vector<RowInput> inputs;
   for (size_t i = 0; i < made.inputs.size(); ++i) {
     const bool given = i >= n && i < n + 2;  // batches: made here
     inputs.push_back(given ? RowInput{} : input_of(i < n ? weights[i] : others[i - n - 2], made.inputs[i], rows, i));
   }
+  STD_TORCH_CHECK(z.dim() == 2 && z.scalar_type() == ScalarType::Float && made.width == z.size(1) + kShared,
+                  "z must be float32 [rows, ", made.width - kShared, "], as the row program's gradients are");
   const Tensors field{z};
   UpdateArgs update = update_sgd_args(field, w, field, table, hyper, momentum, keeps_first ? field : Tensors{}, q,
                                       sumsq_v, std::nullopt, std::nullopt, false, two_passes, shift);
@@ -147,11 +150,17 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
     norm = norm_args(*sumsq, field, adaptive ? Tensors{*w} : Tensors{}, table, hyper, false);
     perturb = perturb_args(field, *w, field, table, hyper, *sumsq, false, std::nullopt);
   }
+  STD_TORCH_CHECK(update.call.rows == rows, "hyper must be of the ", rows, " rows of z");
+  for (int64_t i = 0; i < update.call.segments; ++i) {
+    const auto& segment = update.call.table[i];
+    STD_TORCH_CHECK(segment.offset >= 0 && segment.length >= 0 && segment.offset <= z.size(1) - segment.length,
+                    "table must have segments of z, got one at ", segment.offset, " of ", segment.length, " elements");
+  }
   double* const sums = sums_of(losses, update.call, "losses");
   std::atomic<bool> failed{false};
   std::atomic<int64_t> wrong{0};
   const auto range = [&](int64_t begin, int64_t end) {
-    Memory memory{std::vector<float>(made.inputs[n].elements()), std::vector<float>(made.width),
+    Memory memory{std::vector<float>(batch * samples.features), std::vector<float>(made.width),
                   std::vector<float>(made.width), std::vector<int64_t>(batch),
                   std::vector<double>(rows * update.call.chunks())};
     Steps own{made, inputs, n, samples, norm, perturb, update, two_passes, keeps_first, sums};

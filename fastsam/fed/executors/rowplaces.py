@@ -58,6 +58,8 @@ class Places:
         place, t = self._place(value), value.tensor
         given = self._input(place)
         check_dtype(t)
+        if shape[0] != ROWS or 0 in shape:
+            raise NoFormError("what has no rows, or no elements")
         try:
             strides = t.expand(list(shape)).stride()
         except RuntimeError:
@@ -114,7 +116,9 @@ class Places:
         t = value.tensor
         labels = t.dtype == torch.int64
         if not labels:
-            check_dtype(t)
+            check_dtype(t, floating=True)
+        if not t.numel():
+            raise NoFormError("an empty tensor")
         self._places[value] = Place(FIRST_INPUT + len(self.inputs), 0, t)
         self.inputs.append(Input(tuple(t.shape[rows:]), tuple(t.stride()[rows:]), labels, one=not rows))
 

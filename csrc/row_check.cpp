@@ -1,0 +1,103 @@
+// Whether a row program stays within its memory: the loops read and write what the words say, without looking.
+#include "row_args.h"
+
+namespace fastsam {
+namespace {
+
+constexpr int64_t kMostSize =
+    int64_t{1} << 40;  // of memory and of dimensions: what is computed with them does not overflow
+
+// Sizes of an operand's dimensions, in the places of its strides; 1 where it has none.
+struct Sizes {
+  int64_t of[kProgramDims];
+};
+
+struct Checker {
+  const RowProgram& program;
+
+  // Elements of a row of what the operand lies in.
+  int64_t room(const Operand& o) const {
+    if (o.base == Operand::scratch) return program.scratch;
+    return o.base == Operand::out ? program.width : program.inputs[o.base - Operand::first_input].span();
+  }
+
+  bool known(const Operand& o) const {
+    return o.base >= Operand::scratch && o.base - Operand::first_input < static_cast<int64_t>(program.inputs.size());
+  }
+
+  bool within(const Operand& o, const Sizes& sizes) const {
+    if (o.offset < 0 || o.offset >= room(o)) return false;
+    int64_t left = room(o) - 1 - o.offset;
+    for (int d = 0; d < kProgramDims; ++d) {
+      const int64_t steps = sizes.of[d] - 1;
+      if (o.stride[d] < 0 || (steps > 0 && o.stride[d] > left / steps)) return false;
+      left -= steps * o.stride[d];
+    }
+    return true;
+  }
+
+  bool labels(const Operand& o, const Sizes& sizes) const {
+    return known(o) && o.base >= Operand::first_input && program.inputs[o.base - Operand::first_input].labels &&
+           within(o, sizes);
+  }
+
+  // An operand without memory is one zero.
+  bool read(const Operand& o, const Sizes& sizes) const {
+    if (o.base == Operand::none) return !o.stride[0] && !o.stride[1] && !o.stride[2] && !o.stride[3];
+    return known(o) && (o.base < Operand::first_input || !program.inputs[o.base - Operand::first_input].labels) &&
+           within(o, sizes);
+  }
+
+  bool written(const Operand& o, const Sizes& sizes) const {
+    return known(o) && o.base < Operand::first_input && within(o, sizes);
+  }
+
+  bool fits(const Instruction& in) const {
+    const int64_t* n = in.size;
+    for (int d = 0; d < kProgramDims; ++d) {
+      if (n[d] < 1 || n[d] > kMostSize) return false;
+    }
+    const Sizes all{n[0], n[1], n[2], n[3]}, classes{n[0], n[1], n[2], 1}, inner{n[0], 1, n[2], 1};
+    switch (in.code) {
+      case Code::product: {
+        Operand out = in.out;  // dense, whatever its strides
+        out.stride[0] = n[2], out.stride[1] = 1;
+        const Sizes whole{n[0], n[2], 1, 1};
+        return written(out, whole) && read(in.a, {n[0], n[1], 1, 1}) && read(in.b, {n[1], n[2], 1, 1}) &&
+               read(in.c, whole);
+      }
+      case Code::log_softmax:
+        return written(in.out, classes) && read(in.a, classes);
+      case Code::log_softmax_backward:
+        return written(in.out, classes) && read(in.a, classes) && known(in.b) && read(in.b, classes);
+      case Code::nll:
+        return written(in.out, inner) && read(in.a, classes) && labels(in.b, inner);
+      case Code::nll_backward:
+        return written(in.out, classes) && read(in.a, inner) && labels(in.b, inner);
+      case Code::is_not:
+        return written(in.out, all) && labels(in.a, all);
+      default:  // elementwise, and sum
+        return in.code >= Code::product && in.code < Code::count && written(in.out, all) && read(in.a, all) &&
+               read(in.b, all) && read(in.c, all);
+    }
+  }
+};
+
+}  // namespace
+
+void check_program(const RowProgram& program) {
+  const auto possible = [](int64_t n) { return n >= 0 && n <= kMostSize; };
+  STD_TORCH_CHECK(possible(program.scratch) && possible(program.width) && program.work >= 0,
+                  "a row program must have work, scratch memory and a result of 0 or more");
+  for (size_t i = 0; i < program.inputs.size(); ++i) {
+    STD_TORCH_CHECK(possible(program.inputs[i].span()), "input ", i,
+                    " of the row program must have sizes of 1 or more and strides of 0 or more, at most ", kMostSize,
+                    " elements");
+  }
+  for (size_t i = 0; i < program.instructions.size(); ++i) {
+    STD_TORCH_CHECK(Checker{program}.fits(program.instructions[i]), "instruction ", i,
+                    " of the row program is none, or reads or writes outside of its memory");
+  }
+}
+
+}  // namespace fastsam
