@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import fed, ops
+from fastsam.fed.algorithms.base import Round, State
+from fastsam.fed.localstep import Direction, LocalStep
 from fastsam_kernels import native
 from fastsam_kernels.instructions import FIRST_INPUT, OUT, Code, Input, Instruction, Operand
 
@@ -35,6 +37,26 @@ def test_labels_that_are_numbers_train_like_one_client_after_the_other() -> None
         )
         ends.append(torch.cat([p.flatten() for p in done.model.state_dict().values()]))
     assert torch.allclose(*ends, rtol=0, atol=2e-5)
+
+
+class Mixed(fed.FedAvg):
+    """A surrogate gap in the first round, and then the same numbers without one."""
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"b": -0.4}
+        return LocalStep(Direction.GRADIENT, rho=0.1, **gap)
+
+
+def test_a_surrogate_gap_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(12, 6), torch.randint(3, (12,))) for _ in range(4)]
+    ends = []
+    for executor in ("sequential", "vmap"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        done = fed.run(model, data, Mixed(), executor=executor, rounds=3, batch_size=5, participation=1.0)
+        ends.append(torch.cat([p.flatten() for p in done.model.state_dict().values()]))
+    assert torch.allclose(*ends, rtol=0, atol=1e-6)
 
 
 # --- words of other writers ---

@@ -132,10 +132,10 @@ class Row:
 
     def _fill(self, step: LocalStep, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
-        # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
-        if self._filled != numbers or step.surrogate_gap:
+        if self._filled != numbers:
             self.rows.hyper[0, 0] = sent(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-            self._filled = numbers
+            # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
+            self._filled = () if step.surrogate_gap else numbers
         self._known, self._kind = (step, lr), Kind.of(step)
 
     def _measure(self, task: Task) -> None:

@@ -115,10 +115,10 @@ class Vmap:
         shared = all(task.step is first.step for task in tasks)
         steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
-        # Most often what was written last is what is wanted, and still there: a surrogate gap alone writes into it.
-        if self._numbered != (form.part, numbers) or crews[0].kind.surrogate:
+        if self._numbered != (form.part, numbers):  # most often what was written last is what is wanted
             form.hyper.copy_(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1))
-            self._numbered = form.part, numbers
+            # It is still there the next time: a surrogate gap alone writes into it.
+            self._numbered = None if crews[0].kind.surrogate else (form.part, numbers)
         form.losses.zero_()
         form.arrange(crews[0].kind)
         form.begin_(self.start)
