@@ -141,6 +141,10 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
   }
   STD_TORCH_CHECK(z.dim() == 2 && z.scalar_type() == ScalarType::Float && made.width == z.size(1) + kShared,
                   "z must be float32 [rows, ", made.width - kShared, "], as the row program's gradients are");
+  for (const OptionalTensor* beside : {&w, &momentum, &q, &shift}) {
+    STD_TORCH_CHECK(!beside->has_value() || ((*beside)->dim() == 2 && (*beside)->size(1) == z.size(1)),
+                    "w, momentum, q and shift must be fields like z, [rows, ", z.size(1), "]");
+  }
   const Tensors field{z};
   UpdateArgs update = update_sgd_args(field, w, field, table, hyper, momentum, keeps_first ? field : Tensors{}, q,
                                       sumsq_v, std::nullopt, std::nullopt, false, two_passes, shift);
@@ -155,6 +159,8 @@ void rowwise_steps(int64_t program, const Tensors weights, const Tensors others,
     const auto& segment = update.call.table[i];
     STD_TORCH_CHECK(segment.offset >= 0 && segment.length >= 0 && segment.offset <= z.size(1) - segment.length,
                     "table must have segments of z, got one at ", segment.offset, " of ", segment.length, " elements");
+    STD_TORCH_CHECK(segment.group >= 0 && segment.group < update.call.groups, "table must have groups of hyper, 0 to ",
+                    update.call.groups - 1, ", got ", segment.group);
   }
   double* const sums = sums_of(losses, update.call, "losses");
   std::atomic<bool> failed{false};

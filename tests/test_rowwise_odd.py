@@ -8,6 +8,8 @@ from dataclasses import replace
 import fed_cases as cases
 import pytest
 import torch
+import torch.nn.functional as F
+from test_executors_traced import stacked
 from torch import Tensor, nn
 
 from fastsam import fed, ops
@@ -148,3 +150,28 @@ def test_a_softmax_that_is_the_same_along_a_dimension() -> None:
     made = Instruction(Code.LOG_SOFTMAX_BACKWARD, (3, 5), Operand(OUT, 0, (5, 1)), *reads).by_classes(0)
     found = ops.row_program([made], given, 0, 15)([g, outputs]).view(2, 3, 5)
     assert torch.allclose(found, g - outputs.exp() * g.sum(1, keepdim=True), rtol=1e-5, atol=1e-5)
+
+
+def test_steps_check_the_memory_beside_the_weights() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    passes, form = stacked(model, F.cross_entropy, 2)
+    x, y, wanted = torch.randn(9, 6), torch.randint(3, (9,)), torch.arange(8).view(2, 4)
+    for _ in range(2):
+        passes.run(form, x[wanted], y[wanted])
+    known = passes.traced.row_pass(4, x, y)
+    far, long, group = (form.layout.table.clone() for _ in range(3))
+    far[0, 0], long[0, 1], group[0, 2] = form.z.shape[1], MANY, 1
+    narrow, sums = form.z[:, :16].contiguous(), torch.zeros(2, dtype=torch.float64)
+
+    def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
+        known.program.steps_(
+            form.leaves, known.others, x, y, wanted, 4, z, w, table, form.hyper, sums.clone(), **fields
+        )
+
+    take()
+    for bad in (
+        {"z": narrow}, {"z": form.z.double()}, {"z": torch.cat([form.z, form.z], 1)}, {"w": narrow, "sumsq": sums},
+        {"momentum": narrow}, {"q": narrow}, {"shift": narrow}, {"table": far}, {"table": long}, {"table": group},
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"must be f|table must have"):
+            take(**bad)
