@@ -1,55 +1,5 @@
 // The operations of a row program. See per_isa.h.
-#include "product_loops.h"
-
-inline __attribute__((always_inline)) Lanes chosen(Places where, Lanes yes, Lanes no) {
-  return (Lanes)((where & (Places)yes) | (~where & (Places)no));
-}
-
-// e^x to 2 units in the last place: 2^n times a polynomial in the rest. Below 2^-126 with fewer digits, as floats have.
-inline Lanes exponential(Lanes x) {
-  const Lanes low = every(-104.0f), high = every(89.0f), magic = every(12582912.0f);
-  x = chosen(x < low, low, chosen(x > high, high, x));
-  const Lanes shifted = x * 1.44269504088896341f + magic;  // its last bits are the nearest whole number
-  const Places n = (Places)shifted - (Places)magic;
-  const Lanes whole = shifted - magic;
-  const Lanes r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-  Lanes p = every(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const Places half = n >> 1;  // 2^n alone may be out of range
-  return p * (Lanes)((half + 127) << 23) * (Lanes)((n - half + 127) << 23);
-}
-
-template <class F>
-inline Lanes by_lane(Lanes x, F f) {
-  for (int lane = 0; lane < kLanes; ++lane) x[lane] = f(x[lane]);
-  return x;
-}
-
-// log(x) to 2 units in the last place; where the exponent has no full set of digits, element by element.
-inline Lanes logarithm(Lanes x) {
-  const Places bits = (Places)x, ordinary = (bits >= 0x00800000) & (bits < 0x7F800000);
-  for (int lane = 0; lane < kLanes; ++lane) {
-    if (!ordinary[lane]) return by_lane(x, [](float v) { return v == 0.0f ? -INFINITY : std::log(v); });
-  }
-  const Places n = (bits - 0x3F3504F3) >> 23;  // x = 2^n * m with m from sqrt(1/2) to sqrt(2)
-  const Lanes m = (Lanes)(bits - (n << 23)) - 1.0f, e = __builtin_convertvector(n, Lanes), square = m * m;
-  Lanes p = every(7.0376836292e-2f);
-  p = p * m - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
-  p = p * m * square + e * -2.12194440e-4f - 0.5f * square;
-  return m + p + e * 0.693359375f;
-}
+#include "lane_math.h"
 
 // Where the operands of an instruction lie for one row.
 struct Places3 {
@@ -94,16 +44,6 @@ inline void each(const Instruction& in, Places3 all, F f) {
   });
 }
 
-// In halves: a sum in the order of the lanes would wait for every addition.
-inline float added_up(Lanes x) {
-  float half[kLanes];
-  store(half, x);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) half[lane] += half[lane + width];
-  }
-  return half[0];
-}
-
 // Adds a's n elements, one stride apart, to out.
 inline void add_line(float* out, const float* a, int64_t n, int64_t stride) {
   Lanes partial{};
@@ -141,94 +81,7 @@ inline void sum(const Instruction& in, Places3 all) {
   });
 }
 
-// Sizes: outer, classes, inner. Calls f(from of a, from of b, out, lanes) where neighbouring inner elements are dense,
-// for as many as a vector has; else g, element by element.
-template <class F, class G>
-inline void over_classes(const Instruction& in, Places3 all, F f, G g) {
-  const int64_t inner = in.size[2];
-  const bool dense =
-      in.out.stride[2] == 1 && in.a.stride[2] == 1 && (in.b.base == Operand::none || in.b.stride[2] == 1);
-  for (int64_t o = 0; o < in.size[0]; ++o) {
-    const Places3 at{all.out + o * in.out.stride[0], all.a + o * in.a.stride[0], all.b + o * in.b.stride[0], nullptr};
-    for (int64_t i = 0; dense && i < inner; i += kLanes) {
-      f(Places3{at.out + i, at.a + i, at.b + i * in.b.stride[2], nullptr}, std::min<int64_t>(kLanes, inner - i));
-    }
-    for (int64_t i = 0; !dense && i < inner; ++i) {
-      g(Places3{at.out + i * in.out.stride[2], at.a + i * in.a.stride[2], at.b + i * in.b.stride[2], nullptr});
-    }
-  }
-}
-
-inline void log_softmax(const Instruction& in, Places3 all) {
-  const int64_t classes = in.size[1], so = in.out.stride[1], sa = in.a.stride[1];
-  over_classes(
-      in, all,
-      [&](const Places3& at, int64_t lanes) {
-        Lanes largest = load_some(at.a, lanes);
-        for (int64_t c = 1; c < classes; ++c) {
-          const Lanes x = load_some(at.a + c * sa, lanes);
-          largest = chosen(x > largest, x, largest);
-        }
-        Lanes total{};
-        for (int64_t c = 0; c < classes; ++c) total += exponential(load_some(at.a + c * sa, lanes) - largest);
-        const Lanes log_total = logarithm(total);
-        for (int64_t c = 0; c < classes; ++c) {
-          store_some(at.out + c * so, load_some(at.a + c * sa, lanes) - largest - log_total, lanes);
-        }
-      },
-      [&](const Places3& at) {
-        float largest = at.a[0], total = 0.0f;
-        for (int64_t c = 1; c < classes; ++c) largest = std::max(largest, at.a[c * sa]);
-        for (int64_t c = 0; c < classes; ++c) total += std::exp(at.a[c * sa] - largest);
-        const float log_total = std::log(total);
-        for (int64_t c = 0; c < classes; ++c) at.out[c * so] = at.a[c * sa] - largest - log_total;
-      });
-}
-
-// a: the gradient; b: the log-softmax.
-inline void log_softmax_backward(const Instruction& in, Places3 all) {
-  const int64_t classes = in.size[1], so = in.out.stride[1], sa = in.a.stride[1], sb = in.b.stride[1];
-  over_classes(
-      in, all,
-      [&](const Places3& at, int64_t lanes) {
-        Lanes total{};
-        for (int64_t c = 0; c < classes; ++c) total += load_some(at.a + c * sa, lanes);
-        for (int64_t c = 0; c < classes; ++c) {
-          const Lanes p = exponential(load_some(at.b + c * sb, lanes));
-          store_some(at.out + c * so, load_some(at.a + c * sa, lanes) - p * total, lanes);
-        }
-      },
-      [&](const Places3& at) {
-        float total = 0.0f;
-        for (int64_t c = 0; c < classes; ++c) total += at.a[c * sa];
-        for (int64_t c = 0; c < classes; ++c) at.out[c * so] = at.a[c * sa] - std::exp(at.b[c * sb]) * total;
-      });
-}
-
-// Sizes: outer, classes, inner; b: labels [outer, inner]. nll: out [outer, inner], a [outer, classes, inner];
-// backwards: a [outer, inner], out [outer, classes, inner]. Strides of what has no classes are 0 there.
-inline bool nll(const Instruction& in, Places3 all, const int64_t* labels, bool backward, int64_t* wrong) {
-  const int64_t* so = in.out.stride;
-  const int64_t* sa = in.a.stride;
-  for (int64_t o = 0; o < in.size[0]; ++o) {
-    for (int64_t c = 0; backward && c < in.size[1]; ++c) {
-      float* out = all.out + o * so[0] + c * so[1];
-      for (int64_t i = 0; i < in.size[2]; ++i) out[i * so[2]] = 0.0f;
-    }
-    for (int64_t i = 0; i < in.size[2]; ++i) {
-      const int64_t label = labels[o * in.b.stride[0] + i * in.b.stride[2]];
-      if ((label < 0 || label >= in.size[1]) && label != kIgnored) return *wrong = label, false;
-      float* out = all.out + o * so[0] + i * so[2];
-      const float* a = all.a + o * sa[0] + i * sa[2];
-      if (backward) {
-        if (label != kIgnored) out[label * so[1]] = -*a;
-      } else {
-        *out = label == kIgnored ? 0.0f : -a[label * sa[1]];
-      }
-    }
-  }
-  return true;
-}
+#include "class_loops.h"
 
 // 1 where an int64 is not the number, else 0.
 inline void is_not(const Instruction& in, Places3 all, const int64_t* labels) {
