@@ -93,7 +93,9 @@ class Steps:
     ) -> Callable[..., Any]:
         """Compiled from the recorded passes of these shapes."""
         for batch in samples.batches(size):
-            self.passes.traced.run([view.detach().requires_grad_() for view in self.layout.views(tensors[0])], *batch)
+            self.passes.operations.run(
+                [view.detach().requires_grad_() for view in self.layout.views(tensors[0])], *batch
+            )
         with torch.no_grad(), compiling():
             return built(partial(self._steps, kind, names, size), tensors)
 
@@ -130,7 +132,7 @@ class Steps:
             _, g2 = self._gradients(self._perturbed(kind, state, fields, h, g1), x, y)
         a, b = h(Column.A), h(Column.B)
         if kind.surrogate:
-            a = 1 - b * _dot(g1, g2) / (_dot(g2, g2) + torch.finfo(torch.float64).tiny).to(b.dtype)
+            a = 1 - b * (_dot(g1, g2) / (_dot(g2, g2) + torch.finfo(torch.float64).tiny)).to(b.dtype)
         v = [_over(a, g) * g for g in g2]
         if kind.keeps_first:
             v = [vi + _over(b, g) * g for vi, g in zip(v, g1, strict=True)]
@@ -141,7 +143,7 @@ class Steps:
 
     def _gradients(self, weights: Vectors, x: Tensor, y: Tensor) -> tuple[Tensor, Vectors]:
         """By the recorded pass, which leaves the compiler less to do; else as autograd has it."""
-        known = self.passes.traced.known(x, y)
+        known = self.passes.operations.known(x, y)
         grads: Sequence[Tensor | None]
         if known is not None and known.function is not None and len(known.slots) == len(weights):
             loss, *grads = known.function(*weights, x.contiguous(), y.contiguous())

@@ -46,13 +46,12 @@ class StackedPasses:
         self._subtables: dict[tuple[int, ...], Tensor] = {tuple(range(len(layout.segments))): layout.table}
         self._outputs = vmap(self._output, in_dims=(0, 0), randomness="error")
         self._losses = vmap(setup.loss, in_dims=(0, 0), randomness="error")
-        self.traced = Traced(
-            self.gradients,
-            replica.module,
-            layout,
-            product_of=partial(ops.product_of, backend=setup.backend),
-            rowwise=ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend),
+        traced = partial(
+            Traced, self.gradients, replica.module, layout, product_of=partial(ops.product_of, backend=setup.backend)
         )
+        self.traced = traced(rowwise=ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend))
+        # For a compiler: operations that it can take apart, and tensors in whatever order of memory it chooses.
+        self.operations = traced() if self.traced.rowwise else self.traced
 
     def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of the gradients."""

@@ -204,7 +204,7 @@ class Vmap:
         feed, samples, size, at = crew.feed, crew.tasks[0].samples, crew.tasks[0].batch_size, crew.k % crew.epoch
         if feed is None or self.busy > 1 or crew.slot or at % compiled.CHUNK:
             return False
-        if self.passes.traced.reason is not None:  # a compiled chunk would freeze what changes
+        if self.passes.traced.reason or self.passes.operations.reason:  # a compiled chunk would freeze what changes
             return False
         if samples not in self.common or 2 * crew.end < self.slots or any(task.snapshots for task in crew.tasks):
             return False
