@@ -78,7 +78,11 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("compiler", "reason"), [("/bin/false", "compiling failed"), ("no-such-compiler", "no-such-compiler not found")]
+    ("compiler", "reason"),
+    [
+        pytest.param("/bin/false", "compiling failed", marks=pytest.mark.slow),
+        ("no-such-compiler", "no-such-compiler not found"),
+    ],
 )
 def test_missing_or_failing_compiler_gives_the_pure_wheel_and_says_so(
     checkout: Path, tmp_path: Path, compiler: str, reason: str

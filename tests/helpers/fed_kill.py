@@ -1,7 +1,7 @@
 """Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a process of its own.
 
     python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED    SIGKILL after random times, resumed until a run ends
-    python -m tests.helpers.fed_kill every DIRECTORY                dies at each operation on a file in turn, resumed once
+    python -m tests.helpers.fed_kill every DIRECTORY EACH           dies at each EACH-th operation on a file in turn, resumed once
     python -m tests.helpers.fed_kill interrupt DIRECTORY            SIGINT in mid-round, then resumed
 
 Prints as JSON the hash of what an undisturbed run leaves, and those of the disturbed ones.
@@ -106,9 +106,9 @@ def dies_at(directory: Path, count: int) -> None:
     train(directory, rounds=3)
 
 
-def kill_at_every_operation(directory: Path) -> list[str]:
+def kill_at_every_operation(directory: Path, each: int) -> list[str]:
     digests: list[str] = []
-    for count in range(10_000):
+    for count in range(0, 10_000, each):
         target = directory / f"dies-{count}"
         code = finish(forked(partial(dies_at, target, count)))
         if code != 9:
@@ -139,7 +139,7 @@ if __name__ == "__main__":
     train(place / "whole", rounds=3 if mode == "every" else 9)
     tries = {
         "random": lambda: kill_at_random(place, int(sys.argv[3]), int(sys.argv[4])),
-        "every": lambda: kill_at_every_operation(place),
+        "every": lambda: kill_at_every_operation(place, int(sys.argv[3])),
         "interrupt": lambda: interrupt(place),
     }
     print(json.dumps({"whole": digest(place / "whole"), "resumed": tries[mode]()}))

@@ -41,8 +41,10 @@ BACKENDS = [parameter(b) for b in backends.table()]
 
 
 def explore(backend: backends.Backend, examples: int = 40) -> Callable[[Any], Any]:
-    """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow."""
-    count = max(5, examples // 5) if (backend.name, backend.device) == ("triton", "cpu") else examples
+    """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow, and fewer of the reference,
+    which is itself what the others are compared with."""
+    fewer = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)
+    count = max(5, examples // fewer)
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 

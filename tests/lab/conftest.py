@@ -1,4 +1,4 @@
-"""Figures that no test looks at are named and not drawn."""
+"""Figures that no test looks at are named and not drawn; slow tests draw them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-DRAWN = ("test_plots", "test_sweep")  # files whose figures are figures
+DRAWN = ("test_plots",)  # files whose figures are figures
 
 
 @pytest.fixture(autouse=True)
 def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Setting type takes a second per figure, which is most of what a small command does."""
-    if request.path.stem not in DRAWN:
+    if request.path.stem not in DRAWN and not request.node.get_closest_marker("slow"):
         monkeypatch.setattr("matplotlib.figure.Figure.savefig", name_file)
 
 

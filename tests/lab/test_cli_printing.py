@@ -78,13 +78,23 @@ def test_a_warning_is_one_line(capsys: pytest.CaptureFixture, monkeypatch: pytes
     assert capsys.readouterr().err == "warning: the kernels are not built\n"
 
 
-def test_importing_the_federated_modules_imports_no_heavy_library() -> None:
-    modules = "fed, lab.cli, lab.config, lab.experiment, lab.compare, lab.sweep, lab.report, fed.measures, fed.data, fed.models"
-    modules += ", lab.progress, lab.plots"
-    lines = [f"import fastsam.{name}" for name in modules.split(", ")]
-    lines.append("import sys; sys.exit(str({'matplotlib', 'sklearn', 'rich'} & set(sys.modules)))")
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert done.stderr.strip() == "set()"
+IMPORTS = """
+import sys
+import fastsam
+assert "fastsam.fed" not in sys.modules
+from fastsam import fed
+assert fed is sys.modules["fastsam.fed"]
+print({"matplotlib", "sklearn", "rich", "triton", "scipy"} & set(sys.modules))
+import fastsam.lab.cli, fastsam.lab.config, fastsam.lab.experiment, fastsam.lab.compare, fastsam.lab.sweep, fastsam.lab.report
+import fastsam.fed.measures, fastsam.fed.data, fastsam.fed.models, fastsam.lab.progress, fastsam.lab.plots
+print({"matplotlib", "sklearn", "rich"} & set(sys.modules))
+"""
+
+
+def test_modules_are_imported_when_asked_for_and_heavy_libraries_when_needed() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["set()", "set()"]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: Any, cap
     assert cli.main([*printed.split()[1:]]) == 0 and (directory / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_a_figure_draws_what_it_names(tmp_path: Path) -> None:
     directory = tmp_path / "classes"
     assert cli.main(["reproduce", "fedlesam-fig5", "--scale", "--run-dir", str(directory)]) == 0
@@ -150,6 +151,7 @@ def test_a_figure_draws_what_it_names(tmp_path: Path) -> None:
     assert len(drawn) == 8 and all(name.endswith("-classes.png") for name in drawn)
 
 
+@pytest.mark.slow
 def test_two_names_for_one_axis(tmp_path: Path) -> None:
     """FedCM's alpha stands on the axis of the others' beta."""
     from rich.console import Console

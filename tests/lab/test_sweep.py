@@ -118,8 +118,9 @@ def test_a_data_key_that_is_not_swept_must_still_agree(tmp_path: Path) -> None:
         compare.plan(read(tmp_path, FILE + "clients = 8\n"), ["fedavg", "fedsam"], None, ["alpha=0.5,1"])
 
 
+@pytest.mark.parametrize("figures", ["named", pytest.param("drawn", marks=pytest.mark.slow)])  # conftest.py
 def test_the_command_line_draws_it_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    figures: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     read(tmp_path)
@@ -127,11 +128,11 @@ def test_the_command_line_draws_it_all(
                "--measures", "sharpness,consistency", "--surface", "3", "--run-dir", "cmp"]  # fmt: skip
     assert cli.main(command) == 0
     names = {path.name for path in (tmp_path / "cmp").iterdir()}
-    figures = {"curves", "classes", "measures", "surfaces", "ablation-rho", "ablation-clients", "ablation-rho-lr"}
-    assert {f"{name}{kind}" for name in figures for kind in (".png", ".svg", ".pdf")} <= names
+    expected = {"curves", "classes", "measures", "surfaces", "ablation-rho", "ablation-clients", "ablation-rho-lr"}
+    assert {f"{name}{kind}" for name in expected for kind in (".png", ".svg", ".pdf")} <= names
     assert "fedsam-rho=0.01-clients=6-seed0" in names
     page = (tmp_path / "cmp" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(figures)
+    assert page.count("data:image/png;base64,") == len(expected)
     assert "<dt>clients, clients = 5</dt>" in page and "<dt>clients, clients = 6</dt>" in page
     assert "<td>fedsam rho=0.1 clients=5</td>" in page and "<dt>swept clients</dt><dd>5, 6</dd>" in page
     sizes = {

@@ -45,6 +45,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert len(set(digests.values())) == 1, digests
 
 
+@pytest.mark.slow
 def test_threads_and_streamed_stores_change_no_bit() -> None:
     """A large call streams its stores and is spread over threads; the same numbers in pieces take neither path."""
     threads = torch.get_num_threads()

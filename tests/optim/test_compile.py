@@ -88,6 +88,7 @@ def other_process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.slow  # a process of its own, with all that torch.compile imports
 @pytest.mark.parametrize("name", BASES)
 def test_forward_backward_and_step_in_one_graph(name: str, other_process: ProcessPoolExecutor) -> None:
     """After one ordinary step, which makes the buffers, and with lr and rho as tensors."""

@@ -150,11 +150,15 @@ USUAL += [(name, "step", 2, "auto") for name in ("sgd", "two dtypes", "check_fin
 USUAL += [("interval", "alone", 1, "auto"), ("looksam", "step", 2, "auto"), ("friendly", "by_hand", 2, "auto")]
 
 
+# Each line costs a step or two, and a step has hundreds: in `make test` it is every third one, in `make test-slow` each.
+EACH = [pytest.param(1, marks=pytest.mark.slow), 3]
+
+
 @pytest.mark.parametrize(
-    ("name", "style", "warm", "backend"),
-    [pytest.param(*case, marks=[] if case in USUAL else pytest.mark.slow) for case in EVERY_CASE],
+    ("name", "style", "warm", "backend", "each"),
+    [pytest.param(*case, 1, marks=pytest.mark.slow) for case in EVERY_CASE] + [(*case, 3) for case in USUAL],
 )
-def test_raising_at_every_line(name: str, style: str, warm: int, backend: str) -> None:
+def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, each: int) -> None:
     """`warm`: steps before. The first step makes the buffers, the third uses what it finds.
 
     A step with the compiled CPU kernels or the reference is made or not made whatever line is interrupted, those around the kernels included.
@@ -174,7 +178,7 @@ def test_raising_at_every_line(name: str, style: str, warm: int, backend: str) -
     undisturbed.step()
     assert tracer.lines > 50
 
-    for line in range(tracer.lines):
+    for line in range(0, tracer.lines, each):
         case = make()
         before, state = copies(case.params), case.state()
         with pytest.raises(Interrupt), Tracer(line, folders) as tracer_here:
@@ -214,9 +218,10 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
     assert same_bits(before, case.params) and same_bits(state, case.state())
 
 
+@pytest.mark.parametrize("each", EACH)
 @pytest.mark.parametrize("warm", [0, 1])
 @pytest.mark.parametrize("backend", ["reference", "foreach", "auto"])
-def test_raising_inside_the_kernels(backend: str, warm: int) -> None:
+def test_raising_inside_the_kernels(backend: str, warm: int, each: int) -> None:
     """The reference works tensor by tensor, so an interrupt can leave some weights perturbed and others not, and some updated."""
 
     def make() -> Case:
@@ -226,7 +231,7 @@ def test_raising_inside_the_kernels(backend: str, warm: int) -> None:
     undisturbed = make()
     with Tracer(None, (KERNELS,)) as tracer:
         undisturbed.step()
-    for line in range(tracer.lines):
+    for line in range(0, tracer.lines, each):
         case = make()
         before = copies(case.params)
         with pytest.raises(Interrupt), Tracer(line, (KERNELS,)) as tracer_here:

@@ -320,12 +320,6 @@ def test_public_names() -> None:
     assert fastsam.__version__.count(".") == 2
 
 
-def test_fed_is_imported_when_asked_for() -> None:
-    code = "import sys, fastsam; assert 'fastsam.fed' not in sys.modules; from fastsam import fed; assert fed is sys.modules['fastsam.fed']"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_step_allocates_nothing_that_stays(backend: Backend) -> None:
     if backend.device != "cpu":
         pytest.skip("counted on the CPU")

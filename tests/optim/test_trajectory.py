@@ -15,6 +15,7 @@ import fastsam
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from fastsam_kernels.rules import RULES
+from tests.helpers.crosses import one_in
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 from tests.helpers.tolerances import rounded, trajectory
 
@@ -73,16 +74,7 @@ def compare(actual: list[Any], oracle: Oracle, tolerance: tuple[float, float]) -
         torch.testing.assert_close(a.detach().double().cpu(), b.detach(), rtol=tolerance[0], atol=tolerance[1])
 
 
-# The two half precisions differ in their rounding alone.
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=pytest.mark.slow if dtype == torch.float16 and "momentum" not in name else [])
-        for name in CONFIGURATIONS
-        for dtype in DTYPES
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), one_in(2, CONFIGURATIONS, DTYPES), ids=str)
 def test_follows_the_oracle(name: str, dtype: torch.dtype, backend: Backend) -> None:
     base, options = CONFIGURATIONS[name]
     fused = any(base in rule.serves for rule in RULES.values()) and not options.get("amsgrad")

@@ -72,13 +72,27 @@ def test_the_clip_scopes_of_a_proximal_step():
 
 
 @pytest.mark.parametrize(
-    "method", [oracle.SCAFFOLD(), oracle.FedDyn(0.4), oracle.FedSpeed(0.0, 1.0, 0.4), oracle.FedSpeed(0.0, 0.3, 0.4)]
+    "method",
+    [
+        oracle.SCAFFOLD(),
+        oracle.FedDyn(0.4),
+        pytest.param(oracle.FedSpeed(0.0, 1.0, 0.4), marks=pytest.mark.slow),
+        pytest.param(oracle.FedSpeed(0.0, 0.3, 0.4), marks=pytest.mark.slow),
+    ],
 )
 def test_corrected_methods_reach_the_global_minimum_with_many_local_steps(method):
     assert (final(method, rounds=60, epochs=4, lr=0.3) - MINIMUM).norm() < 1e-6
 
 
-@pytest.mark.parametrize("method", [oracle.FedAvg(), oracle.FedProx(0.4), oracle.FedCM(0.5), oracle.FedLESAM(0.0)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        oracle.FedAvg(),
+        oracle.FedCM(0.5),
+        pytest.param(oracle.FedProx(0.4), marks=pytest.mark.slow),
+        pytest.param(oracle.FedLESAM(0.0), marks=pytest.mark.slow),
+    ],
+)
 def test_uncorrected_methods_do_not(method):
     assert (final(method, rounds=60, epochs=4, lr=0.3) - MINIMUM).norm() > 0.05
 

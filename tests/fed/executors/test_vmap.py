@@ -19,6 +19,7 @@ from tests.helpers.fed_runs import FIRST, SIZES, digest, run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
 STACKED = [method for method in FIRST.values() if method != "fedrobust"]
+FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step: the other algorithms are slow tests
 EVEN = (20,) * 6
 
 
@@ -53,7 +54,7 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(m, marks=[] if m in STACKED else pytest.mark.slow)
+        pytest.param(m, marks=[] if m in FORMS else pytest.mark.slow)
         for m in cases.METHODS
         if not m.startswith("fedrobust")
     ],
@@ -239,9 +240,6 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(compiler, "compile_graph", plain)
     monkeypatch.setattr(compiler, "why_not", lambda setup: None)
     return made
-
-
-FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step; the passes that are compiled are the same
 
 
 @pytest.mark.parametrize(

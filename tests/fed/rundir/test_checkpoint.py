@@ -83,14 +83,16 @@ def killed(mode, directory, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_killed_at_random_instants(tmp_path):
-    seen = killed("random", tmp_path, 20, 0)
+@pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.slow)])
+def test_killed_at_random_instants(tmp_path, kills):
+    seen = killed("random", tmp_path, kills, 0)
     assert set(seen["resumed"]) == {seen["whole"]}
 
 
-def test_killed_before_every_operation_on_a_file(tmp_path):
-    seen = killed("every", tmp_path)
-    assert len(seen["resumed"]) > 30 and set(seen["resumed"]) == {seen["whole"]}
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["all", "one in three"])
+def test_killed_before_every_operation_on_a_file(tmp_path, each):
+    seen = killed("every", tmp_path, each)
+    assert len(seen["resumed"]) > 30 // each and set(seen["resumed"]) == {seen["whole"]}
 
 
 def test_interrupted_by_a_signal(tmp_path):

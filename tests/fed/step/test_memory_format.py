@@ -319,17 +319,18 @@ print(*(b - a for a, b in zip(seen, seen[1:])))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are those of glibc")
-def test_steps_do_not_fault_their_memory_in_again():
+@pytest.mark.parametrize(("how", "low", "high"), [
+    ("with", 0, 1000), pytest.param("without", 2000, sys.maxsize, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_steps_do_not_fault_their_memory_in_again(how, low, high):
+    """A block has 980 pages of 4 KiB."""
     settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(settings)}
-    found = {}
-    for how in ("with", "without"):
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS, how], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        found[how] = sorted(map(int, done.stdout.split()))[3]  # the median of 7 rounds
-    assert found["with"] < 1000 < 2000 < found["without"], found  # a block has 980 pages of 4 KiB
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, how], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert low <= sorted(map(int, done.stdout.split()))[3] < high  # the median of 7 rounds
 
 
 def test_memory_is_only_kept_for_runs_on_the_cpu(monkeypatch):

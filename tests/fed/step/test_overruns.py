@@ -81,6 +81,7 @@ def test_a_narrow_shortcut_is_trained_within_its_memory(canary):
     assert set(counted(RUNS, canary)) == {"0"}
 
 
+@pytest.mark.slow
 def test_what_the_rule_lets_through_writes_within_its_memory():
     scan("--quick", "--isa", "AVX2", "--threads", "1")
 
