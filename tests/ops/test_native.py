@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,16 +31,13 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
     code = "from tests.helpers.native_step import Step; s = Step(3); print(s.run(), s.run_dual())"
-    digests = {}
-    for name in ("baseline", "avx2", "avx512"):
+    step = Step(3)
+    digests = {"here": f"{step.run()} {step.run_dual()}"}
+    processor = Path("/proc/cpuinfo").read_text()
+    for name in ("baseline", "avx2") if "avx512bw" in processor else ("baseline",):  # else avx2 is what runs here
         env = os.environ | {"FASTSAM_ISA": name}
         done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True
         )
         digests[name] = done.stdout.strip()
     assert len(set(digests.values())) == 1, digests

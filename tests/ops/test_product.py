@@ -74,7 +74,8 @@ def test_no_memory_beside_the_operands_is_read() -> None:
     assert torch.equal(out, torch.full((2, 5, 17), 40.0))
 
 
-@pytest.mark.parametrize("isa", ["baseline", pytest.param("avx2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_every_instruction_set(isa: str) -> None:
     """The same tests on what older processors run."""
     done = subprocess.run(

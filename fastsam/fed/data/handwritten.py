@@ -6,6 +6,8 @@ Source: the test part of the Optical Recognition of Handwritten Digits data set 
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from torch import Tensor
 from fastsam.fed.data.augment import named
 from fastsam.fed.data.federated import FederatedData, split_data, stratified_test
 from fastsam.fed.data.partition import SPLITS, options_of
+
+FILE = "datasets/data/digits.csv.gz"  # in the package, as `load_digits` reads it
 
 
 def digits(
@@ -62,9 +66,18 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def _read() -> tuple[np.ndarray, Tensor]:
-    from sklearn.datasets import load_digits
+    """Pixels [1797, 64] float64 of 0 to 16, and labels. Importing scikit-learn takes longer than many a run: its file is read where it lies."""
+    package = find_spec("sklearn")
+    file = (
+        Path(package.submodule_search_locations[0]) / FILE if package and package.submodule_search_locations else None
+    )
+    if file is not None and file.is_file():
+        table = np.loadtxt(file, delimiter=",")
+        pixels, labels = table[:, :-1], table[:, -1]
+    else:
+        from sklearn.datasets import load_digits
 
-    pixels, labels = load_digits(return_X_y=True)
+        pixels, labels = load_digits(return_X_y=True)
     return pixels, torch.from_numpy(labels.astype(np.int64))
 
 

@@ -13,9 +13,13 @@ from fastsam import fed
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
 
-# In the normal suite every other algorithm meets all these, the others those that clip in float64, and further options of one the first alone.
-# Fifty steps a round: one of each way to keep a state.
-USUAL = {torch.float64: ("momentum", "clip-active", "clip-linear"), torch.float32: ("clip-active",)}
+# In the normal suite each algorithm meets two of these, and its further options one of them. Fifty steps a round: one of each way to keep a state.
+USUAL = [
+    ("momentum", torch.float64),
+    ("clip-active", torch.float64),
+    ("clip-linear", torch.float64),
+    ("clip-active", torch.float32),
+]
 USUALLY_LONG = ("fedadam", "fedsam", "fedlesam", "fedgamma", "mofedsam", "mimelite", "feddyn", "fedsmoo", "fedspeed")
 FIRST = {name: method for method, (name, _) in reversed(METHODS.items())}.values()
 # Under these options the unfused backend is compared, under the others the fused one.
@@ -26,7 +30,7 @@ def case(method, options, dtype):
     if options == "long":
         usual = dtype == torch.float64 and method in USUALLY_LONG
     elif method in FIRST:
-        usual = options in USUAL[dtype][list(FIRST).index(method) % 2 :]
+        usual = (options, dtype) in USUAL[list(FIRST).index(method) % 2 :: 2]
     else:
         usual = (options, dtype) == ("momentum", torch.float64)
     return pytest.param(method, options, dtype, marks=[] if usual else [pytest.mark.slow])

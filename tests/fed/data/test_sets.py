@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from fastsam.fed.data import (
     from_client_files,
     from_function,
     from_npz,
+    handwritten,
     split_data,
     stratified_test,
 )
@@ -36,6 +38,17 @@ def test_digits_sizes_scale_and_classes() -> None:
     assert len(train) == 1437
     assert train.double().mean().item() == pytest.approx(0, abs=1e-6)
     assert train.double().std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_digits_are_read_without_scikit_learns_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with them, where its file is not there."""
+    found = handwritten.load()
+    monkeypatch.setattr(handwritten, "FILE", "datasets/data/elsewhere.csv")
+    for a, b in zip(found, handwritten.load(), strict=True):
+        assert torch.equal(a, b)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert torch.equal(handwritten.load()[0], found[0])
 
 
 def test_digits_are_the_real_images_with_their_labels() -> None:
