@@ -18,6 +18,9 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/co
 SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
 ARGS ?=
 
+# The tests start some hundred processes that import the same modules: these are compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-cuda test-slow test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
 .DELETE_ON_ERROR:
