@@ -319,9 +319,11 @@ print(*(b - a for a, b in zip(seen, seen[1:])))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are those of glibc")
-@pytest.mark.parametrize(("how", "low", "high"), [
-    ("with", 0, 1000), pytest.param("without", 2000, sys.maxsize, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "low", "high"),
+    [("with", 0, 1000), pytest.param("without", 2000, sys.maxsize, marks=pytest.mark.slow)],
+    ids=["with", "without"],
+)
 def test_steps_do_not_fault_their_memory_in_again(how, low, high):
     """A block has 980 pages of 4 KiB."""
     settings = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
