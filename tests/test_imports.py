@@ -21,7 +21,7 @@ from tests.helpers.places import ROOT
 BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena")
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
-    ("clients", "models", "step"),
+    ("aggregation", "clients", "models", "step"),
     ("algorithms", "data", "executors"),
     ("measures",),
     ("rundir",),

@@ -62,7 +62,9 @@ class Upload:
 class Sums(Protocol):
     """The sums of the uploads, over the clients that were not excluded (`clients` of them)."""
 
-    clients: int
+    @property
+    def clients(self) -> int:
+        """How many."""
 
     def mean(self, name: str) -> Tensor:
         """Weighted mean, float64 `[stride]`."""
@@ -80,7 +82,8 @@ class Algorithm:
     `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and `client_vectors` what is
     kept between the rounds in the same unit. For reports: `working_vectors` is what a local step needs beyond the weights and one gradient,
     `backprops` the back-propagations of a step; `pools_data` says that the method is no federated one and trains on everybody's data (see
-    `fastsam.fed.loop.pooled_data`).
+    `fastsam.fed.loop.pooled_data`). `totals` says that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust
+    rule can stand in for.
     """
 
     down: ClassVar[float] = 1
@@ -90,6 +93,7 @@ class Algorithm:
     working_vectors: ClassVar[float] = 0
     backprops: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
+    totals: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raises TypeError for an option that the class does not take, naming those that it takes."""

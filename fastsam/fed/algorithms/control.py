@@ -22,6 +22,7 @@ class ControlVariates(Algorithm):
     server_vectors: ClassVar[float] = 2
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 1
+    totals: ClassVar[bool] = True
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "c": torch.zeros_like(w0)}

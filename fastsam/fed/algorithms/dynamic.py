@@ -23,6 +23,7 @@ class DynamicRegularizer(Algorithm):
     server_vectors: ClassVar[float] = 2
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 1
+    totals: ClassVar[bool] = True
 
     phi: float
     phi_decay: float

@@ -64,6 +64,11 @@ class FedSMOO(DynamicRegularizer):
         return 1 + self.dyn
 
     @property
+    def totals(self) -> bool:  # type: ignore[override]
+        """H, or the mean of all mu_i."""
+        return self.dyn or self.s_rule == "mu_all"
+
+    @property
     def working_vectors(self) -> float:  # type: ignore[override]
         """The perturbed copy, mu_i, s, and q."""
         return 3 + self.dyn

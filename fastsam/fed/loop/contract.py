@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fastsam.fed.aggregation import Rule
+from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import State, Upload
 from fastsam.fed.step.local_step import LocalStep
 from fastsam.fed.sums.fixed_point import Problems
@@ -52,6 +54,41 @@ def check_algorithm(algorithm: object) -> None:
             f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
             "derive its class from fastsam.fed.Algorithm"
         )
+
+
+_FEWEST = 3  # clients of a round among whom a majority can stand against one
+
+
+def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: int) -> None:
+    """Raises ValueError, with what would work, where a robust rule has no meaning. cohort: clients that a round is likely to have at most."""
+    if rule is None:
+        return
+    name = type(algorithm).__name__
+    if getattr(algorithm, "pools_data", False):
+        raise ValueError(
+            f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
+        )
+    if getattr(algorithm, "totals", False):
+        raise no_totals(rule, name)
+    if ranks > 1:
+        raise ValueError(
+            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes are never together; "
+            "use one process, or aggregation='mean'"
+        )
+    if cohort < _FEWEST:
+        raise ValueError(
+            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and this run has rounds of "
+            f"{cohort}; use a larger participation, or aggregation='mean'"
+        )
+
+
+def no_totals(rule: Rule, name: str) -> ValueError:
+    """The algorithm of that name has sums that no rule can stand in for."""
+    served = ", ".join(sorted(one.__name__ for one in registry.values() if not (one().totals or one.pools_data)))
+    return ValueError(
+        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients keep "
+        f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of {served}"
+    )
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:

@@ -110,14 +110,14 @@ class Loop:
             cohort.close(ends)
         cohort.join()
         cohort.check()
-        server = asked(self.algorithm, "step_server", (state.server, cohort.sums, about), t)
+        server = asked(self.algorithm, "step_server", (state.server, cohort.server_sums, about), t)
         server = check_server(server, state.server["w"], "step_server")
         check_finite(server, state.server, t + 1, settings.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
-            buffers = move_buffers(buffers, cohort.sums.mean(BUFFERS))
+            buffers = move_buffers(buffers, cohort.server_sums.mean(BUFFERS))
         if self.ranks.first:
             record = self._record(cohort, server, buffers, trained)
             state.history.append(record | {"seconds": time.perf_counter() - began})
@@ -134,7 +134,7 @@ class Loop:
         own = {"backprops": cohort.backprops, "excluded": cohort.excluded_list(), "seconds_training": trained}
         if self.measures is not None:
             about = replace(about, rows=about.rows.with_buffers(buffers))
-            found = self.measures.round(cohort.before.server, server, cohort.sums, about)
+            found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)
             record |= numbers(found, "round()", {*record, *own, "seconds"})
         return record | own
 

@@ -11,6 +11,8 @@ from torch.nn import functional
 
 from fastsam import backends
 from fastsam.fed import executors
+from fastsam.fed.aggregation import Rule, rule_of
+from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.sampling import Sampler
@@ -42,6 +44,8 @@ class Settings:
         "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without replacement), "
         "'simulator' (the cohorts of the papers' code), or a callable (round, generator) -> client ids, in a config its import path")
     weighting: str = option("uniform", "the clients' weights in the server's mean", choices=("uniform", "samples"))
+    aggregation: str = option("mean",
+        f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number ('trimmed_mean:0.1')")
     shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
@@ -80,12 +84,23 @@ class Settings:
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
+        rule = self.rule
+        if rule is not None and not rule.weighs and self.weighting != "uniform":
+            raise ValueError(
+                f"weighting={self.weighting!r} has no meaning with aggregation={self.aggregation!r}, in which one client counts like another; "
+                "use weighting='uniform', or aggregation='norm_filter', which takes the weights"
+            )
         object.__setattr__(self, "loss", _function(self.loss))
 
     @property
     def local(self) -> LocalOptions:
         """What concerns every local step."""
         return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope)
+
+    @property
+    def rule(self) -> Rule | None:
+        """The robust rule in place of the mean; None for the mean."""
+        return rule_of(self.aggregation)
 
     def lr_of(self, index: int) -> float:
         """The local learning rate of round `index` (from 0)."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State
+from fastsam.fed.aggregation.robust_sums import RobustSums
+from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums
 from fastsam.fed.clients.population import Population, ignored_labels
 from fastsam.fed.executors import Executor, Task, Work
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
@@ -20,6 +21,7 @@ from fastsam.fed.loop.contract import (
     check_client,
     check_closed,
     check_steps,
+    no_totals,
     not_finite,
     rows_of_numbers,
 )
@@ -69,6 +71,8 @@ class Cohort:
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + len(active), before.server["w"])
         self.sums = RoundSums(len(active), max(self.weights.values()), places)
+        rule = settings.rule
+        self.robust = None if rule is None else RobustSums(self.sums, rule)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.steps = self.backprops = 0
@@ -168,6 +172,11 @@ class Cohort:
         new = {name: x for name, x in state.items() if id(x) not in shared}
         problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
         problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
+        if self.robust is not None:
+            if upload.total:
+                raise no_totals(self.robust.rule, type(self.algorithm).__name__)
+            good = [place for place in range(len(weights)) if place not in problems]
+            self.robust.keep(ends.clients, weights, good, ends.displacement, mean)
 
         def own(name: str, x: Tensor, place: int) -> Tensor:
             """A client's part of a tensor of its new state, in memory of its own."""
@@ -235,15 +244,21 @@ class Cohort:
                 f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
 
+    @property
+    def server_sums(self) -> Sums:
+        """What the server's step reads: the sums, or in place of their means what a robust rule makes of the rows."""
+        return self.sums if self.robust is None else self.robust
+
     def record(self) -> dict[str, Any]:
         """What the round's record says of the clients. train_loss: mean over the samples of the clients that were not excluded."""
         sizes = self.population.sizes
-        return {
+        about = {
             "clients": len(self.active),
             "samples": sum(sizes[i] for i in self.active),
             "steps": self.steps,
             "train_loss": self.sums.number("loss") / self.sums.number("samples"),
         }
+        return about if self.robust is None else {**about, "left_out": self.robust.left_out}
 
     def excluded_list(self) -> list[dict[str, Any]]:
         """Who was excluded and why, by client."""

@@ -24,7 +24,15 @@ from fastsam.fed.common.checks import choice
 from fastsam.fed.common.fingerprints import digest, hyperparameters, structure
 from fastsam.fed.common.option import table, with_help
 from fastsam.fed.loop import client_state, trial_step
-from fastsam.fed.loop.contract import asked, check_algorithm, check_begin, check_client, check_server, check_steps
+from fastsam.fed.loop.contract import (
+    asked,
+    check_aggregation,
+    check_algorithm,
+    check_begin,
+    check_client,
+    check_server,
+    check_steps,
+)
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop, Progress
@@ -58,6 +66,7 @@ def run(
     participation: float = 0.2,
     sampler: str | Sampler = "bernoulli",
     weighting: str = "uniform",
+    aggregation: str = "mean",
     shuffle: bool = True,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
@@ -189,11 +198,13 @@ def _loop(
     if getattr(algorithm, "pools_data", False):
         population = pooled(population, settings.participation, settings.seed)
         settings = replace(settings, sampler=in_turn(len(population.clients)))
+    cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
+    check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     step = _try(algorithm, population, settings, state, rows)
     trial_step.check_smallest(model, population, settings.batch_size)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        step.input_map is not None, tried.example, settings.compile, sampling.likely(settings.sampler, len(population.sizes), settings.participation),
+        step.input_map is not None, tried.example, settings.compile, cohort,
         tuple(population.sizes),
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)

@@ -17,7 +17,10 @@ from fastsam.fed.common.fingerprints import difference
 FORMAT, VERSION = "fastsam run", 2
 _WITHOUT_CHECKSUM = 1  # a version: an earlier one, read as ever; no flip of one bit makes a 1 of a 2
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
-_SINCE = {"memory_format": "preserve"}  # keys of the identity that older directories lack, and what their runs did
+_SINCE = {
+    "memory_format": "preserve",
+    "aggregation": "mean",
+}  # keys of the identity that older directories lack, and what their runs did
 
 _MEANING = {  # of values of the identity that do not speak for themselves
     "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",

@@ -1,0 +1,45 @@
+"""Robust rules in place of the mean over a round's clients, one file each (docs/robust.md). `rule_of` finds one by its name.
+
+Every module of this folder is imported: a subclass of `Rule` with a name is a rule by being defined.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import fields
+
+from fastsam.fed.aggregation.base import Rule, registry
+from fastsam.fed.common.checks import nearest
+
+__all__ = ["MEAN", "Rule", "names", "registry", "rule_of"]
+
+MEAN = "mean"
+for _found in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_found.name}")
+
+
+def names() -> list[str]:
+    """What `aggregation` may be called, the plain mean first."""
+    return [MEAN, *sorted(registry)]
+
+
+def rule_of(text: object) -> Rule | None:
+    """The rule of "name" or "name:number"; None for the plain mean. Raises ValueError for what names no rule, or a number out of range."""
+    if isinstance(text, str) and text == MEAN:
+        return None
+    name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name not in registry:
+        hint = nearest(name, names())
+        raise ValueError(f"aggregation must be one of {', '.join(map(repr, names()))}, got {text!r}{hint}")
+    made, option = registry[name], next((f.name for f in fields(registry[name])), None)
+    if not colon:
+        return made()
+    if option is None:
+        raise ValueError(f"aggregation={name!r} takes no number, got {text!r}")
+    try:
+        return made(**{option: float(given)})
+    except ValueError as error:
+        raise ValueError(
+            f"aggregation={name + ':' + option.upper()!r} takes a number behind the colon, got {text!r}: {error}"
+        ) from error

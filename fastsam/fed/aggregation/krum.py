@@ -1,0 +1,72 @@
+"""Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
+NeurIPS 2017 (section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.aggregation.base import Rule
+from fastsam.fed.aggregation.share import of_clients
+from fastsam.fed.common.checks import number
+
+
+@dataclass(frozen=True)
+class Krum(Rule):
+    """The displacement that is nearest to its neighbours.
+
+        score(i) = sum of ||Delta_i - Delta_j||^2 over the n - f - 2 clients j nearest to i,    Delta = Delta_i of the least score
+
+    share: of the clients that may send anything, f = ceil(share * n); the paper needs 2f + 2 < n, so f is at most (n - 3)/2. Of several with
+    the least score it is the one with the smallest number. All but one client are left out of a round: where clients are heterogeneous
+    it follows one of them at a time.
+    Memory: the rows of the round. Time: n^2/2 distances, a read of all rows for each client.
+    """
+
+    name: ClassVar[str] = "krum"
+    chooses: ClassVar[bool] = True
+
+    share: float = 0.2
+
+    def __post_init__(self) -> None:
+        number("share", self.share, at_least=0, at_most=0.5)
+
+    def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
+        n = len(displacements)
+        if n < 3:  # no neighbours to ask
+            return list(range(n))
+        f = min(of_clients(self.share, n), (n - 3) // 2)
+        neighbours = n - f - 2
+        scores = squares(displacements).sort(dim=1).values[:, 1 : 1 + neighbours].sum(1)  # the first is its own, 0
+        return sorted(torch.argsort(scores, stable=True)[: self.count(neighbours)].tolist())
+
+    def count(self, neighbours: int) -> int:
+        """How many clients are taken."""
+        return 1
+
+
+@dataclass(frozen=True)
+class MultiKrum(Krum):
+    """The mean of the m displacements with the least scores of Krum.
+
+    m = n - f - 2: the paper leaves m open; up to there El Mhamdi, Guerraoui and Rouault ("The Hidden Vulnerability of Distributed Learning in
+    Byzantium", ICML 2018) show that it keeps Krum's guarantee. share, memory and time as of `Krum`.
+    """
+
+    name: ClassVar[str] = "multi_krum"
+
+    def count(self, neighbours: int) -> int:
+        return neighbours
+
+
+def squares(rows: Sequence[Tensor]) -> Tensor:
+    """The squared distances of all pairs, float64 `[n, n]` on the CPU."""
+    out = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for i, row in enumerate(rows):
+        for j in range(i):
+            out[i, j] = out[j, i] = float(torch.linalg.vector_norm(row - rows[j], dtype=torch.float64)) ** 2
+    return out

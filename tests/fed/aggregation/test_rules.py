@@ -1,0 +1,133 @@
+"""The robust rules on rows of numbers: against the papers' equations written another way, and what an outlier can do to each."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fastsam.fed.aggregation import names, registry, rule_of
+from fastsam.fed.aggregation.base import Rule
+
+N, P = 9, 31
+WEIGHTS = [1] * N
+
+
+def rows(n: int = N, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return list(torch.randn(n, P, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype))
+
+
+def made(text: str) -> Rule:
+    rule = rule_of(text)
+    assert rule is not None
+    return rule
+
+
+def aggregate(text: str, given: list[Tensor], weights: list[int] | None = None) -> Tensor:
+    """What a round of these displacements moves the model by."""
+    rule, weights = made(text), [1] * len(given) if weights is None else weights
+    chosen = rule.chosen(given)
+    return rule.mean([given[i] for i in chosen], [weights[i] for i in chosen])
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 9])
+def test_the_median_is_numpys(n: int) -> None:
+    given = rows(n)
+    assert np.allclose(aggregate("median", given), np.median(torch.stack(given).double(), axis=0), atol=1e-15)
+
+
+@pytest.mark.parametrize(("share", "n", "k"), [(0.2, 9, 2), (0.1, 30, 3), (0.0, 9, 0), (0.5, 9, 4), (0.4, 2, 0), (0.01, 5, 1)])  # fmt: skip
+def test_the_trimmed_mean_leaves_out_the_share_at_both_ends(share: float, n: int, k: int) -> None:
+    given = rows(n)
+    ordered = np.sort(torch.stack(given).double().numpy(), axis=0)
+    assert np.allclose(aggregate(f"trimmed_mean:{share}", given), ordered[k : n - k].mean(axis=0), atol=1e-15)
+
+
+def test_blocks_of_columns_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = [aggregate(text, rows()) for text in ("median", "trimmed_mean")]
+    monkeypatch.setattr("fastsam.fed.aggregation.base._BLOCK", 7)
+    assert all(torch.equal(aggregate(t, rows()), x) for t, x in zip(("median", "trimmed_mean"), whole, strict=True))
+
+
+def krum_by_hand(given: list[Tensor], f: int) -> list[int]:
+    """The clients in the order of their scores, by the sentence in the paper."""
+    n, scores = len(given), []
+    for i in range(n):
+        distances = sorted(float((given[i].double() - given[j].double()).square().sum()) for j in range(n) if j != i)
+        scores.append(sum(distances[: n - f - 2]))
+    return sorted(range(n), key=scores.__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("text", "f", "m"), [("krum", 2, 1), ("krum:0.3", 3, 1), ("multi_krum:0.3", 3, 4), ("krum:0.5", 3, 1)]
+)
+def test_krum_takes_those_of_the_least_scores(text: str, f: int, m: int) -> None:
+    for seed in range(5):
+        given = rows(seed=seed)
+        chosen = sorted(krum_by_hand(given, f)[:m])
+        assert made(text).chosen(given) == chosen
+        assert torch.allclose(aggregate(text, given), torch.stack([given[i].double() for i in chosen]).mean(0))
+
+
+def test_krum_of_one_or_two_clients_is_their_mean_and_of_equal_ones_the_first() -> None:
+    assert [made("krum").chosen(rows(n)) for n in (1, 2)] == [[0], [0, 1]]
+    assert made("krum").chosen([torch.ones(4)] * 5) == [0]
+
+
+def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> None:
+    given = [x / x.norm() for x in rows(5)]
+    given[1], given[3] = 9.9 * given[1], 10.1 * given[3]
+    assert made("norm_filter").chosen(given) == [0, 1, 2, 4]
+    assert made("norm_filter:11").chosen(given) == [0, 1, 2, 3, 4]
+    expected = sum(w * given[i].double() for i, w in ((0, 3), (1, 1), (2, 7), (4, 2))) / 13
+    assert torch.allclose(aggregate("norm_filter", given, [3, 1, 7, 5, 2]), expected)
+    assert made("norm_filter").chosen([torch.zeros(4)] * 3) == [0, 1, 2]  # a cohort that does not move has no outlier
+
+
+@pytest.mark.parametrize("text", [name for name in names() if name != "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_client_of_nine_cannot_take_the_others_away(text: str, dtype: torch.dtype) -> None:
+    """However far away it is and wherever it stands, the result stays within the box of the others; the mean does not."""
+    for place, size in itertools.product((0, 4, 8), (1e8, -1e30)):
+        good = rows(dtype=dtype)
+        bad = [*good]
+        bad[place] = torch.full((P,), size, dtype=dtype)
+        others = torch.stack(good[:place] + good[place + 1 :]).double()
+        moved = aggregate(text, bad)
+        assert moved.dtype == torch.float64
+        assert (moved >= others.amin(0) - 1e-12).all() and (moved <= others.amax(0) + 1e-12).all()
+        assert abs(float(torch.stack(bad).double().mean(0).mean())) > 1e6
+
+
+@pytest.mark.parametrize("text", [name for name in names() if name != "mean"])
+def test_nobody_is_written_into_and_shapes_stay(text: str) -> None:
+    given = [x.view(1, P) for x in rows()]
+    before = [x.clone() for x in given]
+    assert aggregate(text, given).shape == (1, P)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("medain", "aggregation must be one of .*'median'.*did you mean 'median'"),
+        ("median:3", "takes no number"),
+        ("krum:x", "'krum:SHARE' takes a number behind the colon, got 'krum:x'"),
+        ("trimmed_mean:0.6", "share must be .*<= 0.5"),
+        ("norm_filter:0.5", "factor must be .*>= 1"),
+        ("norm_filter:nan", "factor must be a finite number"),
+        ("mean:2", "aggregation must be one of"),
+        (None, "aggregation must be one of"),
+    ],
+)
+def test_what_names_no_rule_is_refused(text: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule_of(text)
+
+
+def test_every_rule_is_there_by_its_file() -> None:
+    assert names() == ["mean", "krum", "median", "multi_krum", "norm_filter", "trimmed_mean"]
+    assert rule_of("mean") is None and all(type(rule_of(name)) is made for name, made in registry.items())

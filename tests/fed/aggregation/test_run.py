@@ -1,0 +1,203 @@
+"""Whole runs with a robust rule in place of the mean: a poisoned client, every algorithm, every executor, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed.aggregation import names
+from fastsam.fed.loop.round import Cohort
+from tests.helpers import fed_cases as cases
+from tests.helpers import fed_runs, oracle
+from tests.helpers.fed_runs import FIRST, digest
+
+RULES = [name for name in names() if name != "mean"]
+OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}
+SERVED = [
+    "FedAdam", "FedAvg", "FedCM", "FedGSAM", "FedLESAM", "FedProx", "FedRobust", "FedSAM", "FedSpeed", "MimeLite", "MoFedSAM",
+]  # fmt: skip
+
+
+def blobs(poison: float = 1.0) -> tuple[list[Any], Any]:
+    """Ten clients of three classes, a little apart from each other, and a test set; the data of client 4 is multiplied by `poison`."""
+    g = torch.Generator().manual_seed(0)
+    centres = 2 * torch.randn(3, 6, generator=g)
+
+    def draw(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.arange(n) % 3
+        return centres[y] + torch.randn(n, 6, generator=g), y
+
+    clients, test = [draw(24) for _ in range(10)], draw(150)
+    clients[4] = (poison * clients[4][0], clients[4][1])
+    return clients, test
+
+
+def accuracy(aggregation: str, poison: float, algorithm: fed.Algorithm) -> float:
+    """At the end of five rounds, in the second of which client 4 takes part, once."""
+    clients, test = blobs(poison)
+    torch.manual_seed(0)
+    everybody, others = list(range(10)), [i for i in range(10) if i != 4]
+    result = fed.run(
+        nn.Linear(6, 3), clients, algorithm, rounds=5, eval_every=5, test=test, aggregation=aggregation, executor="sequential", lr=0.1,
+        sampler=lambda t, generator: everybody if t == 1 else others,
+    )  # fmt: skip
+    return result.history[-1]["test_accuracy"]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MoFedSAM(rho=0.05, beta=0.5)], ids=lambda a: type(a).__name__
+)
+def test_a_poisoned_client_ruins_the_mean_and_no_robust_rule(algorithm: fed.Algorithm) -> None:
+    clean = accuracy("mean", 1.0, algorithm)
+    assert clean > 0.85
+    assert accuracy("mean", 1e8, algorithm) < clean - 0.05
+    for rule in RULES:
+        assert accuracy(rule, 1e8, algorithm) > clean - 0.03, rule
+
+
+def test_the_mean_by_name_is_the_default_to_the_bit() -> None:
+    runs = [fed_runs.run(fed.FedSAM(), "sequential", **OPTIONS, **own) for own in ({}, {"aggregation": "mean"})]
+    assert digest(runs[0]) == digest(runs[1])
+    assert "left_out" not in runs[0].history[0]
+
+
+def test_a_rule_that_leaves_nobody_out_is_the_mean() -> None:
+    """But for the order of the additions: those of the mean have none."""
+    model, data = oracle.smooth_model(), oracle.ragged_clients()
+    a, b, c = (
+        fed.run(model, data, fed.FedSAM(), rounds=3, participation=1.0, weighting=w, aggregation=rule).model
+        for rule, w in (("mean", "uniform"), ("norm_filter:1e9", "uniform"), ("trimmed_mean:0", "uniform"))
+    )
+    assert oracle.difference(a, b) < 1e-14 and oracle.difference(a, c) < 1e-14
+    d, e = (
+        fed.run(model, data, fed.FedAvg(), rounds=3, participation=1.0, weighting="samples", aggregation=rule).model
+        for rule in ("mean", "norm_filter:1e9")
+    )
+    assert oracle.difference(d, e) < 1e-14
+
+
+@pytest.mark.parametrize("rule", ["median", "krum"])  # of those that choose, and of those that do not
+def test_executors_give_the_same_bits(rule: str) -> None:
+    runs = [
+        fed_runs.run(fed.FedCM(), e, s, aggregation=rule, **OPTIONS) for e, s in (("sequential", None), ("threads", 3))
+    ]
+    assert digest(runs[0]) == digest(runs[1])
+    stacked = fed_runs.run(fed.FedCM(), "vmap", 4, aggregation=rule, **OPTIONS)
+    assert oracle.difference(runs[0].model, stacked.model) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", sorted(fed.algorithms.registry.values(), key=lambda made: made.__name__), ids=lambda m: m.__name__
+)
+def test_every_algorithm_is_served_or_refused_by_name(name: type[fed.Algorithm]) -> None:
+    if name.__name__ in SERVED:
+        method, parameters = cases.METHODS[FIRST[name.__name__]]
+        result = fed_runs.run(
+            getattr(fed, method)(**parameters), "sequential", aggregation="median", rounds=1, local_epochs=1
+        )
+        assert all(p.isfinite().all() for p in result.model.parameters())
+        return
+    words = (
+        "has none"
+        if name.__name__.startswith("Centralised")
+        else rf"server of {name.__name__} .*one of {', '.join(SERVED)}$"
+    )
+    with pytest.raises(ValueError, match=words):
+        fed_runs.run(name(), "sequential", aggregation="median")
+
+
+@pytest.mark.parametrize("method", [*FIRST.values(), "fedsmoo-mu-active", "fedsmoo-mu-all", "fedsmoo-alone"])
+def test_what_an_algorithm_says_of_totals_is_what_it_uploads(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    kinds, own = set(), Cohort.check
+
+    def check(self: Cohort) -> None:
+        kinds.update(kind for kind, _ in self.sums._vectors)
+        own(self)
+
+    monkeypatch.setattr(Cohort, "check", check)
+    name, parameters = cases.METHODS[method]
+    algorithm = getattr(fed, name)(**parameters)
+    fed_runs.run(algorithm, "sequential", rounds=1, local_epochs=1, sizes=(3, 3))
+    assert algorithm.totals == ("total" in kinds)
+
+
+class Summed(fed.Algorithm):
+    """An algorithm of a user's that does not say that it has totals."""
+
+    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
+        return client, fed.Upload({"delta": ends.displacement}, {"sum": ends.displacement})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        (
+            fed.FedAvg(),
+            {"weighting": "samples"},
+            "weighting='samples' has no meaning with aggregation='median'.*norm_filter",
+        ),
+        (fed.FedAvg(), {"participation": 0.2, "sampler": "fixed"}, "needs 3 clients in a round .* rounds of 2"),
+        (Summed(), {}, "the server of Summed also keeps a sum"),
+        (fed.FedSMOO(), {}, "the server of FedSMOO"),
+    ],
+    ids=["weights", "few", "own", "FedSMOO"],
+)
+def test_what_a_rule_has_no_meaning_for_is_refused(algorithm: fed.Algorithm, options: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fed_runs.run(algorithm, "sequential", aggregation="median", **options)
+
+
+def test_fedsmoo_without_sums_is_served() -> None:
+    fed_runs.run(fed.FedSMOO(dyn=False), "sequential", aggregation="median", rounds=1)
+
+
+def test_records_say_whom_a_rule_left_out() -> None:
+    clients, test = blobs(1e8)
+    run = {"rounds": 2, "participation": 1.0, "test": test, "executor": "sequential", "lr": 0.05}
+    found = {a: fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), aggregation=a, **run).history for a in RULES}
+    assert [r["left_out"] for r in found["norm_filter"]] == [[4], [4]]
+    assert all(len(r["left_out"]) == 9 and 4 in r["left_out"] for r in found["krum"])
+    assert all(len(r["left_out"]) == 4 and 4 in r["left_out"] for r in found["multi_krum"])
+    assert all(r["left_out"] == [] for r in found["median"])
+
+
+def test_clients_that_are_not_finite_are_excluded_before_a_rule_sees_them() -> None:
+    clients, _ = blobs()
+    clients[2] = (clients[2][0].clamp(-3, 3) * 1e38, clients[2][1])
+    result = fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), rounds=1, participation=1.0, aggregation="krum")
+    assert [e["client"] for e in result.history[0]["excluded"]] == [2]
+    assert len(result.history[0]["left_out"]) == 8 and 2 not in result.history[0]["left_out"]
+
+
+def test_averaged_buffers_follow_the_rule() -> None:
+    """BatchNorm's statistics of the poisoned client do not enter either."""
+    clients, test = blobs(1e3)
+
+    def variance(rule: str) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+        run = {"rounds": 2, "participation": 1.0, "test": test, "buffers": "average", "batch_size": 8}
+        norm = fed.run(model, clients, fed.FedAvg(), aggregation=rule, **run).model[0]
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_var is not None
+        return float(norm.running_var.max())
+
+    assert variance("mean") > 1e4
+    assert variance("median") < 100 and variance("trimmed_mean") < 100
+
+
+def test_a_run_resumes_with_its_rule_alone(tmp_path: Any) -> None:
+    where = {"run_dir": tmp_path / "run", **OPTIONS}
+    fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", **where)
+    with pytest.raises(
+        fed.RunDirectoryError, match="another aggregation: it was started with 'krum', now it is 'median'"
+    ):
+        fed_runs.run(fed.FedAvg(), "sequential", aggregation="median", resume=True, **where)
+    longer = fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", resume=True, **(where | {"rounds": 3}))
+    whole = fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", **(OPTIONS | {"rounds": 3}))
+    assert digest(longer) == digest(whole)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["aggregation"] == "krum"
