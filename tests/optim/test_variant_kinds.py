@@ -1,0 +1,220 @@
+"""What is one variant's own: its special cases, its helpers, and other libraries' classes beside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import GSAM, SAM, FusedSAM, backends
+from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
+from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
+from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
+
+
+def test_no_gap_is_sam_to_the_last_bit() -> None:
+    ends = [fused(sam, "sgd", 3, dtype=torch.float32).params for sam in (GSAM(RHO, alpha=0.0), SAM(RHO))]
+    assert all(map(torch.equal, *ends))
+
+
+def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
+    half = fused(WSAM(RHO, gamma=0.5, decouple=False), "sgd", 3), fused(SAM(RHO), "sgd", 3)
+    none = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
+    for one, other in (half, none):
+        assert same_bits(one.params, other.params)
+
+
+def test_directions_of_the_gradient_alone_are_sams() -> None:
+    sam = fused(SAM(RHO), "sgd", 3, dtype=torch.float32).params
+    for other in (VaSSO(RHO, theta=1.0), FriendlySAM(RHO, sigma=0.0)):
+        assert same_bits(sam, fused(other, "sgd", 3, dtype=torch.float32).params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dtype) -> None:
+    """The weights at the perturbed point: T^2*d over the norm of T*d."""
+    params, opt = fused(FriendlySAM(RHO, True, 0.1, sigma=0.8, lmbda=0.7), "sgd", 0, dtype=dtype)
+    m = torch.zeros(())
+    for t in range(3):
+        w = flat([p.detach().double() for p in params])
+        Training(params, opt).backward(t)
+        g = flat([p.grad.double() for p in params if p.grad is not None])
+        m = 0.7 * m + 0.3 * g
+        d, scale = g - 0.8 * m, w.abs() + 0.1
+        opt.first_step()
+        found = flat([p.detach().double() for p in params])
+        eps = RHO * scale**2 * d / (scale * d).norm()
+        assert (found - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
+        Training(params, opt).backward(t)
+        opt.second_step()
+
+
+def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
+    """Else the case beside the paper would show one of them only; and `rho` bounds it in every group, as a number and as a tensor."""
+    training, radii = fused(SAM(RHO, radius=LESAM(sigma=8.0)), "sgd", 0), []
+    for t in range(6):
+        training.backward(t)
+        before = flat(copies(training.params))
+        training.opt.first_step()
+        radii.append(float((flat(copies(training.params)) - before).norm()))
+        training.opt.restore()
+        training.steps(range(t, t + 1))
+        if t == 3:
+            training.opt.param_groups[0]["rho"] = torch.tensor(0.01, dtype=torch.float64)
+    assert min(radii[:4]) < RHO - 1e-3 and max(radii[:4]) == pytest.approx(RHO)
+    assert radii[4:] == pytest.approx([0.01, 0.01])
+
+
+def test_the_radius_of_a_loss_is_of_the_unscaled_gradient() -> None:
+    training, scaler = fused(CASES["lesam"].sam, "sgd", 0), torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
+    _, loss = problem()
+    for t in range(3):
+        training.backward(t)
+        norm, before = flat([p.grad for p in training.params if p.grad is not None]).norm(), copies(training.params)
+        training.opt.zero_grad()
+        scaler.scale(loss(training.params, t)).backward()
+        training.opt.first_step(zero_grad=True)
+        radius = (flat(copies(training.params)) - flat(before)).norm()
+        if t:  # the first step cannot know the scale
+            assert float(radius) == pytest.approx(min(8.0 / float(norm), RHO))
+        scaler.scale(loss(training.params, t)).backward()
+        scaler.step(training.opt)
+        scaler.update()
+
+
+def test_a_radius_of_ones_own() -> None:
+    """Any function of rho and the norm, on the device; with another variant's direction."""
+    params, opt = fused(VaSSO(RHO, radius=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
+    Training(params, opt).backward(0)
+    before, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
+    opt.first_step()
+    torch.testing.assert_close(flat(params).detach() - before, RHO * d / (1 + d.norm()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        )
+
+
+def test_sam_on_perturbs_normalisation_layers_alone_by_the_whole_radius(backend: backends.Backend) -> None:
+    torch.manual_seed(0)
+    net = Net().to(backend.device)
+    opt = FusedSAM(SAMON.groups(net), torch.optim.SGD, sam=SAMON(rho=0.5), lr=0.1, backend=backend.name)
+    names = [name for name, p in net.named_parameters() if any(p is q for q in opt.param_groups[0]["params"])]
+    assert names == [f"layers.{i}.{kind}" for i in (1, 3) for kind in ("weight", "bias")]
+    x, plain = torch.randn(16, 4).to(backend.device), copy.deepcopy(net)
+    for _ in range(2):
+        opt.zero_grad()
+        net.layers(x).square().mean().backward()
+        before = [p.detach().clone() for p in net.parameters()]
+        grads = [p.grad.clone() for p in opt.param_groups[0]["params"]]
+        opt.first_step()
+        moved = [p for p, old in zip(net.parameters(), before, strict=True) if not torch.equal(p, old)]
+        assert {id(p) for p in moved} == {id(p) for p in opt.param_groups[0]["params"]}
+        length = flat([p - old for p, old in zip(net.parameters(), before, strict=True)]).norm()
+        torch.testing.assert_close(length, torch.tensor(0.5).to(length.device))
+        assert opt.grad_norm is not None
+        torch.testing.assert_close(opt.grad_norm.float(), flat(grads).norm())
+        opt.zero_grad()
+        net.layers(x).square().mean().backward()
+        opt.second_step()
+        for p, old in zip(net.parameters(), before, strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.detach(), old - 0.1 * p.grad)
+    assert len(list(plain.parameters())) == sum(len(group["params"]) for group in opt.param_groups)
+
+
+def test_sam_on_without_normalisation_layers() -> None:
+    with pytest.raises(ValueError, match="Linear has no parameters in .*LayerNorm.*; name the classes"):
+        SAMON.groups(nn.Linear(3, 3))
+    assert len(SAMON.groups(nn.Linear(3, 3), (nn.Linear,))[0]["params"]) == 2
+
+
+def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
+    """`lr` as a number that somebody changes, and as a tensor: the correction after the update has the learning rate of its step."""
+    ends = []
+    for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        training = fused(WSAM(RHO, gamma=0.8), "adamw", 2)
+        training.opt.param_groups[0]["lr"] = lr
+        ends.append(training.steps(range(2, 4)).params)
+    start = fused(WSAM(RHO, gamma=0.8), "adamw", 2).steps(range(2, 4)).params
+    assert same_bits(*ends) and not same_bits(ends[0], start)
+
+
+def test_looksam_reuses_nothing_where_there_is_nothing() -> None:
+    """Without a perturbation both gradients are the same, so that no part of the second one is orthogonal: steps as of the base optimizer."""
+    steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, every=3))]
+    assert same_bits(*steps)
+
+
+PEERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "coupled": (WSAM(RHO, gamma=0.8, decouple=False), "WSAM", {"gamma": 0.8, "decouple": False}),
+    "decoupled": (WSAM(RHO, gamma=0.8), "WSAM", {"gamma": 0.8}),
+    "adaptive": (WSAM(RHO, True, gamma=0.8), "WSAM", {"gamma": 0.8, "adaptive": True}),
+    "one tensor": (LookSAM(RHO, k=3, alpha=ALPHA), "LookSAM", {"k": 3, "alpha": ALPHA}),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+def test_beside_pytorch_optimizers_class(name: str, base: str) -> None:
+    """Its LookSAM takes norms and projections tensor by tensor, so they agree for one tensor."""
+    library = pytest.importorskip("pytorch_optimizer")
+    sam, theirs, options = PEERS[name]
+    cls, own = BASES[base]
+    shapes = [(5, 3)] if theirs == "LookSAM" else [(5, 3), (8,), (2, 2, 2)]
+    params, their_params = (make_parameters(shapes, torch.float64) for _ in range(2))
+    model = nn.ParameterList(their_params)
+    extra = {"model": model} if theirs == "WSAM" else {}
+    peer = getattr(library, theirs)(params=their_params, base_optimizer=cls, rho=RHO, **options, **extra, **own)
+    opt = FusedSAM(params, cls, sam=sam, **own)
+    for step in range(7):
+        opt.step(lambda step=step: backward(params, step))
+        backward(their_params, step)
+        peer.first_step(zero_grad=True)
+        backward(their_params, step)
+        peer.second_step(zero_grad=True)
+    for p, q in zip(params, their_params, strict=True):
+        torch.testing.assert_close(
+            p, q, rtol=1e-6, atol=1e-7
+        )  # coupled, 4*g2 - 3*g1: what differs in the last bit grows
+
+
+def test_a_perturbation_for_each_part_of_a_batch() -> None:
+    """m-SAM as the page on variants writes it: the mean of the parts' gradients, each at the point that the part's own gradient perturbs to."""
+    start, loss = problem()
+    training = fused(SAM(RHO), "sgd", 0)
+    params, opt = training
+    clean = [p.clone().requires_grad_() for p in start]
+    cls, options = BASES["sgd"]
+    plain = cls(clean, **options)
+    for t in range(3):
+        parts, sums = [3 * t, 3 * t + 1, 3 * t + 2], None
+        for number, part in enumerate(parts):
+            training.backward(part)
+            opt.first_step(zero_grad=True)
+            (loss(params, part) / len(parts)).backward()
+            grads = [p.grad for p in params if p.grad is not None]
+            sums = grads if sums is None else [a + b for a, b in zip(sums, grads, strict=True)]
+            if number < len(parts) - 1:
+                opt.restore()
+        for p, total in zip(params, sums or [], strict=True):
+            p.grad = total
+        opt.second_step()
+        mean = torch.zeros(())
+        for part in parts:
+            g = flat(torch.autograd.grad(loss(clean, part), clean))
+            eps = like(RHO * g / (g.norm() + 1e-12), clean)
+            moved = [(p + e).detach().requires_grad_() for p, e in zip(clean, eps, strict=True)]
+            mean = mean + flat(torch.autograd.grad(loss(moved, part), moved)) / len(parts)
+        for p, v in zip(clean, like(mean, clean), strict=True):
+            p.grad = v
+        plain.step()
+        for p, q in zip(params, clean, strict=True):
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-11)
