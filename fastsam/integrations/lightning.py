@@ -29,6 +29,7 @@ def sam_callback() -> Any:
             _refuse_what_cannot_work(trainer)
             if not opt._statistics.modules:
                 opt._statistics = Statistics(pl_module)
+                opt._follow_modules()
             self._log = log = pl_module.log
 
             def log_in_the_first_pass(*arguments: Any, **options: Any) -> None:

@@ -72,14 +72,14 @@ def forget_scales(optimizer: Optimizer) -> None:
         optimizer.__dict__.pop(name, None)
 
 
-def refuse_closure(optimizer: Optimizer) -> None:
+def refuse_closure(optimizer: Optimizer, one_pass: bool = False) -> None:
     """Raises RuntimeError when a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)
+        again = "" if one_pass else "first_step(zero_grad=True), scaler.scale(loss).backward() again, "
         raise RuntimeError(
             "a GradScaler cannot step with a closure: it unscales and checks gradients before the closure makes them. Call "
-            "scaler.scale(loss).backward(), first_step(zero_grad=True), scaler.scale(loss).backward() again, scaler.step(optimizer), "
-            "scaler.update()"
+            f"scaler.scale(loss).backward(), {again}scaler.step(optimizer), scaler.update()"
         )
 
 

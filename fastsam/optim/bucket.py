@@ -32,6 +32,8 @@ class Selection:
         # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
         self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
         self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
+        self.raw_calls_saved: Any = None  # the same on the saved weights
+        self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.apart = None if bucket.apart is None else [bucket.apart[i] for i in slots]
         self.exchange: Exchange | None = None  # None: the parameters stay in their memory
         if self.apart and pays(self._z):
@@ -59,7 +61,7 @@ class Bucket:
 
     `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused update) it is their
     float32 master copy, in every phase. In a step that is made `in_place` it has the perturbed weights, and the parameters' own memory keeps
-    the unperturbed ones.
+    the unperturbed ones. A step `in_saved` weights updates `origin` alone, and leaves the parameters to a perturbation that follows.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Bucket:
         self._trusting = exclusive and self.masters
         self.apart = self.layout.views(self.origin[0]) if exclusive and not self.masters else None
         self.held: Selection = self.select(())
-        self.in_place = False
+        self.in_place = self.in_saved = False
         self._away: Exchange | None = None  # of parameters that have the memory of `origin`, or are on their way
         self._versions: list[int] | None = None  # of the weights after the last update
         self._save = True
@@ -165,12 +167,16 @@ class Bucket:
         else None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
-        if selection.raw_calls is None:
+        name = "raw_calls_saved" if self.in_saved else "raw_calls"
+        found = getattr(selection, name)
+        if found is None:
             make = getattr(self.kernels, "raw_calls", None)
             if make is None:
                 return None
-            selection.raw_calls = make(selection.z, self.origin, selection.table, self.hyper, selection.apart)
-        return None if selection.raw_calls is None or selection.raw_calls.watched() else selection.raw_calls
+            z = self.views(self.origin, selection) if self.in_saved else selection.z
+            found = make(z, self.origin, selection.table, self.hyper, selection.apart)
+            setattr(selection, name, found)
+        return None if found is None or found.watched() else found
 
     def _bare(self, grads: Sequence[Tensor]) -> bool:
         """True for tensors of torch's own class, and no views whose signs are still to be changed: their elements are what lies at their address."""
@@ -230,17 +236,22 @@ class Bucket:
 
     # --- what an exclusive owner allows ---
 
-    def begin(self) -> None:
-        """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written."""
-        self.in_place, self._away = False, None
-        self._save = not self._trusting or torch.compiler.is_compiling() or self._versions != self._versions_now()
+    def begin(self, saved: bool = False) -> None:
+        """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written. saved: `origin` has the
+        weights already."""
+        self.in_place = self.in_saved = False
+        self._away = None
+        self._save = not saved and (
+            not self._trusting or torch.compiler.is_compiling() or self._versions != self.versions_now()
+        )
 
     def note_versions(self) -> None:
         """After an update: weights and masters are in line."""
         if self._trusting:
-            self._versions = self._versions_now()
+            self._versions = self.versions_now()
 
-    def _versions_now(self) -> list[int]:
+    def versions_now(self) -> list[int]:
+        """The version counters of the weights, which writes bump."""
         return [p._version for p in self.params]
 
     @property
@@ -330,17 +341,27 @@ class Bucket:
         if self.in_place:
             self.come_home()
             return
+        self.restore_(self.select(self.perturbed_slots(selection, grads, sumsq, seed)))
+        self.held = self.select(())
+
+    def perturbed_slots(
+        self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None
+    ) -> tuple[int, ...]:
+        """Which of these parameters are, bit for bit, where this perturbation of the saved weights takes them."""
         again = [torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) for z in selection.z]
         self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False, seed)
-        done = tuple(i for i, z in zip(selection.slots, again, strict=True) if _same_bits(self.aliases[i], z))
-        self.restore_(self.select(done))
-        self.held = self.select(())
+        return tuple(i for i, z in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], z))
+
+    def saved_slots(self) -> tuple[int, ...]:
+        """Which of the parameters that are held are, bit for bit, the saved weights."""
+        saved = self.layout.views(self.origin[0])
+        return tuple(i for i in self.held.slots if same_bits(self.aliases[i], saved[i].to(self.dtype)))
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether a and b are equal, NaN and the signs of zeros included."""
     integers = _INTEGERS[a.element_size()]
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))

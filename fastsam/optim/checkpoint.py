@@ -4,7 +4,8 @@
      "param_groups": [...],
      "fastsam": {"format": 1, "perturbed": False}}
 
-`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes, `first_gradient`
+`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes (and, with a variant of
+one pass, between steps, where "fastsam" has `training`, too), `first_gradient`
 there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a direction
 will have made of it. torch's own optimizers
 ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
@@ -115,6 +116,7 @@ class Loaded:
                 f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; update fastsam"
             )
         self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
+        self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
         self.perturbations, self.steps = (
             _is(int, ours.get(name, 0), f"{name!r} of 'fastsam'", "an integer") for name in ("perturbations", "steps")
         )
@@ -125,7 +127,8 @@ class Loaded:
             for name in ("unit", "scale")
         )
         saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
-        self._refuse_other(saved, variant, state_dict["state"])
+        midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
+        self._refuse_other(saved, variant, state_dict["state"], midway)
         self.groups = _merged(state_dict["param_groups"], groups, rule)
         self._saved_groups = state_dict["param_groups"]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -139,12 +142,12 @@ class Loaded:
         copied = any(isinstance(e, dict) and COPIED[0] in e for e in state_dict["state"].values())
         self.lost = self._expected(rule) if copied and not any(self._state.values()) else ""
 
-    def _refuse_other(self, saved: str, variant: str, state: Mapping[Any, Any]) -> None:
+    def _refuse_other(self, saved: str, variant: str, state: Mapping[Any, Any], midway: str) -> None:
         """Raises ValueError for the state of another variant, where it has what this one could not go on with."""
         keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in state.values())
         if saved != variant and (keeps or self.perturbed):
             raise ValueError(
-                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else 'between its two passes'}, and this "
+                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and this "
                 f"optimizer's is {variant}. Build it with sam={saved}(...), or load the state dict of that one's base_optimizer, which starts anew"
             )
 

@@ -18,9 +18,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from fastsam import ops
 from fastsam.optim import amp, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
-from fastsam.optim.engine import Call, Engine, Phase
+from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.mixing import Scales
+from fastsam.optim.one_pass import OnePass, check_base, engine_of
 from fastsam.optim.saving import Saving
 from fastsam.optim.scalars import OWN_OPTIONS, check_flag, check_group
 from fastsam.optim.statistics import Model, Statistics
@@ -50,7 +51,8 @@ class FusedSAM(Saving):
     ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`, `RMSprop` and
     `fastsam.Lion` going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from the restored weights.
 
-    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second.
+    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second. With a
+    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back.
 
     params
         parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
@@ -79,7 +81,8 @@ class FusedSAM(Saving):
         on average, since an exchange costs smaller ones more than it saves. Master copies are not compared with the weights, on any backend.
     model
         the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers' running statistics as they are
-        (`frozen_batchnorm_stats`), whoever makes it, a closure or you.
+        (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of one pass `model.eval()` and `model.train()` are the
+        optimizer's `eval()` and `train()` too.
     lr, momentum, nesterov, betas, eps, weight_decay
         options of the base optimizer, which must have them; None leaves them to it. Here by name, because command lines read signatures.
     base_kwargs
@@ -145,12 +148,13 @@ class FusedSAM(Saving):
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = Engine(self.base_optimizer, backend, stochastic_rounding, exclusive, sam)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam)
         self._scaling = amp.Scaling()
         self._leftover = Leftover()
         self._statistics = Statistics(model)
         self._share()
         self._check_parameters()
+        self._follow_modules()
 
     # --- a step ---
 
@@ -159,8 +163,10 @@ class FusedSAM(Saving):
 
         `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes` is False) all weights stay.
         Raises RuntimeError when the weights are perturbed already, and for
-        sparse or complex gradients, and for those that a GradScaler has unscaled; the weights are then as they were.
+        sparse or complex gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one pass has no
+        first half: RuntimeError.
         """
+        self._require_halves("first_step()")
         self._require(
             Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
         )
@@ -226,7 +232,13 @@ class FusedSAM(Saving):
         return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
 
     def _require_turn(self, closure: Callable[[], Any] | None) -> None:
-        if closure is None or self._finishes():
+        if isinstance(self._engine, OnePass):
+            self._engine.require_ready()
+            if closure is None or self._finishes():
+                self._leftover.forget()
+            else:
+                amp.refuse_closure(self, one_pass=True)
+        elif closure is None or self._finishes():
             self._require_second(
                 "step() has nothing to do: no closure, and the weights are not perturbed",
                 "call step(closure), or first_step() after the first and step() after the second backward pass",
@@ -260,6 +272,7 @@ class FusedSAM(Saving):
 
         Raises RuntimeError when the weights are not perturbed.
         """
+        self._require_halves("restore()")
         self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
         self._share()
         self._recover()
@@ -269,6 +282,7 @@ class FusedSAM(Saving):
         """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit, also after an exception.
         Calling `step()` inside, after a backward pass, makes the update.
         """
+        self._require_halves("perturbed()")
         self._require(
             Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
         )
@@ -296,7 +310,7 @@ class FusedSAM(Saving):
 
     def _two_passes(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
-            loss = self._pass(closure, Phase.IDLE)
+            loss = self._pass(closure, self._engine.phase)  # between steps
             if self._engine.always or self._engine.perturbs:
                 self._engine.perturb_()
                 self._statistics.freeze()
@@ -351,9 +365,9 @@ class FusedSAM(Saving):
     @property
     def is_perturbed(self) -> bool:
         """True at the perturbed point: in the second call of a closure, and between `first_step()` and `second_step()`. What a training loop logs
-        and counts belongs to the other pass.
+        and counts belongs to the other pass. Always False with a variant of one pass, which is the first; `training` says where its weights are.
         """
-        return self._engine.phase is not Phase.IDLE
+        return self._engine.phase is not Phase.IDLE and not self._engine.one_pass
 
     @property
     def phase(self) -> Literal["first", "second"]:
@@ -364,13 +378,14 @@ class FusedSAM(Saving):
     def two_passes(self) -> bool:
         """Whether the step that begins, or is under way, takes two backward passes. False in a step in which the variant does not perturb (`every`,
         `LookSAM`): its first pass may be left out, `first_step()` with it. Where it is made all the same, the weights stay where they are, and the
-        step is the same with the second pass's gradients.
+        step is the same with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
         """
         return self._engine.perturbs
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first step."""
+        """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first step. With a variant of one
+        pass that of the vector which it perturbed along."""
         return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -388,6 +403,7 @@ class FusedSAM(Saving):
         self.base_optimizer.add_param_group(param_group)
         try:
             check_group(param_group, len(self.param_groups) - 1)
+            check_base(self._engine.variant, self.base_optimizer, self.param_groups)
             self._check_parameters()
         except BaseException:
             self.param_groups.pop()
@@ -401,6 +417,13 @@ class FusedSAM(Saving):
         if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
             self._require(Phase.PERTURBED, problem, remedy)
 
+    def _require_halves(self, call: str) -> None:
+        if self._engine.one_pass:
+            raise RuntimeError(
+                f"{call} with {type(self._engine.variant).__name__}, which takes one pass: its weights rest at the perturbed point. Call step() "
+                "after one backward pass, or step(closure); eval() and train() move to the clean weights and back"
+            )
+
     def _check_parameters(self) -> None:
         params = parameters_of(self.param_groups)
         parameters.check(params)
@@ -408,8 +431,8 @@ class FusedSAM(Saving):
             ops.bind(self._engine.backend, params[0].device, dtype)
 
     def _recover(self) -> None:
-        """The original weights back, and running statistics on their way again, from whatever moment of a step."""
+        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a step."""
         try:
-            self._engine.recover_()
+            self._engine.fall_back_()
         finally:
             self._statistics.thaw()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,7 +141,7 @@ class Mixing:
         for bucket, _, _ in calls:
             memory, next_ = bucket.field(MEMORY), bucket.field(NEXT)
             torch.where(fine, next_, memory, out=next_)
-            after.append(_taking(memory, next_))
+            after.append(taking(memory, next_))
         return after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
@@ -165,15 +165,20 @@ class Mixing:
             if grads:
                 torch._foreach_add_(bucket.first(selection), list(grads))
             torch.where(fine, kept, memory, out=kept)
-            after.append(_taking(memory, kept))
+            after.append(taking(memory, kept))
         return after
 
 
-def _taking(field: Tensor, value: Tensor) -> partial[Any]:
-    """`field.copy_(value)` as one of the calls of an update, which return nothing and have no line of Python."""
+def taking(field: Tensor, value: Tensor) -> partial[Any]:
+    """`field.copy_(value)` as one of the calls of an update."""
+    return silent(field.copy_, value)
+
+
+def silent(function: Callable[..., Any], *operands: Any) -> partial[Any]:
+    """`function(*operands)`, a function in C, as one of the calls of an update, which return nothing and have no line of Python."""
     if torch.compiler.is_compiling():
-        return partial(field.copy_, value)
-    return partial(deque[Tensor](maxlen=0).extend, map(field.copy_, (value,)))
+        return partial(function, *operands)
+    return partial(deque[Any](maxlen=0).extend, map(function, *((operand,) for operand in operands)))
 
 
 def _inner(calls: Sequence[Call]) -> Tensor:

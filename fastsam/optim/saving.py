@@ -9,25 +9,26 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import Scaling
 from fastsam.optim.checkpoint import COPIED_ALONE, Loaded, pack
-from fastsam.optim.engine import PLAIN, Engine, Phase
+from fastsam.optim.engine import PLAIN, Phase
 from fastsam.optim.leftover import Leftover
+from fastsam.optim.modes import Modes
+from fastsam.optim.one_pass import engine_of
 from fastsam.optim.statistics import Statistics
 from fastsam.optim.watch import parameters_of
 
 
-class Saving(Optimizer):
+class Saving(Modes):
     """An optimizer whose groups and state `base_optimizer` shares, and whose steps an engine makes."""
 
     base_optimizer: Optimizer
     check_finite: bool
-    _engine: Engine
     _leftover: Leftover
-    _statistics: Statistics
     _scaling: Scaling
 
     def state_dict(self) -> dict[str, Any]:
         """torch's format, loadable into the base optimizer's class too; copies, which later steps do not change. Possible at any time: between
-        the two passes it holds the unperturbed weights, so that training can go on from there.
+        the two passes, and between the steps of a variant of one pass, it holds the unperturbed weights, so that training can go on from there.
+        The model's state has the weights of the same moment; call `eval()` before saving both, and the model's are the clean ones.
         """
         self._share()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -35,6 +36,8 @@ class Saving(Optimizer):
         params = parameters_of(self.param_groups)
         perturbed = self._engine.phase is not Phase.IDLE
         own = {"perturbed": perturbed, "variant": type(self._engine.variant).__name__, **self._engine.numbers()}
+        if self._engine.one_pass:
+            own["training"] = self._engine.training
         if self._engine.directs and self._scaling.scale is not None:
             own["scale"] = float(self._scaling.scale)
         state_dict = pack(self.base_optimizer.state_dict(), params, self._engine.saved(), own)
@@ -54,7 +57,7 @@ class Saving(Optimizer):
         self._require(
             Phase.IDLE,
             "load_state_dict() while the weights are perturbed",
-            "call restore() first, then load model and optimizer",
+            f"call {'eval' if self._engine.one_pass else 'restore'}() first, then load model and optimizer",
         )
         self._share()
         if isinstance(state_dict, dict):
@@ -74,7 +77,9 @@ class Saving(Optimizer):
             for group, new in zip(self.param_groups, loaded.groups, strict=True):
                 group.update(new)
         self._engine.load(loaded.weights, loaded.perturbed)
-        if loaded.perturbed:
+        if self._engine.one_pass:
+            self._engine.training = loaded.training
+        elif loaded.perturbed:
             self._statistics.freeze()
         self._leftover.forget()
         self._engine.perturbations.fill_(loaded.perturbations)
@@ -98,6 +103,7 @@ class Saving(Optimizer):
             "variant": self._engine.variant,
             "steps": self._engine.steps,
             "unit": self._engine.mixing.unit,
+            "training": self._engine.training,
             "scale": None if self._scaling.scale is None else self._scaling.scale.clone(),
             "model": self._statistics.modules,
             "frozen": self._statistics.frozen,
@@ -112,11 +118,12 @@ class Saving(Optimizer):
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
+        training = state.pop("training", True)
         statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
         super().__setstate__(state)
-        self._engine = Engine(self.base_optimizer, backend, rounding, exclusive, variant)
+        self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
         self._engine.perturbations, self._engine.steps = perturbations, steps
-        self._engine.mixing.unit = unit
+        self._engine.mixing.unit, self._engine.training = unit, training
         self._statistics = statistics
         self._scaling = Scaling(scale)
         self._leftover = Leftover()
@@ -124,6 +131,7 @@ class Saving(Optimizer):
         params = parameters_of(self.param_groups)
         self._engine.load({p: weights for p, weights in zip(params, saved, strict=True) if weights}, perturbed)
         self._share()
+        self._follow_modules()
 
     def _require(self, phase: Phase, problem: str, remedy: str) -> None:
         if self._engine.phase is not phase:

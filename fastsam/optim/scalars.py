@@ -86,9 +86,11 @@ def _check_radius(group: Group, number: int) -> None:
 class Scalars:
     """`tensor` is what the kernels read: float64 `[1, groups, WIDTH]` on the device."""
 
-    def __init__(self, rule: Rule | None, groups: Sequence[Group], device: torch.device, mix: Mix | None) -> None:
-        """`mix`: None where an update sees the last gradient alone."""
-        self.rule, self.mix = rule, mix
+    def __init__(
+        self, rule: Rule | None, groups: Sequence[Group], device: torch.device, mix: Mix | None, against: bool = False
+    ) -> None:
+        """`mix`: None where an update sees the last gradient alone. against: a perturbation goes against its vector, whatever the objective."""
+        self.rule, self.mix, self._against = rule, mix, against
         self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
@@ -134,7 +136,7 @@ class Scalars:
             row = [0.0] * WIDTH
             for column, value in self._columns(group):
                 if isinstance(value, Tensor):
-                    negated = column is Column.RHO and bool(group.get("maximize"))
+                    negated = column is Column.RHO and self._goes_against(group)
                     live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
                 elif math.isnan(value):
                     named = f" ({Column(column).name})" if column < OWN else ""
@@ -168,14 +170,17 @@ class Scalars:
 
     def _columns(self, group: Group) -> Iterator[tuple[int, Any]]:
         rho = group["rho"]
-        maximize = bool(group.get("maximize"))  # the worst point nearby is then the lowest
         direction = Direction.ADAPTIVE_GRADIENT if group["adaptive"] else Direction.GRADIENT
-        rho = -rho if maximize and not isinstance(rho, Tensor) else rho
+        rho = -rho if self._goes_against(group) and not isinstance(rho, Tensor) else rho
         yield from perturbation(direction, rho, group["eta"], NU)
         if self.rule:
             yield from self.rule.columns(group).items()
         # Where the base optimizer makes its own step, only the check for finite gradients and `Mix` read these.
         yield from (PLAIN if self.mix is None else self.mix).columns(self._sign(group))
+
+    def _goes_against(self, group: Group) -> bool:
+        """Whether a perturbation goes against its vector: where the objective is maximised, the worst point nearby is the lowest."""
+        return self._against or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
         """Of both gradients in a fused update; a base optimizer's own step maximises by itself."""

@@ -101,7 +101,7 @@ class FusedUpdate:
                     continue
             g1 = None if beside is None else bucket.views(bucket.arena.field(beside, bucket.dtype), part.selection)
             calls += calls_of(self.rule, bucket, part.selection, mine, part.kind, part.first, grad_scale, found_inf, g1)
-        if selection.indirect:
+        if selection.indirect and not bucket.in_saved:
             calls.append(partial(selection.store))
         if plan.missing:
             calls.append(partial(state.update, plan.missing))
@@ -110,10 +110,11 @@ class FusedUpdate:
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other gradients."""
         bucket = self.bucket
-        if part.raw != (raw, bucket.in_place) or not raw.again(part.calls, grads):
-            part.raw = raw, bucket.in_place
+        in_place = bucket.in_place or bucket.in_saved
+        if part.raw != (raw, in_place) or not raw.again(part.calls, grads):
+            part.raw = raw, in_place
             state, steps = operands_of(self.rule, bucket, part.kind)
-            part.calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, bucket.in_place)
+            part.calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
         return part.calls
 
     def kept(self) -> dict[str, Tensor] | None:

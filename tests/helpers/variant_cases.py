@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import GSAM, SAM, FusedSAM
-from fastsam.optim.variants import LESAM, WSAM, FriendlySAM, LookSAM, VaSSO
+from fastsam.optim.variants import LESAM, MSAM, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
 
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -166,6 +166,47 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
                 for p, c in zip(params, like(correction, params), strict=True):
                     p -= sign * options["lr"] * c
     return [p.detach() for p in params]
+
+
+# --- variants of one pass ---
+
+
+def against_momentum(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
+    """Becker et al. 2024: the weights rest at w - rho*v/||v||."""
+    return -flat([optimizer.state[p].get("momentum_buffer", optimizer.state[p].get("exp_avg")) for p in params])
+
+
+def along_gradient(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], g: Tensor) -> Tensor:
+    """Jo et al. 2025 with a staleness of one, the gradient being the one that made the last update."""
+    return -g if optimizer.param_groups[0].get("maximize") else g
+
+
+Ahead = Callable[[torch.optim.Optimizer, Sequence[Tensor], Tensor], Tensor]
+ONE_PASS: dict[str, tuple[SAM, Ahead]] = {
+    "msam": (MSAM(RHO), against_momentum),
+    "last gradient": (LastGradient(RHO), along_gradient),
+}
+
+
+def one_pass_loop(ahead: Ahead, base: str, steps: int) -> list[Tensor]:
+    """Float64, unfused, with torch's own optimizer: the clean weights."""
+    start, loss = problem()
+    params = [p.clone().requires_grad_() for p in start]
+    cls, options = BASES[base]
+    optimizer = cls(params, **options)
+    eps = torch.zeros(sum(p.numel() for p in params), dtype=torch.float64)
+    for t in range(steps):
+        rested = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+        g = flat(torch.autograd.grad(loss(rested, t), rested))
+        for p, part in zip(params, like(g, params), strict=True):
+            p.grad = part
+        optimizer.step()
+        d = ahead(optimizer, params, g)
+        eps = RHO * d / (d.norm() + 1e-12)
+    return [p.detach() for p in params]
+
+
+# --- cases ---
 
 
 class Case(NamedTuple):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import memory
 from bench.contenders import Contender, OptimizerStepper
-from fastsam import FusedSAM, backends
+from fastsam import MSAM, FusedSAM, backends
 from fastsam_kernels import raw_calls
 from tests.helpers.sam_cases import Prepared
 
@@ -64,6 +64,26 @@ def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.Monke
     called.clear()
     step(opt, params, 1)
     assert called == ["norm_perturb", "update"]
+
+
+@native
+def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saved weights are updated where they are, and the parameters are written once, with the next perturbed point."""
+    params, called, real = model(20), [], raw_calls._function
+    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, sam=MSAM())
+
+    def watched(name: str) -> Any:
+        return lambda *args: called.append((name, args[-1])) or real(name)(*args)
+
+    monkeypatch.setattr(raw_calls, "_function", watched)
+    for number in range(3):
+        called.clear()
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+        before = [p._version for p in params]
+        opt.step()
+        assert number == 0 or [p._version for p in params] == [version + 1 for version in before]
+    assert called == [("update", False), ("norm_perturb", False)]  # keeps no master, saves no weights
 
 
 class Watching(TorchDispatchMode):

@@ -15,10 +15,20 @@ from torch import Tensor
 from fastsam.step import Mix
 
 
+class Ahead(Enum):
+    """What a variant of one pass perturbs along: a vector that is known before the step's gradient, so that the weights can rest at the perturbed
+    point between steps."""
+
+    NONE = "nothing: the perturbation takes a pass of its own"
+    MOMENTUM = "against the base optimizer's momentum"
+    GRADIENT = "along the gradient of the step before"
+
+
 class Memory(Enum):
     """The vector that a variant keeps from step to step, if any."""
 
     NONE = "none"
+    GRADIENT = "the gradient of the last step that was made; in the dtype of the gradients"
     DIRECTION = "what `direction` makes the next one of; in the dtype of the arithmetic, zeros at first"
     ORTHOGONAL = (
         "the part of g2 that is orthogonal to g1, of the last step that perturbed; in the dtype of the gradients"
@@ -43,6 +53,7 @@ class SAM:
     """
 
     memory: ClassVar[Memory] = Memory.NONE
+    ahead: ClassVar[Ahead] = Ahead.NONE
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
@@ -78,6 +89,18 @@ class SAM:
     def perturbs(self, step: int) -> bool:
         """Whether the step with this number, counted from 0, perturbs."""
         return step % self.every == 0
+
+
+def check_one_pass(variant: SAM) -> None:
+    """Raises ValueError for options that a variant of one pass has no use for."""
+    if variant.every != 1:
+        raise ValueError(
+            f"every must be left at 1: {type(variant).__name__} takes one pass in every step, got {variant.every!r}"
+        )
+    if variant.radius is not None:
+        raise ValueError(
+            f"radius must be left at None: it is made of the gradient's norm, and {type(variant).__name__} perturbs before the gradient is known"
+        )
 
 
 def check_interval(name: str, value: int) -> None:

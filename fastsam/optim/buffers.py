@@ -1,0 +1,206 @@
+"""Which parameters there are: their buffers, and what happened to them since the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from operator import is_
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fastsam.optim import parameters
+from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
+from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
+from fastsam.optim.mixing import Call
+from fastsam.optim.rules import Group, Rule, rule_of
+from fastsam.optim.scalars import Scalars
+from fastsam.optim.update import FusedUpdate, State
+from fastsam.optim.variants.sam import SAM, Ahead, Memory
+from fastsam.optim.watch import Steady, Watch, parameters_of, steady_of
+from fastsam.step import Mix
+
+
+class Phase(Enum):
+    """What the weights are."""
+
+    IDLE = "the user's own"
+    PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
+    PERTURBED = "at the perturbed point; the originals are saved"
+
+
+class Buffers:
+    """Works on the parameter groups and the state of `base`, which the optimizer shares with it."""
+
+    one_pass: ClassVar[bool] = False  # weights are perturbed between steps, so that a step has one pass
+
+    def __init__(self, base: Optimizer, backend: str, exclusive: bool, variant: SAM, mix: Mix | None) -> None:
+        """mix: None where an update sees the last gradient alone."""
+        self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
+        self._mix = mix
+        # So many were made: the seed of the next one's rounding.
+        self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.rule: Rule | None = rule_of(base)
+        self.phase = Phase.IDLE
+        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
+        self.buckets: list[Bucket] = []
+        self._updates: list[FusedUpdate] = []
+        self._watch: Watch | None = None
+        self._steady: Steady | None = None  # of the last look, if it may be shortened
+        self._carried: Weights = {}
+
+    @property
+    def _sum(self) -> Tensor:
+        assert self.sumsq is not None
+        return self.sumsq
+
+    def look(self) -> list[Call]:
+        """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that are there. Raises RuntimeError
+        for unusable ones and, in a first pass, when the model was given other parameters."""
+        groups, state = self.base.param_groups, self.base.state
+        self._come_home()
+        if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
+            self._follow()
+            self._refresh_options(groups)
+            return [(bucket, *bucket.gather()) for bucket in self.buckets]
+        steady = self._steady
+        grads = None if steady is None else steady.gradients(groups, state)
+        if grads is None:
+            self._follow()
+            self._follow_state(groups, state)
+        watch = self._watch
+        assert watch is not None
+        if (self.one_pass or self.phase is Phase.IDLE) and (abandoned := watch.abandoned()):
+            raise RuntimeError(
+                f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other ones, as "
+                "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
+                "load this one's state_dict() into it"
+            )
+        self._refresh_options(groups)
+        if grads is not None and self._steady is steady:
+            bucket = self.buckets[0]
+            return [(bucket, bucket.whole, grads)]
+        calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
+        self._steady = self._steady_after(calls)
+        return calls
+
+    def _come_home(self) -> None:
+        """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they are."""
+        if self.phase is not Phase.IDLE:
+            for bucket in self.buckets:
+                bucket.come_home()
+
+    def _refresh_options(self, groups: list[Group]) -> None:
+        if self._scalars.changed(groups):
+            self._read_options()
+        self._scalars.copy_live()
+
+    def _steady_after(self, calls: Sequence[Call]) -> Steady | None:
+        """For the next `look`, where the parameters have one dtype and this one took their very gradients."""
+        if len(calls) == 1:
+            bucket, selection, grads = calls[0]
+            if selection is bucket.whole and all(map(is_, grads, [p.grad for p in bucket.params])):
+                return steady_of(self.base.param_groups, bucket.params, grads, self.base.state)
+        return None
+
+    @torch._disable_dynamo
+    def _read_options(self) -> None:
+        if rule_of(self.base) is not self.rule:
+            self.rebuild()
+        else:
+            self._scalars.read(self.base.param_groups)
+
+    def _follow_state(self, groups: list[Group], state: State) -> None:
+        assert self._watch is not None
+        if not self._watch.same_state(state):
+            self._watch.note(groups, state)
+            for update in self._updates:
+                update.forget()
+
+    def _follow(self) -> None:
+        """Notices parameters that moved, were converted or replaced."""
+        if self._watch is None:
+            self.rebuild()
+        elif torch.compiler.is_compiling():
+            return
+        elif not self._watch.same_parameters(self.base.param_groups):
+            self.rebuild()
+        elif not self._watch.same_memory():
+            self._check_shapes()
+            midway = self.phase is not Phase.IDLE and any(bucket.in_place for bucket in self.buckets)
+            if midway or not all(bucket.fits() for bucket in self.buckets):
+                self.rebuild()
+            else:
+                parameters.check(self._watch.params)
+                for bucket in self.buckets:
+                    bucket.moved()
+                for update in self._updates:
+                    update.forget()
+                self._watch = self._look(self._watch.params)
+
+    @torch._disable_dynamo
+    def rebuild(self) -> None:
+        """New buffers for the parameters as they are now. All state that still fits moves along, converted where the parameters were."""
+        groups = self.base.param_groups
+        params = parameters_of(groups)
+        parameters.check(params)
+        self._check_shapes()
+        self._release(params)
+        device = params[0].device if params else torch.device("cpu")
+        rule = rule_of(self.base)
+        scalars = Scalars(rule, groups, device, self._mix, self.variant.ahead is Ahead.MOMENTUM)
+        scalars.read(groups)
+        weights = {**self._carried, **self.saved()}
+        buckets = buckets_of(groups, self.backend, device, scalars.tensor, rule is not None, self.exclusive)
+        for bucket in buckets:
+            if self.variant.memory is not Memory.NONE:
+                dtype = bucket.compute if self.variant.memory is Memory.DIRECTION else bucket.dtype
+                bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
+            restore_weights(bucket, weights, self.phase is not Phase.IDLE)
+        updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
+        for update in updates:
+            update.adopt(scalars.kinds, self.base.state)
+        self.perturbations = self.perturbations.to(device)
+        sumsq = torch.zeros(1, dtype=torch.float64, device=device)
+        self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
+        watch = self._look(params)
+        # From here on nothing can fail.
+        self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
+        self._watch, self._carried = watch, {}
+
+    def _look(self, params: list[Tensor]) -> Watch:
+        watch = Watch(params, holders=2, before=self._watch)  # the groups and the buckets
+        watch.note(self.base.param_groups, self.base.state)
+        self._steady = None
+        return watch
+
+    def _check_shapes(self) -> None:
+        for bucket in self.buckets:
+            for number, p, segment in zip(bucket.numbers, bucket.params, bucket.layout.segments, strict=True):
+                if p.shape != segment.shape:
+                    raise RuntimeError(
+                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has {tuple(p.shape)} now; its state "
+                        "does not fit. Build a new FusedSAM"
+                    )
+
+    def _release(self, params: Sequence[Tensor]) -> None:
+        """Parameters that left the groups while they were perturbed get their weights back."""
+        if self.phase is Phase.IDLE:
+            return
+        staying = set(map(id, params))
+        for bucket in self.buckets:
+            bucket.restore_(bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying)))
+
+    def saved(self) -> Weights:
+        """Copies of master weights and, while perturbed, of the unperturbed weights."""
+        if self._watch is None:
+            return self._carried
+        return saved_weights(self.buckets, self.phase is not Phase.IDLE)
+
+    def load(self, weights: Weights, perturbed: bool) -> None:
+        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next step."""
+        self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
+        self._carried, self._watch, self._steady = weights, None, None
+        self.buckets, self._updates = [], []

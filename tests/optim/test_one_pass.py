@@ -1,0 +1,548 @@
+"""Variants of one pass: the weights rest at a perturbed point between steps, and `eval()` and `train()` move to the clean ones and back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import MSAM, SAM, FusedSAM, backends
+from fastsam.optim.variants import LESAM, LastGradient
+from tests.helpers.crosses import one_in
+from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
+from tests.helpers.sam_oracle import copies, make_parameters, same_bits
+from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, one_pass_loop, problem
+
+every_variant = pytest.mark.parametrize("name", ONE_PASS)
+# MSAM has a momentum to go against.
+every_base = pytest.mark.parametrize(
+    ("name", "base"),
+    [("msam", "sgd"), ("msam", "adamw"), *(("last gradient", base) for base in ("sgd", "maximize", "adamw", "nadam"))],
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def trained(name: str, steps: int, base: str = "sgd", **options: Any) -> Training:
+    return fused(ONE_PASS[name][0], base, steps, **options)
+
+
+def clean(training: Training) -> list[torch.Tensor]:
+    training.opt.eval()
+    found = copies(training.params)
+    training.opt.train()
+    return found
+
+
+# --- the papers ---
+
+
+@every_base
+def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend) -> None:
+    if backend.device != "cpu":
+        pytest.skip("the problem is on the CPU")
+    training = trained(name, 6, base, backend=backend.name)
+    found = clean(training)
+    for p, expected in zip(found, one_pass_loop(ONE_PASS[name][1], base, 6), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-9, atol=1e-11)
+    assert float((flat(copies(training.params)) - flat(found)).norm()) == pytest.approx(RHO)
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"maximize": True}, {"dampening": 0.5}], ids=str)
+def test_msam_is_its_equations(options: dict[str, Any]) -> None:
+    """g at w - rho*v/||v||, v <- mu*v + g, w <- w - lr*v, written out."""
+    start, loss = problem()
+    params = [nn.Parameter(p) for p in start]
+    opt = FusedSAM(params, torch.optim.SGD, sam=MSAM(rho=RHO), lr=0.1, momentum=0.9, **options)
+    w, v = flat(start), torch.zeros_like(flat(start))
+    for t in range(5):
+        for p in params:
+            p.grad = None
+        loss(params, t).backward()
+        g = flat([p.grad for p in params if p.grad is not None])
+        rested = w - RHO * v / (v.norm() + 1e-12)
+        torch.testing.assert_close(flat(params).detach(), rested, rtol=1e-10, atol=1e-12)
+        g = -g if options.get("maximize") else g
+        v = 0.9 * v + (1 if t == 0 else 1 - options.get("dampening", 0.0)) * g
+        w = w - 0.1 * (g + 0.9 * v if options.get("nesterov") else v)
+        opt.step()
+
+
+@every_variant
+@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+def test_a_variant_in_lower_precision(name: str, dtype: torch.dtype, part: float) -> None:
+    found = flat([p.double() for p in clean(trained(name, 3, dtype=dtype))])
+    expected, start = flat(one_pass_loop(ONE_PASS[name][1], "sgd", 3)), flat(problem()[0])
+    assert (found - expected).norm() < part * (expected - start).norm()
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
+    training = fused(type(ONE_PASS[name][0])(RHO, True, 0.1), "sgd", 2, dtype=dtype)
+    w, state = flat(clean(training)).double(), training.opt.state_dict()["state"].values()
+    key, sign = ("momentum_buffer", -1) if name == "msam" else ("sam_memory", 1)
+    d, scale = flat([entry[key].double() for entry in state]), w.abs() + 0.1
+    eps = sign * RHO * scale**2 * d / (scale * d).norm()
+    rested = flat([p.detach().double() for p in training.params])
+    assert (rested - w - eps).abs().max() < (1e-6 if dtype == torch.float32 else 0.02)
+
+
+# --- a step ---
+
+
+@every_base
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("call", ["step", "second_step"])
+def test_by_hand_it_is_the_closures_step(name: str, base: str, dtype: torch.dtype, call: str) -> None:
+    whole, training = trained(name, 4, base, dtype=dtype), trained(name, 0, base, dtype=dtype)
+    for t in range(4):
+        assert not training.opt.two_passes and not training.opt.is_perturbed and training.opt.phase == "first"
+        training.backward(t)
+        getattr(training.opt, call)()
+    assert same_bits(whole.params, training.params)
+
+
+@every_variant
+def test_a_closure_is_called_once(name: str) -> None:
+    training, calls = trained(name, 0), []
+    for t in range(3):
+
+        def closure(t: int = t) -> torch.Tensor:
+            calls.append(t)
+            value = problem()[1](training.params, t)
+            value.backward()
+            return value
+
+        assert training.opt.step(closure).item() > 0
+    assert calls == [0, 1, 2]
+
+
+@every_variant
+def test_parameters_without_a_gradient(name: str) -> None:
+    """Their weights stay; their momentum goes on pushing, a gradient that was not there does not."""
+    params = make_parameters([(4,), (3,)], torch.float64)
+    opt = FusedSAM(params, lr=0.1, momentum=0.9, sam=type(ONE_PASS[name][0])(0.5))
+    opt.step()  # nobody has one
+    for grads in ((1.0, 2.0), (3.0, None), (1.0, None)):
+        for p, g in zip(params, grads, strict=True):
+            p.grad = None if g is None else torch.full_like(p, g)
+        with opt.evaluating():
+            before = copies(params)
+        opt.step()
+    with opt.evaluating():
+        w = copies(params)
+    assert torch.equal(w[1], before[1]) and not torch.equal(w[0], before[0])
+    v = torch.tensor([((1 * 0.9 + 3) * 0.9 + 1)] * 4 + [2.0] * 3, dtype=torch.float64)
+    d = -v if name == "msam" else torch.tensor([1.0] * 4 + [0.0] * 3, dtype=torch.float64)
+    torch.testing.assert_close(flat(params).detach(), flat(w) + 0.5 * d / d.norm())
+
+
+@every_variant
+@pytest.mark.parametrize("unscales", [False, True], ids=["the step unscales", "unscaled before it"])
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+def test_with_a_scaler(name: str, base: str, unscales: bool) -> None:
+    training = trained(name, 0, base)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    for t in range(4):
+        training.opt.zero_grad()
+        scaler.scale(problem()[1](training.params, t)).backward()
+        if unscales:
+            scaler.unscale_(training.opt)
+        scaler.step(training.opt)
+        scaler.update()
+    for p, expected in zip(clean(training), one_pass_loop(ONE_PASS[name][1], base, 4), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-7, atol=1e-9)
+
+
+@every_base
+@pytest.mark.parametrize("how", ["scaler", "check_finite"])
+def test_gradients_with_inf_leave_all_as_it_is(name: str, base: str, how: str) -> None:
+    options = {"check_finite": True} if how == "check_finite" else {}
+    one, other = trained(name, 3, base, **options), trained(name, 3, base)
+    before = copies(one.params)
+    for p in one.params:
+        p.grad = torch.full_like(p, torch.inf)
+    if how == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler.scale(torch.ones(()))  # makes its scale
+        scaler.step(one.opt)
+        scaler.update()
+    else:
+        one.opt.step()
+    assert same_bits(before, one.params)
+    for training in (one, other):
+        training.steps(range(4, 6))
+    assert same_bits(one.params, other.params)
+
+
+# --- evaluation ---
+
+
+@every_base
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rounds", [False, True], ids=["nearest", "stochastic"])
+def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: torch.dtype, rounds: bool) -> None:
+    whole = trained(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
+    training = trained(name, 0, base, dtype=dtype, stochastic_rounding=rounds)
+    for t in range(4):
+        training.opt.train()
+        training.steps(range(t, t + 1))
+        rested = copies(training.params)
+        training.opt.eval()
+        weights = copies(training.params)
+        training.opt.eval()  # again: nothing
+        assert not training.opt.training and same_bits(weights, training.params) and not same_bits(weights, rested)
+        training.opt.train()
+        training.opt.train()
+        assert training.opt.training and same_bits(rested, training.params)
+    assert same_bits(whole.params, training.params)
+
+
+def test_evaluating_leaves_the_mode_that_it_found() -> None:
+    training = trained("msam", 1)
+    rested = copies(training.params)
+    with pytest.raises(ZeroDivisionError), training.opt.evaluating():
+        assert not training.opt.training and not same_bits(rested, training.params)
+        _ = 1 / 0
+    assert training.opt.training and same_bits(rested, training.params)
+    training.opt.eval()
+    with training.opt.evaluating():
+        pass
+    assert not training.opt.training
+
+
+def test_variants_of_two_passes_have_no_modes() -> None:
+    training = fused(SAM(RHO), "sgd", 2)
+    before = copies(training.params)
+    training.opt.eval()
+    assert training.opt.training and same_bits(before, training.params)
+    training.opt.train()
+    training.steps(range(2, 3))
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("mode", "how", "after"),
+    one_in(2, ["training", "evaluation"], ["state dict", "pickle", "deepcopy"], [0, 2]),
+)
+def test_a_training_goes_on_where_it_was_saved(name: str, dtype: torch.dtype, mode: str, how: str, after: int) -> None:
+    whole, training = trained(name, 5, dtype=dtype), trained(name, after, dtype=dtype)
+    if mode == "evaluation":
+        training.opt.eval()
+    if how == "deepcopy":
+        training = copy.deepcopy(training)
+    else:
+        file = io.BytesIO()
+        params, opt = training
+        torch.save(training if how == "pickle" else opt.state_dict(), file)
+        file.seek(0)
+        found = torch.load(file, weights_only=False)
+        training = found if how == "pickle" else trained(name, 0, dtype=dtype)
+        if how == "state dict":
+            with torch.no_grad():
+                for p, old in zip(training.params, params, strict=True):
+                    p.copy_(old)
+            training.opt.load_state_dict(found)
+    if mode == "evaluation":
+        assert not training.opt.training
+        training.opt.train()
+    training.steps(range(after, 5))
+    assert same_bits(training.params, whole.params)
+
+
+@every_variant
+def test_another_dtype_and_another_group_on_the_way(name: str) -> None:
+    training = trained(name, 2)
+    for p in training.params:
+        p.data = p.data.float()
+    late = nn.Parameter(torch.ones(3))
+    training.opt.add_param_group({"params": [late], "momentum": 0.5, "rho": 0.2})
+    training.backward(2)
+    late.grad = torch.ones(3)
+    training.opt.step()
+    expected = one_pass_loop(ONE_PASS[name][1], "sgd", 3)
+    with training.opt.evaluating():
+        assert torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
+        for p, q in zip(training.params, expected, strict=True):
+            torch.testing.assert_close(p.double().detach(), q, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
+
+
+# --- what comes out of order ---
+
+
+def test_a_step_in_evaluation() -> None:
+    training = trained("msam", 2)
+    training.opt.eval()
+    before = copies(training.params)
+    for act in (training.opt.step, training.opt.second_step, lambda: training.opt.step(lambda: None)):
+        with pytest.raises(RuntimeError, match=r"clean ones since eval\(\); call train\(\) before"):
+            act()
+    assert same_bits(before, training.params)
+    training.opt.train()
+    training.steps(range(2, 3))
+    assert same_bits(training.params, trained("msam", 3).params)
+
+
+@pytest.mark.parametrize("half", ["first_step", "restore", "perturbed"])
+def test_halves_of_a_step_that_has_none(half: str) -> None:
+    training = trained("msam", 1)
+    before = copies(training.params)
+    act = getattr(training.opt, half)
+    with pytest.raises(RuntimeError, match=rf"{half}\(\) with MSAM, which takes one pass.*Call step\(\)"):
+        act().__enter__() if half == "perturbed" else act()
+    assert same_bits(before, training.params)
+
+
+def test_weights_written_where_a_step_would_lose_it() -> None:
+    training = trained("msam", 2)
+    rested = copies(training.params)
+    with torch.no_grad():
+        training.params[1].mul_(0.5)
+    training.backward(2)
+    with pytest.raises(RuntimeError, match=r"wrote the weights while they rest .* Call eval\(\)"):
+        training.opt.step()
+    training.opt.eval()  # as they were
+    with torch.no_grad():
+        training.params[1].mul_(0.5)
+    training.opt.train()
+    half = copies(training.params)[1]
+    assert float((half / rested[1]).median()) == pytest.approx(0.5, abs=0.2)
+    training.steps(range(2, 3))
+
+
+def test_weights_swapped_and_put_back_are_no_harm() -> None:
+    """As averages do for an evaluation."""
+    training = trained("msam", 2)
+    rested = copies(training.params)
+    with torch.no_grad():
+        for p, value in [(p, 0.0) for p in training.params]:
+            p.fill_(value)
+        for p, old in zip(training.params, rested, strict=True):
+            p.copy_(old)
+    training.steps(range(2, 3))
+    assert same_bits(training.params, trained("msam", 3).params)
+
+
+@every_variant
+def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
+    """The model's weights are the clean ones, where the optimizer's state is that of the perturbed point."""
+    old, new = trained(name, 2), trained(name, 0)
+    state = old.opt.state_dict()
+    old.opt.eval()
+    with torch.no_grad():
+        for p, q in zip(new.params, old.params, strict=True):
+            p.copy_(q)
+    new.opt.load_state_dict(state)
+    new.backward(2)
+    with pytest.raises(RuntimeError, match=r"saved in training.*the model's in evaluation.*call train\(\)"):
+        new.opt.step()
+    new.opt.train()
+    new.steps(range(2, 4))
+    assert same_bits(new.params, trained(name, 4).params)
+
+
+def test_loading_in_the_middle_of_a_training() -> None:
+    training = trained("msam", 2)
+    state = training.opt.state_dict()
+    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
+        training.opt.load_state_dict(state)
+    training.opt.eval()
+    training.opt.load_state_dict(state)
+
+
+def test_the_state_of_another_variant() -> None:
+    state = trained("msam", 2).opt.state_dict()
+    with pytest.raises(ValueError, match=r"of MSAM, in training, at its perturbed point.*optimizer's is SAM"):
+        fused(SAM(RHO), "sgd", 0).opt.load_state_dict(state)
+    with pytest.raises(ValueError, match="of LastGradient, which keeps a vector.*optimizer's is MSAM"):
+        trained("msam", 0).opt.load_state_dict(trained("last gradient", 2).opt.state_dict())
+    plain = fused(SAM(RHO), "sgd", 2)
+    training = trained("msam", 0)
+    with torch.no_grad():
+        for p, q in zip(training.params, plain.params, strict=True):
+            p.copy_(q)
+    training.opt.load_state_dict(plain.opt.state_dict())  # a momentum is a momentum
+    training.opt.train()
+    assert not same_bits(training.params, plain.params)
+    training.steps(range(2, 3))
+
+
+def test_eval_inside_a_closure() -> None:
+    training = trained("msam", 1)
+    before = copies(training.params)
+
+    def closure() -> None:
+        training.opt.eval()
+
+    with pytest.raises(RuntimeError, match=r"eval\(\) inside a closure"):
+        training.opt.step(closure)
+    assert same_bits(before, training.params) and training.opt.training
+
+
+@pytest.mark.parametrize(
+    ("base", "options", "words"),
+    [
+        (torch.optim.SGD, {"sam": MSAM()}, "parameter group 0 has none; give one: momentum=0.9"),
+        (torch.optim.RMSprop, {"sam": MSAM()}, "parameter group 0 has none"),
+        (torch.optim.Adagrad, {"sam": MSAM()}, "has to be torch.optim.SGD or RMSprop .* got Adagrad"),
+        (torch.optim.NAdam, {"sam": MSAM()}, "got NAdam"),
+        (torch.optim.Adam, {"sam": MSAM(), "amsgrad": True}, "without amsgrad"),
+        (torch.optim.SGD, {"sam": MSAM(), "momentum": 0.9, "exclusive": True}, "exclusive=True with MSAM"),
+        (torch.optim.SGD, {"sam": LastGradient(), "exclusive": True}, "exclusive=True with LastGradient"),
+    ],
+)
+def test_what_cannot_be_asked_for(base: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FusedSAM([nn.Parameter(torch.ones(2))], base, lr=0.1, **options)
+
+
+@pytest.mark.parametrize("variant", [MSAM, LastGradient])
+@pytest.mark.parametrize("options", [{"every": 2}, {"radius": LESAM(sigma=1.0)}, {"rho": -1.0}], ids=str)
+def test_options_without_a_use(variant: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
+        FusedSAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, sam=variant(**options), lr=0.1, momentum=0.9)
+
+
+def test_a_group_without_a_momentum_is_not_added() -> None:
+    training = trained("msam", 1)
+    with pytest.raises(ValueError, match="parameter group 1 has none"):
+        training.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.0})
+    training.steps(range(1, 2))
+    assert same_bits(training.params, trained("msam", 2).params)
+
+
+def test_a_scaler_with_a_closure() -> None:
+    training, scaler = trained("msam", 1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(problem()[1](training.params, 1)).backward()
+    with pytest.raises(RuntimeError, match=r"backward\(\), scaler\.step"):
+        scaler.step(training.opt, lambda: None)
+
+
+# --- interrupts ---
+
+
+def _outcome(training: Training) -> list[torch.Tensor]:
+    entries = training.opt.state_dict()["state"].values()
+    return [*copies(training.params), *(v for e in entries for v in e.values() if isinstance(v, torch.Tensor))]
+
+
+@every_variant
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("auto", torch.float32), ("auto", torch.bfloat16), ("reference", torch.float32)], ids=str
+)
+@pytest.mark.parametrize("what", ["step", "closure", "modes"])
+def test_an_interrupt_at_any_line_of_a_step(name: str, backend: str, dtype: torch.dtype, what: str) -> None:
+    """The training goes on from before the step or from after it, at the perturbed point, bit for bit."""
+    options: dict[str, Any] = {"backend": backend, "dtype": dtype}
+
+    def act(training: Training) -> None:
+        if what == "closure":
+            training.steps(range(2, 3))
+        elif what == "step":
+            training.opt.step()
+        else:
+            training.opt.eval()
+            training.opt.train()
+
+    def ready() -> Training:
+        training = trained(name, 2, **options)
+        if what != "closure":
+            training.backward(2)
+        return training
+
+    before, after, training = _outcome(ready()), ready(), ready()
+    act(after)
+    ends = [before, _outcome(after)]
+    folders = (PACKAGE,) if backend == "auto" else (PACKAGE, KERNELS)
+    with Tracer(None, folders) as count:
+        act(training)
+    for at in range(0, count.lines, 5 if backend == "auto" else 43):
+        training = ready()
+        with Tracer(at, folders) as tracer, pytest.raises(Interrupt):
+            act(training)
+        training.opt.train()
+        assert any(same_bits(_outcome(training), end) for end in ends), tracer.where
+
+
+# --- the model's own modes ---
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def step_of(model: nn.Module, opt: FusedSAM) -> None:
+    opt.zero_grad()
+    model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().sum().backward()
+    opt.step()
+
+
+def hooked() -> tuple[nn.Sequential, FusedSAM]:
+    model = network()
+    opt = FusedSAM(model.parameters(), torch.optim.SGD, sam=MSAM(RHO), lr=0.1, momentum=0.9, model=model)
+    for _ in range(2):
+        step_of(model, opt)
+    return model, opt
+
+
+def test_the_models_modes_are_the_optimizers() -> None:
+    model, opt = hooked()
+    rested = copies(model.parameters())
+    assert model.eval() is model and not model.training and not model[0].training and not opt.training
+    weights = copies(model.parameters())
+    assert not same_bits(weights, rested)
+    nn.Sequential(model).train()  # as a wrapper's
+    assert opt.training and same_bits(rested, copies(model.parameters()))
+    with opt.evaluating():
+        assert same_bits(weights, copies(model.parameters()))
+    step_of(model, opt)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_the_model_moves_no_weights_of_the_other(how: str) -> None:
+    model, opt = hooked()
+    rested = copies(model.parameters())
+    other: nn.Sequential = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert other.eval() is other and not other[0].training and model.training
+    assert (
+        opt.training and same_bits(rested, copies(model.parameters())) and same_bits(rested, copies(other.parameters()))
+    )
+    both: tuple[nn.Sequential, FusedSAM] = (
+        copy.deepcopy((model, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
+    )
+    both[0].eval()
+    assert not both[1].training and opt.training and not same_bits(rested, copies(both[0].parameters()))
+    model.eval()
+    assert same_bits(copies(model.parameters()), copies(both[0].parameters()))
+
+
+def test_a_model_outlives_its_optimizer() -> None:
+    model, opt = hooked()
+    del opt
+    model.eval()
+    assert not model.training
+
+
+# --- costs ---
+
+
+# Every case compiles for seconds.
+@pytest.mark.slow
+@every_variant
+def test_a_compiled_step_is_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    training, eager = trained(name, 1), trained(name, 6)
+    compiled = torch.compile(training.opt.step, fullgraph=True, backend="aot_eager")
+    for t in range(1, 6):
+        training.backward(t)
+        compiled()
+    for found, expected in zip(training.params, eager.params, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
