@@ -56,21 +56,27 @@ CASES: dict[str, dict[str, Any]] = {
         "measures": ["consistency", "drifts", "smoothness", "perturbation_drift", "dual_gap", "sharpness"],
     },
     "excluded": {"algorithm": fed.SCAFFOLD(), "loss": Poisoned(0.8), "participation": 1.0},
+    "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},
 }  # fmt: skip
 
 
 def train(rank: int, case: dict[str, Any], run_dir: Path | None = None, **more: Any) -> tuple[str, float, int]:
-    """The hash of a run, its state in megabytes, and how often a client was excluded."""
+    """The hash of a run, its state in megabytes, and how often a client was excluded or an outlier."""
     options: dict[str, Any] = (
         {"rounds": 3, "batch_size": 5, "participation": 0.6, "executor": "sequential"} | case | more
     )
     clients = oracle.ragged_clients(torch.float32, options.pop("sizes", SIZES))
+    clients[3] = (options.pop("poison", 1.0) * clients[3][0], clients[3][1])
     torch.manual_seed(0)
     model = options.pop("model", lambda: oracle.smooth_model(torch.float32))()
     result = fed.run(model, clients, options.pop("algorithm"), run_dir=run_dir, test=clients[0], **options)
-    return digest(result), result.summary()["state_megabytes"], sum(len(r["excluded"]) for r in result.history)
+    return (
+        digest(result),
+        result.summary()["state_megabytes"],
+        sum(len(r["excluded"]) + len(r["outliers"]) for r in result.history),
+    )
 
 
 def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
@@ -113,6 +119,10 @@ def interrupted(rank: int, folder: Path) -> Any:
 
 def resumed(rank: int, folder: Path, rounds: int) -> Any:
     return train(rank, {"algorithm": fed.SCAFFOLD(), "rounds": rounds}, folder, resume=True)
+
+
+def robust(rank: int) -> Any:
+    return train(rank, {"algorithm": fed.FedAvg(), "aggregation": "median"})
 
 
 def other_weights(rank: int) -> Any:

@@ -18,6 +18,7 @@ from fastsam.fed.loop.client_state import ClientStates
 from fastsam.fed.loop.contract import asked, check_finite, check_server, numbers
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.round import BUFFERS, Cohort
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -120,6 +121,7 @@ class Loop:
             buffers = move_buffers(buffers, cohort.server_sums.mean(BUFFERS))
         if self.ranks.first:
             record = self._record(cohort, server, buffers, trained)
+            warn(record["outliers"], state.history, settings.aggregation)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
@@ -131,7 +133,12 @@ class Loop:
         about = cohort.about
         record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, **cohort.record()}
         record |= self._evaluate(server["w"], buffers, about.index + 1) | self._traffic(about.active)
-        own = {"backprops": cohort.backprops, "excluded": cohort.excluded_list(), "seconds_training": trained}
+        own = {
+            "backprops": cohort.backprops,
+            "excluded": cohort.excluded_list(),
+            "outliers": cohort.outlier_list(),
+            "seconds_training": trained,
+        }
         if self.measures is not None:
             about = replace(about, rows=about.rows.with_buffers(buffers))
             found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from fastsam.fed.loop.contract import (
     rows_of_numbers,
 )
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
@@ -69,12 +71,13 @@ class Cohort:
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
         self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         self.exchange = exchange
-        places = self.exchange.open(_COUNTS + len(active), before.server["w"])
+        places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
         self.sums = RoundSums(len(active), max(self.weights.values()), places)
         rule = settings.rule
         self.robust = None if rule is None else RobustSums(self.sums, rule)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
+        self.norms: dict[int, float] = {}  # of the displacements that enter the sums
         self.steps = self.backprops = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, tuple[LocalStep, int]] | None = None
@@ -147,6 +150,8 @@ class Cohort:
         self.backprops += sum(ends.backprops)
         if self.settings.clip_update is not None:
             ends = replace(ends, displacement=shorten(ends.displacement, self.settings.clip_update))
+        norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()
+        self.norms |= zip(ends.clients, norms, strict=True)
         states = [self._open.pop(i, {}) for i in ends.clients]
         for places in alike(states):
             whole = len(places) == len(states)
@@ -204,6 +209,7 @@ class Cohort:
     def _exclude(self, client: int, problem: str) -> None:
         problem += ignored_labels(self.population.clients[client][1])
         self.excluded[client] = problem
+        self.norms.pop(client, None)
         if len(self.excluded) <= _NAMED:  # the round's record names all of them
             log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
 
@@ -215,10 +221,13 @@ class Cohort:
         stateful = self.clients.keys() & set(self.mine)
         # Each client was on one rank, so the sum over the ranks is its home.
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.active]
-        counts = [len(self.excluded), self.steps, self.backprops, *homes]
-        excluded, self.steps, self.backprops, *homes = self.exchange.close_(self.sums, counts)
+        norms = [_bits(self.norms.get(i, 0.0)) for i in self.active]
+        counts = [len(self.excluded), self.steps, self.backprops, *homes, *norms]
+        excluded, self.steps, self.backprops, *rest = self.exchange.close_(self.sums, counts)
+        homes, norms = rest[: len(self.active)], rest[len(self.active) :]
         if excluded:
             self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
+        self.norms = {i: _number(bits) for i, bits in zip(self.active, norms, strict=True) if i not in self.excluded}
         rested = {i: rank for i, rank in self.homes.items() if i not in self.weights}
         self.homes = rested | {i: home - 1 for i, home in zip(self.active, homes, strict=True) if home}
         join = getattr(self.measures, "join", None)
@@ -260,9 +269,24 @@ class Cohort:
         }
         return about if self.robust is None else {**about, "left_out": self.robust.left_out}
 
+    def outlier_list(self) -> list[dict[str, Any]]:
+        """Who moved far beyond the cohort, by client, and how many times as far as its median."""
+        sizes, settings = self.population.sizes, self.settings
+        steps = {i: settings.local_epochs * -(-sizes[i] // settings.batch_size) for i in self.norms}
+        return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, steps).items()]
+
     def excluded_list(self) -> list[dict[str, Any]]:
         """Who was excluded and why, by client."""
         return [{"client": i, "reason": reason} for i, reason in sorted(self.excluded.items())]
+
+
+def _bits(x: float) -> int:
+    """The 64 bits of a number: those of 0 are 0, so ranks add up what one of them has."""
+    return struct.unpack("<q", struct.pack("<d", x))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def shorten(rows: Tensor, limit: float) -> Tensor:

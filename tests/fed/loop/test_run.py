@@ -23,7 +23,7 @@ from tests.helpers.places import ROOT
 KEYS = [
     "round", "lr", "clients", "samples", "steps", "train_loss", "test_loss", "test_accuracy", "client_accuracy_mean", "client_accuracy_std",
     "client_accuracy_min", "client_accuracy_max", "client_worst", "client_best", "megabytes_down", "megabytes_up", "backprops", "excluded",
-    "seconds_training", "seconds",
+    "outliers", "seconds_training", "seconds",
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ def alone() -> dict[str, Any]:
 
 def test_the_cases_are_what_they_are_called(alone: dict[str, Any]) -> None:
     assert 0 < alone["excluded"][2] < 3 * len(rank_cases.SIZES)
+    assert alone["outlier"][2] > 0
     assert len({digest for digest, _, _ in alone.values()}) == len(alone)
 
 
@@ -66,6 +67,11 @@ def test_ranks_that_are_not_alike_are_refused() -> None:
         assert answer.startswith(
             "RankError: all ranks must be called alike, but 'weights' of rank 1 is not that of rank 0"
         )
+
+
+def test_a_robust_rule_needs_the_rows_of_all_clients() -> None:
+    for answer in on_ranks(2, rank_cases.robust):
+        assert answer.startswith("ValueError: aggregation='median' looks at the rows of all clients of a round")
 
 
 def test_the_cohort_is_that_of_rank_0() -> None:
