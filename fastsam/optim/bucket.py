@@ -13,9 +13,10 @@ from fastsam.ops import Kernels, bind, compute_dtype
 from fastsam.optim.exclusive import Exchange, pays
 from fastsam.optim.gradients import present
 from fastsam.optim.parameters import has_memory
+from fastsam.optim.variants.sam import Places
 
 FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
-GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
+GRADIENT, ROUNDED, MASK = "gathered_gradient", "rounded_direction", "mask"
 
 _is_contiguous = torch.Tensor.is_contiguous
 
@@ -217,19 +218,44 @@ class Bucket:
         factor: Tensor | None,
     ) -> list[Tensor]:
         """What to perturb these parameters along: `choose(g, memory, after)`, see `SAM.direction`. The others' memory stays. factor: None for 1."""
-        g, memory, after = (self.field(name) for name in (GRADIENT, MEMORY, NEXT))
-        if selection is not self.whole:
-            g.zero_()
-        if grads:
-            torch._foreach_copy_(self.views(g, selection), list(grads))
+        memory, after = self.field(MEMORY), self.field(NEXT)
+        g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
         found = choose(g, memory, after)
         if selection is not self.whole and (others := self._others(selection)).slots:
             torch._foreach_copy_(self.views(after, others), self.views(memory, others))
+        return self._rounded(found, selection)
+
+    @torch.no_grad()
+    def masked_(
+        self,
+        selection: Selection,
+        grads: Sequence[Tensor],
+        write: Callable[[Tensor, Tensor | None, Tensor, int, Places], None],
+        step: int,
+    ) -> list[Tensor]:
+        """These gradients times what `write` writes, see `SAM.mask`."""
+        memory = self.field(MEMORY) if MEMORY in self.arena else None
+        out = self.field(MASK if memory is None else NEXT)
+        g = self._gathered(selection, grads)
+        write(g, memory, out, step, Places(self.layout.numel, lambda vector: self.views(vector, self.whole)))
+        return self._rounded(g.mul_(out), selection)
+
+    def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
+        """These gradients as one vector, zero elsewhere."""
+        g = self.field(GRADIENT)
+        if selection is not self.whole:
+            g.zero_()
+        if grads:
+            torch._foreach_copy_(self.views(g, selection), list(grads))
+        return g
+
+    def _rounded(self, vector: Tensor, selection: Selection) -> list[Tensor]:
+        """What a vector in the dtype of the arithmetic has of these parameters, in theirs."""
         if self.dtype != self.compute:
-            found = self.arena.field(ROUNDED, self.dtype).copy_(found)
-        return self.views(found, selection)
+            vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
+        return self.views(vector, selection)
 
     def _others(self, selection: Selection) -> Selection:
         return self.select(tuple(i for i in self._all if i not in selection.slots))

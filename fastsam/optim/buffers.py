@@ -156,7 +156,7 @@ class Buffers:
         buckets = buckets_of(groups, self.backend, device, scalars.tensor, rule is not None, self.exclusive)
         for bucket in buckets:
             if self.variant.memory is not Memory.NONE:
-                dtype = bucket.compute if self.variant.memory is Memory.DIRECTION else bucket.dtype
+                dtype = bucket.compute if self.variant.memory in (Memory.DIRECTION, Memory.MASK) else bucket.dtype
                 bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
             restore_weights(bucket, weights, self.phase is not Phase.IDLE)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []

@@ -31,10 +31,10 @@ class Engine(Buffers):
     ) -> None:
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
-        self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs
+        self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs and not variant.masks
         self.steps = 0
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its own; groups that stay.
-        learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
+        learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL, Memory.MASK)
         self.mixes = self.mixing.keeps_first or learns or bool(variant.between.reuse)
         self.directs = variant.memory is Memory.DIRECTION
         self.sized = variant.radius is not None
@@ -70,14 +70,22 @@ class Engine(Buffers):
             calls = self._calls = self._directed_(calls, scale)
         if self._seed is not None:
             self._seed.add_(1)
-        self._move_(calls, scale)
+        if not self.variant.masks:
+            self._move_(calls, scale)
+            return
+        write = self.variant.mask
+        masked = [(b, part, b.masked_(part, grads, write, self.steps)) for b, part, grads in calls]
+        whole, self._calls = calls, masked
+        self._move_(masked, scale, whole)
 
-    def _move_(self, calls: list[Call], scale: Tensor | None) -> None:
-        """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those that are saved."""
+    def _move_(self, calls: list[Call], scale: Tensor | None, whole: list[Call] | None = None) -> None:
+        """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those that are saved. whole: of what
+        the norm is, if not of these."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
-        raw = calls[0][0].raw_calls(calls[0][1]) if len(calls) == 1 and seed is None and not self.sized else None
+        alone = len(calls) == 1 and seed is None and whole is None and not self.sized
+        raw = calls[0][0].raw_calls(calls[0][1]) if alone else None
         if raw is None or (self._scalars.adaptive and calls[0][0].masters):
-            self._norm_(calls)
+            self._norm_(calls if whole is None else whole)
             if self.variant.radius is not None:
                 self._scalars.radius_(self.variant.radius, self._sum, scale)
             self.phase = phase

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import GSAM, SAM, FusedSAM
-from fastsam.optim.variants import LESAM, MSAM, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import ESAM, LESAM, MSAM, SSAMF, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
 
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -132,6 +132,49 @@ class PaperLESAM(Paper):
         return min(self.sigma / float(norm), RHO)
 
 
+class PaperMasked(Paper):
+    """eps = rho * m*g1/||g1||, the norm that of all of g1."""
+
+    t = -1
+
+    def mask(self, g1: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def direction(self, g1: Tensor) -> Tensor:
+        self.t += 1
+        masked = self.mask(g1) * g1
+        self.part = float(masked.norm() / g1.norm())
+        return masked
+
+    def radius(self, norm: Tensor) -> Tensor | float:
+        return RHO * self.part
+
+
+class PaperESAM(PaperMasked):
+    """Du et al. 2022, the weights' half: m ~ Bernoulli(beta), over beta; `beta` is given. The numbers are drawn as the variant says."""
+
+    beta: float
+
+    def mask(self, g1: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(self.t)
+        drawn = [torch.empty(p.shape, dtype=p.dtype).bernoulli_(self.beta, generator=generator) for p in problem()[0]]
+        return flat(drawn) / self.beta
+
+
+class PaperSSAMF(PaperMasked):
+    """Mi et al. 2022 with the Fisher information of one batch; `sparsity` and `interval` are given."""
+
+    sparsity: float
+    interval: int
+
+    def mask(self, g1: Tensor) -> Tensor:
+        if self.t % self.interval == 0:
+            order = g1.square().argsort(descending=True)
+            self.m = torch.zeros_like(g1)
+            self.m[order[: round((1 - self.sparsity) * len(g1))]] = 1
+        return self.m
+
+
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
@@ -232,6 +275,8 @@ CASES: dict[str, Case] = {
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, every=2), lambda: PaperVaSSO(theta=0.4, every=2), OTHER),
+    "esam": Case(ESAM(RHO, beta=0.6), lambda: PaperESAM(beta=0.6)),
+    "ssam-f": Case(SSAMF(RHO, sparsity=0.7, interval=3), lambda: PaperSSAMF(sparsity=0.7, interval=3)),
     "lesam": Case(SAM(RHO, radius=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
     "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, every=3), lambda: PaperGSAM(every=3), THIRD),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastsam import GSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
+from fastsam.optim.variants import ESAM, LESAM, SAMON, SSAMF, WSAM, FriendlySAM, LookSAM, VaSSO
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
 
@@ -184,6 +184,32 @@ def test_beside_pytorch_optimizers_class(name: str, base: str) -> None:
         torch.testing.assert_close(
             p, q, rtol=1e-6, atol=1e-7
         )  # coupled, 4*g2 - 3*g1: what differs in the last bit grows
+
+
+def test_masks_that_let_all_through_are_sam() -> None:
+    sam = fused(SAM(RHO), "sgd", 3).params
+    for other in (ESAM(RHO, beta=1.0), SSAMF(RHO, sparsity=0.0)):
+        assert same_bits(sam, fused(other, "sgd", 3).params)
+
+
+def test_masks_are_of_their_step_and_seed() -> None:
+    """What a step that was taken back perturbed is perturbed again; another step and another seed perturb others, a beta-th part of all."""
+
+    def moved(training: Training) -> torch.Tensor:
+        before = flat(copies(training.params))
+        training.opt.first_step()
+        after = flat(copies(training.params))
+        training.opt.restore()
+        return after != before
+
+    training, other = (fused(ESAM(RHO, beta=0.5, seed=seed), "sgd", 1) for seed in (0, 1))
+    for found in (training, other):
+        found.backward(1)
+    mask = moved(training)
+    assert torch.equal(mask, moved(training)) and not torch.equal(mask, moved(other))
+    assert 0.3 < float(mask.float().mean()) < 0.7
+    training.steps(range(1, 2)).backward(2)
+    assert not torch.equal(mask, moved(training))
 
 
 def test_a_perturbation_for_each_part_of_a_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastsam.optim.variants.esam import ESAM
 from fastsam.optim.variants.friendly import FriendlySAM
 from fastsam.optim.variants.gsam import GSAM
 from fastsam.optim.variants.last_gradient import LastGradient
@@ -10,7 +11,21 @@ from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
 from fastsam.optim.variants.sam import SAM
 from fastsam.optim.variants.samon import SAMON
+from fastsam.optim.variants.ssam import SSAMF
 from fastsam.optim.variants.vasso import VaSSO
 from fastsam.optim.variants.wsam import WSAM
 
-__all__ = ["GSAM", "LESAM", "MSAM", "SAM", "SAMON", "WSAM", "FriendlySAM", "LastGradient", "LookSAM", "VaSSO"]
+__all__ = [
+    "ESAM",
+    "GSAM",
+    "LESAM",
+    "MSAM",
+    "SAM",
+    "SAMON",
+    "SSAMF",
+    "WSAM",
+    "FriendlySAM",
+    "LastGradient",
+    "LookSAM",
+    "VaSSO",
+]

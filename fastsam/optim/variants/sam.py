@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from operator import index
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -28,11 +28,19 @@ class Memory(Enum):
     """The vector that a variant keeps from step to step, if any."""
 
     NONE = "none"
+    MASK = "which elements `mask` lets through, ones and zeros; in the dtype of the arithmetic"
     GRADIENT = "the gradient of the last step that was made; in the dtype of the gradients"
     DIRECTION = "what `direction` makes the next one of; in the dtype of the arithmetic, zeros at first"
     ORTHOGONAL = (
         "the part of g2 that is orthogonal to g1, of the last step that perturbed; in the dtype of the gradients"
     )
+
+
+class Places(NamedTuple):
+    """Where the parameters of one dtype lie in their flat vector, whose gaps are zero."""
+
+    size: int  # elements of all of them
+    views: Callable[[Tensor], list[Tensor]]  # what a vector `[1, n]` has of each parameter, in order
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,7 @@ class SAM:
 
     memory: ClassVar[Memory] = Memory.NONE
     ahead: ClassVar[Ahead] = Ahead.NONE
+    masks: ClassVar[bool] = False  # `mask` is multiplied with the perturbation
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
@@ -84,6 +93,14 @@ class SAM:
         """What to perturb along, of a variant with `Memory.DIRECTION`. `[1, n]` each, all parameters of one dtype as one vector (float32, or float64
         for float64 ones): g: the first gradient, which may be overwritten; memory: the vector as the last step left it; after: takes what it is
         after this step. A linear function of g and memory, so that a GradScaler's scale cancels."""
+        raise NotImplementedError
+
+    def mask(self, g: Tensor, memory: Tensor | None, out: Tensor, step: int, places: Places) -> None:
+        """Writes what the perturbation is multiplied with, where `masks`: `eps = rho * mask * T^2*g1/||T*g1||`, the norm being that of all of it.
+
+        g, memory, out: `[1, n]` each, as `direction` gets them; g is not to be written, memory None without `Memory.MASK`, which keeps `out`.
+        step: the number of this step, counted from 0; a step that is taken back and made again has the same.
+        """
         raise NotImplementedError
 
     def perturbs(self, step: int) -> bool:
