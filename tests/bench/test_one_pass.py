@@ -1,0 +1,27 @@
+"""The benchmark of variants of one pass."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from bench import one_pass
+from fastsam import MSAM
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.of_each_kind
+def test_a_line_for_every_variant() -> None:
+    lines = one_pass.rows("50 k", rounds=2)
+    assert [line.split(" | ")[1] for line in lines] == [f"`{name}`" for name in one_pass.VARIANTS]
+    for line in lines:
+        whole, update = re.findall(r"([\d.]+) \([\d.]+ to [\d.]+\)", line)
+        assert float(whole) > 0.5 and float(update) > 0.5
+
+
+def test_nothing_is_timed_of_a_variant_that_trains_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_pass, "MSAM", lambda rho: MSAM(1.0))
+    with pytest.raises(AssertionError, match="not close"):
+        one_pass.rows("50 k", rounds=1)
