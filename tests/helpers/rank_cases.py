@@ -41,6 +41,15 @@ class Poisoned:
         return loss * float("nan") if float(output.detach().abs().max()) > self.bound else loss
 
 
+class Raised(Poisoned):
+    """A loss that raises there."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        if not bool((loss := super().__call__(output, target)).isfinite()):
+            raise ValueError("beyond the bound")
+        return loss
+
+
 def normed() -> nn.Module:
     """A model with buffers that training changes."""
     torch.manual_seed(0)
@@ -56,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "measures": ["consistency", "drifts", "smoothness", "perturbation_drift", "dual_gap", "sharpness"],
     },
     "excluded": {"algorithm": fed.SCAFFOLD(), "loss": Poisoned(0.8), "participation": 1.0},
+    "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0, "on_client_error": "exclude"},
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},

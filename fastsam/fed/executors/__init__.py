@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import ClientError, Executor, LocalOptions, Setup, Task, Work, registry
+from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, Task, Work, registry
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -29,6 +29,7 @@ __all__ = [
     "AUTO",
     "Choice",
     "ClientError",
+    "Ends",
     "Executor",
     "LocalOptions",
     "Setup",

@@ -21,10 +21,20 @@ BLOCK = 32  # batches gathered by one index_select: bounded memory, and one laun
 class ClientError(RuntimeError):
     """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the records, local steps from 0."""
 
+    clients: tuple[
+        int, ...
+    ] = ()  # whose error it is: several where they shared a pass; nobody's where it concerns the run
+    reason = ""  # without round and clients
+
     @classmethod
-    def of(cls, who: str, round: int, step: int, error: Exception) -> ClientError:
+    def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
         """round: from 0, as in `Work`."""
-        return cls(f"client {who} failed in round {round + 1}, local step {step}: {type(error).__name__}: {error}")
+        who = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
+        what = f"{type(error).__name__}: {error}"
+        made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
+        shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
+        made.clients, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
+        return made
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Setup:
     best. draws: whether a training pass of the model draws random numbers (dropout). changes_buffers: whether it changes the model's
     buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. example: a batch, to try the model with.
     compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely to have at most, None for
-    unknown. sizes: samples of each client.
+    unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round.
     """
 
     model: nn.Module
@@ -66,6 +76,11 @@ class Setup:
     compile: bool = False
     cohort: int | None = None
     sizes: tuple[int, ...] = ()
+    excludes_errors: bool = False
+
+    def excludes(self, error: object) -> bool:
+        """Whether training goes on without the clients of this error."""
+        return self.excludes_errors and isinstance(error, ClientError) and bool(error.clients)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,6 +238,9 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
+Ends = RowEnds | ClientError
+
+
 class Executor(ABC):
     """Trains clients. Made once per run, from a `Setup`; raises ValueError, with the reason, for one that it cannot serve.
 
@@ -248,11 +266,12 @@ class Executor(ABC):
     def __init__(self, setup: Setup) -> None: ...
 
     @abstractmethod
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any order,
         in groups of one or more clients.
 
-        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises.
+        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises; where the setup excludes
+        such clients, the error comes in place of their ends.
         """
 
 

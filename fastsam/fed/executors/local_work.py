@@ -23,7 +23,8 @@ class Crew:
     slot, end: the first slot, and the one behind the last. epoch: steps of an epoch. shapes: what crews must have in common to take a step
     together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its
     batches. feed: of samples as they are stored; where something augments them, a client is alone and has batches of its `own`. k: steps
-    taken. extra_backprops, snapshots: of each client.
+    taken. extra_backprops, snapshots: of each client. error: that for which its clients are left out of the round. drawn: the batch of a step,
+    with its number, where it is the client's own.
     """
 
     tasks: Sequence[Task]
@@ -39,6 +40,8 @@ class Crew:
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
     extra_backprops: int = 0
+    error: ClientError | None = None
+    drawn: tuple[int, Batch] | None = None
 
     @property
     def samples(self) -> Batch:
@@ -54,16 +57,26 @@ class Crew:
         return (whole - at, self.tasks[0].batch_size) if at < whole else (1, rest)
 
     @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.k == self.steps or self.error is not None
+
+    @property
     def shape(self) -> object:
         """Crews whose next step is alike in this take it together."""
         return self.shapes[(self.k + 1) % self.epoch == 0]
 
     def batch(self) -> Batch:
-        """Of the next step, `[clients, batch, ...]`; called once a step."""
-        if self.feed is not None:
-            return self.feed.get(self.k)
-        x, y = next(self.own)
-        return x[None], y[None]
+        """Of the next step, `[clients, batch, ...]`. Raises ClientError."""
+        try:
+            if self.feed is not None:
+                return self.feed.get(self.k)
+            if self.drawn is None or self.drawn[0] != self.k:  # a step that failed for another's batch comes again
+                x, y = next(self.own)
+                self.drawn = self.k, (x[None], y[None])
+            return self.drawn[1]
+        except Exception as error:
+            raise client_error([self], error) from error
 
     def whole(self) -> Iterator[Batch]:
         """All samples of every client once, in batches `[clients, batch, ...]`, in the order in which they are stored."""
@@ -110,12 +123,9 @@ def neighbours(crews: Sequence[Crew]) -> bool:
 
 def next_batch(crews: Sequence[Crew]) -> Batch:
     """Of all their clients, `[clients, batch, ...]`. Raises ClientError."""
-    try:
-        if len(crews) == 1:
-            return crews[0].batch()
-        x, y = zip(*(crew.batch() for crew in crews), strict=True)
-    except Exception as error:
-        raise client_error(crews, error) from error
+    if len(crews) == 1:
+        return crews[0].batch()
+    x, y = zip(*(crew.batch() for crew in crews), strict=True)
     return torch.cat(x), torch.cat(y)
 
 
@@ -155,5 +165,4 @@ def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence
 def client_error(crews: Sequence[Crew], error: Exception) -> ClientError:
     """The error of a step that several clients took together."""
     tasks = tasks_of(crews)
-    who = ", ".join(str(task.client) for task in tasks[:8]) + (", ..." if len(tasks) > 8 else "")
-    return ClientError.of(who, tasks[0].round, crews[0].k, error)
+    return ClientError.of([task.client for task in tasks], tasks[0].round, crews[0].k, error)

@@ -55,7 +55,10 @@ class Row:
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(task.step)
-        self.gradient = self._full_gradient() if task.step.full_gradient else None
+        self.gradient = None
+        if task.step.full_gradient:
+            with self.client_errors():
+                self.gradient = self._full_gradient()
         map = task.step.input_map
         self.map: InputMap | None = (
             None if map is None else map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
@@ -91,7 +94,7 @@ class Row:
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> ClientError:
-        return ClientError.of(str(self.task.client), self.task.round, self.k, error)
+        return ClientError.of([self.task.client], self.task.round, self.k, error)
 
     def close(self) -> RowEnds:
         """What the client leaves behind, in memory of its own."""

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.row import Row
-from fastsam.fed.step.local_step import RowEnds
 
 
 class Sequential(Executor):
@@ -17,17 +16,26 @@ class Sequential(Executor):
     name = "sequential"
 
     def __init__(self, setup: Setup) -> None:
-        self.row = Row(setup)
+        self.setup, self.row = setup, Row(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """See `Executor.train`."""
         row = self.row
         with row.random.guarded():
             for task in tasks:
-                self._attempt(task, start, buffers)
-                if row.random.found():  # the first client whose model draws: again, with the seeds of its own passes
+                ends: Ends
+                try:
                     self._attempt(task, start, buffers)
-                yield row.close()
+                    if (
+                        row.random.found()
+                    ):  # the first client whose model draws: again, with the seeds of its own passes
+                        self._attempt(task, start, buffers)
+                    ends = row.close()
+                except ClientError as error:
+                    if not self.setup.excludes(error):
+                        raise
+                    ends = error
+                yield ends
 
     def _attempt(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         self.row.open_(task, start, buffers)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from fastsam.fed.executors.base import Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row import Row
@@ -18,23 +18,39 @@ SLOTS = 8  # without a number of the user's: small clients overlap up to about s
 
 
 class Lane:
-    """A slot: a row and its stream. `busy` from the opening of a client to its close."""
+    """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is left out."""
 
-    def __init__(self, row: Row, cuda: Cuda) -> None:
+    def __init__(self, row: Row, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
+        self.excludes = excludes
+        self.error: ClientError | None = None
 
     def open(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
         """Begins a client, when what the caller's stream has queued (its vectors, the start) is done."""
         self.stream.wait_stream(self.cuda.current())
         self.cuda.lend(vectors(task.step), self.stream)
+        self.busy, self.error = True, None
         with self.cuda.on(self.stream):
-            self.row.open_(task, start, buffers)
-        self.busy = True
+            try:
+                self.row.open_(task, start, buffers)
+            except ClientError as error:
+                self._leave_out(error)
 
     def step(self) -> bool:
         """Queues one local step; False when there was none left."""
+        if self.error is not None:
+            return False
         with self.cuda.on(self.stream):
-            return self.row.step_()
+            try:
+                return self.row.step_()
+            except ClientError as error:
+                self._leave_out(error)
+                return False
+
+    def _leave_out(self, error: ClientError) -> None:
+        if not self.excludes(error):
+            raise error
+        self.error = error
 
     def close(self) -> RowEnds:
         """What the client leaves behind, ready on the caller's stream."""
@@ -70,7 +86,7 @@ class Streams(Executor):
         """Why it cannot train this; None when it can."""
         return why_not(setup)
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnds]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
         with self.random.guarded():
             self.random.start_round()
@@ -93,7 +109,7 @@ class Streams(Executor):
             lane.busy = False
             self.cuda.current().wait_stream(lane.stream)
 
-    def _ends(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[RowEnds]:
+    def _ends(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterator[Task]) -> Generator[Ends]:
         more = True
         while True:
             for slot in range(self.slots):
@@ -107,7 +123,12 @@ class Streams(Executor):
             if not busy:
                 return
             # Lanes that end together are one group: its numbers are read once, and all of them are free for the next clients at once.
-            for group in alike([lane.close() for lane in self.step(busy)]):
+            finished = self.step(busy)
+            for lane in finished:
+                if lane.error is not None:
+                    lane.busy = False
+                    yield lane.error
+            for group in alike([lane.close() for lane in finished if lane.error is None]):
                 ends = joined(group)
                 self.random.check(ends.clients[0])
                 yield ends
@@ -119,7 +140,7 @@ class Streams(Executor):
     def _lane(self, slot: int) -> Lane:
         """Rows are made when they are needed."""
         if slot == len(self.lanes):
-            self.lanes.append(Lane(self.make_row(), self.cuda))
+            self.lanes.append(Lane(self.make_row(), self.cuda, self.setup.excludes))
         return self.lanes[slot]
 
     def make_row(self) -> Row:

@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import Executor, Setup, Task
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_step import RowEnds
@@ -44,17 +44,17 @@ class Threads(Executor):
         self.random = NoRandomness(setup.device)
         self.rows: list[Row] = []
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[RowEnds]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Generator[Ends]:
         """See `Executor.train`."""
         with self.random.guarded():
             self.random.start_round()
-            team = _Team(start, buffers)
+            team = _Team(self.setup, start, buffers)
             try:
                 yield from self._ends(team, iter(tasks))
             finally:
                 team.dismiss()
 
-    def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[RowEnds]:
+    def _ends(self, team: _Team, tasks: Iterator[Task]) -> Generator[Ends]:
         more, out = True, 0
         while True:
             while more and out < _AHEAD * self.slots:
@@ -70,10 +70,12 @@ class Threads(Executor):
                 return
             ends = team.next_end()
             out -= 1
-            if isinstance(ends, BaseException):
+            if isinstance(ends, BaseException) and not self.setup.excludes(ends):
                 raise ends
-            self.random.check(ends.clients[0])
-            yield ends
+            if isinstance(ends, RowEnds):
+                self.random.check(ends.clients[0])
+            if isinstance(ends, (RowEnds, ClientError)):
+                yield ends
 
     def _row(self, number: int) -> Row:
         """Rows are made when they are needed: a small cohort costs no more than its clients."""
@@ -92,8 +94,8 @@ def why_not(setup: Setup) -> str | None:
 class _Team:
     """The threads of one round."""
 
-    def __init__(self, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        self.start, self.buffers = start, buffers
+    def __init__(self, setup: Setup, start: Tensor, buffers: Sequence[Tensor]) -> None:
+        self.setup, self.start, self.buffers = setup, start, buffers
         self.todo: SimpleQueue[Task | None] = SimpleQueue()
         self.done: SimpleQueue[RowEnds | BaseException] = SimpleQueue()
         self.stop = threading.Event()
@@ -112,14 +114,24 @@ class _Team:
             while (task := self.todo.get()) is not None:
                 if self.stop.is_set():
                     return
-                row.open_(task, self.start, self.buffers)
-                while not self.stop.is_set() and row.step_():
-                    pass
-                if self.stop.is_set():
+                ends = self._train(row, task)
+                if ends is None:
                     return
-                self.done.put(row.close())
+                self.done.put(ends)
         except BaseException as error:
             self.done.put(error)
+
+    def _train(self, row: Row, task: Task) -> Ends | None:
+        """What a client leaves behind; None when it was stopped."""
+        try:
+            row.open_(task, self.start, self.buffers)
+            while not self.stop.is_set() and row.step_():
+                pass
+        except ClientError as error:
+            if not self.setup.excludes(error):
+                raise
+            return error
+        return None if self.stop.is_set() else row.close()
 
     def next_end(self) -> RowEnds | BaseException:
         """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the signal: Python looks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import compiler, epochs, stacked
-from fastsam.fed.executors.base import Executor, Setup, Task, vectors_of
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task, vectors_of
 from fastsam.fed.executors.batches import Batch, feed_keys
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.kernel_calls import Form, Kind
@@ -62,12 +62,12 @@ class Vmap(Executor):
         # Of clients whose batches are worth a compilation.
         self.common = compiler.common_sizes(setup.sizes, self.slots) if setup.compile else frozenset[int]()
         self.random = NoRandomness(setup.device)
-        self.epochs = epochs.epochs_of(setup)
+        self.epochs = None if setup.excludes_errors else epochs.epochs_of(setup)  # a capture that fails is the end
         self._kinds: dict[Kind, Kind] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
-    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[RowEnds]:
+    def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
         """See `Executor.train`."""
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
@@ -82,12 +82,13 @@ class Vmap(Executor):
                     free = free[sum(len(crew.tasks) for crew in opened) :]
                 if not active:
                     return
-                self._tick(active)
-                done = [crew for crew in active if crew.k == crew.steps]
+                self._tick([crew for crew in active if not crew.done])
+                done = [crew for crew in active if crew.done]
                 if done:
-                    active = [crew for crew in active if crew.k < crew.steps]
+                    active = [crew for crew in active if not crew.done]
                     free = sorted([*free, *slots_of(done)])
-                    yield from self._close(done)
+                    yield from {id(crew.error): crew.error for crew in done if crew.error is not None}.values()
+                    yield from self._close([crew for crew in done if crew.error is None])
 
     # --- the beginning and the end of clients ---
 
@@ -127,7 +128,12 @@ class Vmap(Executor):
                 waiting = [(crew, batches) for crew, batches, batch in heads if batch is not None]
                 ready = sorted(((c, b) for c, _, b in heads if b is not None), key=lambda pair: pair[1][1].shape[1])
                 for n, group in groupby(ready, key=lambda pair: pair[1][1].shape[1]):
-                    self._add_gradients(n, list(group))
+                    pairs = list(group)
+                    try:
+                        self._add_gradients(n, pairs)
+                    except ClientError as error:
+                        self._leave_out([crew for crew, _ in pairs], error)
+                waiting = [pair for pair in waiting if pair[0].error is None]
         finally:
             self.replica.module.train()
 
@@ -159,8 +165,19 @@ class Vmap(Executor):
         for crew in crews:
             groups.setdefault(crew.shape, []).append(crew)
         for group in groups.values():
-            if not (self._train_by_graph(group) or self._train_by_rows(group)):
-                self._step(group)
+            try:
+                if not (self._train_by_graph(group) or self._train_by_rows(group)):
+                    self._step(group)
+            except ClientError as error:
+                self._leave_out(group, error)
+
+    def _leave_out(self, crews: list[Crew], error: ClientError) -> None:
+        """Nothing more is done for those of the crews whose error it is. Raises it where clients are not left out."""
+        if not self.setup.excludes(error):
+            raise error
+        for crew in crews:
+            if not set(error.clients).isdisjoint(task.client for task in crew.tasks):
+                crew.error = error
 
     def _train_by_graph(self, crews: list[Crew]) -> bool:
         """The next epoch of a crew, from a captured graph. False where there is none."""

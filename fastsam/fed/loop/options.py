@@ -71,8 +71,10 @@ class Settings:
     compile: bool = option(False, "stacked clients through torch.compile", free=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device", choices=FORMATS, free=True)
     client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size", choices=states.CHOICES, free=True)
-    max_excluded: float = option(1.0, "share of a round's clients that may be excluded (not finite) before the run stops; 1: all but one",
+    max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all but one",
         at_least=0, at_most=1, free=True)
+    on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the round",
+        choices=("raise", "exclude"), free=True)
     clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; none: no limit", above=0)
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
@@ -112,7 +114,7 @@ class Settings:
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""
-        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded")}
+        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error")}
 
 
 # What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came to.

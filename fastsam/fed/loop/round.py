@@ -14,7 +14,7 @@ from torch import Tensor
 from fastsam.fed.aggregation.robust_sums import RobustSums
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums
 from fastsam.fed.clients.population import Population, ignored_labels
-from fastsam.fed.executors import Executor, Task, Work
+from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
 from fastsam.fed.loop.contract import (
     Unwritten,
@@ -46,8 +46,9 @@ BUFFERS = "model buffers"  # the name under which buffers enter the sums
 class Cohort:
     """Between the algorithm and the executor: constants for every task, the check of every end, the round's sums.
 
-    A client is excluded when its loss, displacement, gradient, dual, upload or new state is not finite: nothing of it enters the sums, its
-    state stays what it was. (A gradient that is not finite in any step leaves a displacement that is not.)
+    A client is excluded when its loss, displacement, gradient, dual, upload or new state is not finite (a gradient that is not finite in any
+    step leaves a displacement that is not) and, where the run says so, when its model or loss raises: nothing of it enters the sums, its
+    state stays what it was.
     """
 
     def __init__(
@@ -144,8 +145,13 @@ class Cohort:
         steps = self.settings.local_epochs * -(-self.population.sizes[client] // self.settings.batch_size)
         return frozenset(measures.snapshots(self.about.index, steps))
 
-    def close(self, ends: RowEnds) -> None:
+    def close(self, ends: Ends) -> None:
         """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
+        if isinstance(ends, ClientError):
+            for client in ends.clients:
+                self._open.pop(client, None)
+                self._exclude(client, ends.reason)
+            return
         self.steps += sum(ends.steps)
         self.backprops += sum(ends.backprops)
         if self.settings.clip_update is not None:

@@ -89,6 +89,7 @@ def run(
     memory_format: str = "auto",
     client_state: str = "auto",
     max_excluded: float = 1.0,
+    on_client_error: str = "raise",
     clip_update: float | None = None,
     measures: Sequence[str] | Measures = (),
     measure_options: Mapping[str, Any] | None = None,
@@ -205,7 +206,7 @@ def _loop(
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
         step.input_map is not None, tried.example, settings.compile, cohort,
-        tuple(population.sizes),
+        tuple(population.sizes), settings.on_client_error == "exclude",
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
     nbytes = len(population.clients) * client_state.vectors(algorithm, state.server) * w0.nbytes

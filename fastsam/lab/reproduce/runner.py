@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Keys that say where and how a run is computed, not what: they are no deviation from a paper.
-TECHNICAL = FREE - {"rounds", "max_excluded"} | {
+TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"} | {
     "name",
     "data_dir",
     "download",

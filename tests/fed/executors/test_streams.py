@@ -350,6 +350,14 @@ def test_auto_takes_graphs_on_a_gpu_and_streams_where_a_capture_would_fail_or_fr
 
 
 @pytest.mark.usefixtures("no_cuda")
+def test_auto_takes_streams_where_a_client_that_raises_is_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = replace(oracle_tasks()[2], excludes_errors=True)
+    monkeypatch.setattr(auto, "_not_stacked", lambda setup: "it is not asked here")
+    found, reason = auto.rule(replace(setup, device=torch.device("cuda")))
+    assert found == "streams" and "on_client_error='exclude'" in reason
+
+
+@pytest.mark.usefixtures("no_cuda")
 def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeCuda, "waits", False)
     with pytest.raises(ValueError, match="executor 'graph' cannot serve here: .* looks at values on the host"):

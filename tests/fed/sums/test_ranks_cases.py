@@ -22,6 +22,7 @@ def alone() -> dict[str, Any]:
 
 def test_the_cases_are_what_they_are_called(alone: dict[str, Any]) -> None:
     assert 0 < alone["excluded"][2] < 3 * len(rank_cases.SIZES)
+    assert 0 < alone["client error"][2] < 3 * len(rank_cases.SIZES)
     assert alone["outlier"][2] > 0
     assert len({digest for digest, _, _ in alone.values()}) == len(alone)
 
