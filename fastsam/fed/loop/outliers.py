@@ -22,8 +22,8 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
 
     A median stays where it is whatever fewer than half of the clients do, which a mean and a standard deviation do not; a multiple of it needs
     no spread, which in a cohort of equals is nearly nothing. K_i local steps: who takes more may go further in proportion. On the digits (50
-    clients, alpha 0.05 and 0.3) honest clients stayed below 18 medians, FedDyn's and SCAFFOLD's too. A cohort that does not move has no
-    outlier.
+    clients, alpha 0.05 and 0.3, an mlp) honest clients came to 17 medians after that proportion, in FedDyn; to 17 before it in SCAFFOLD, and
+    to 40 in FedDyn, whose first client has more than twice the samples. A cohort that does not move has no outlier.
     """
     if len(norms) < _FEWEST:
         return {}
