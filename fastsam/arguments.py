@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,55 @@ from fastsam.arena import is_dense
 from fastsam_kernels import rules
 from fastsam_kernels.columns import WIDTH, Column
 from fastsam_kernels.conventions import compute_dtype
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_OPTIONS = {"g1": "Sequence[Tensor] | None"}  # of the updates, which their signatures do not name
+_OPTIONS |= dict.fromkeys(("q", "steps", "sumsq_v", "grad_scale", "found_inf", "shift"), "Tensor | None")
+
+
+def tensors_checked(op: Callable[P, R]) -> Callable[P, R]:
+    """The op, after a look at what its signature calls a tensor or a sequence of tensors.
+
+    Raises TypeError that names an argument that is none, ValueError for a sparse tensor.
+    """
+    signature = inspect.signature(op)
+    kinds = _OPTIONS | {name: str(parameter.annotation) for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(op)
+    def checked(*arguments: P.args, **options: P.kwargs) -> R:
+        given = signature.bind(*arguments, **options).arguments
+        for name, value in (given | given.get("options", {})).items():
+            kind = kinds.get(name, "")
+            if "Tensor" in kind and (value is not None or not kind.endswith("| None")):
+                _check_tensors(op.__name__, name, value, kind)
+        return op(*arguments, **options)
+
+    return checked
+
+
+def _check_tensors(op: str, name: str, value: Any, kind: str) -> None:
+    several = kind.startswith("Sequence")
+    if several and not isinstance(value, (list, tuple)):
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {type(value).__name__}")
+    for i, tensor in enumerate(value if several else [value]):
+        what = f"{name}[{i}]" if several else name
+        if not isinstance(tensor, Tensor):
+            if tensor is not None or "Tensor | None]" not in kind:
+                raise TypeError(f"{op}: {what} must be a tensor, got {type(tensor).__name__}")
+        elif tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {what} must be dense (pass tensor.to_dense()), got {tensor.layout}")
+        elif tensor.numel() and (needed := _end_of(tensor)) > tensor.untyped_storage().nbytes():
+            held = tensor.untyped_storage().nbytes()
+            raise ValueError(
+                f"{op}: {what} needs {needed} bytes of its storage, which has {held}: was it freed or cut?"
+            )
+
+
+def _end_of(tensor: Tensor) -> int:
+    """Bytes of the storage up to the last element."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((tensor.storage_offset() + last + 1) * tensor.element_size())
 
 
 class Call:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastsam import backends
-from fastsam.arguments import Call
+from fastsam.arguments import Call, tensors_checked
 from fastsam.backends import Kernels
 from fastsam_kernels import product
 from fastsam_kernels.conventions import compute_dtype
@@ -48,6 +48,7 @@ def row_program(instructions: Sequence[Instruction], inputs: Sequence[Input], sc
     return RowProgram(instructions, inputs, scratch, width)
 
 
+@tensors_checked
 def norm_(
     sumsq: Tensor,
     grads: Sequence[Tensor],
@@ -71,6 +72,7 @@ def norm_(
     bind(backend, sumsq.device, dtype).norm_(sumsq, grads, weights, table, hyper, accumulate)
 
 
+@tensors_checked
 def perturb_(
     z: Sequence[Tensor],
     origin: Tensor,
@@ -98,6 +100,7 @@ def perturb_(
     bind(backend, origin.device, dtype).perturb_(z, origin, grads, table, hyper, sumsq, save, seed)
 
 
+@tensors_checked
 def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor, *, backend: str = "auto") -> None:
     """`z = origin`, bit for bit, see `fastsam_kernels.reference.restore_`.
 
@@ -109,6 +112,7 @@ def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor, *, backend: str
     bind(backend, origin.device, dtype).restore_(z, origin, table)
 
 
+@tensors_checked
 def dual_norm_(
     sumsq: Tensor,
     grads: Sequence[Tensor],
@@ -132,6 +136,7 @@ def dual_norm_(
     bind(backend, sumsq.device, dtype).dual_norm_(sumsq, grads, mu, s, table, hyper, accumulate)
 
 
+@tensors_checked
 def dual_perturb_(
     z: Sequence[Tensor],
     origin: Tensor,
@@ -162,6 +167,7 @@ def dual_perturb_(
     bind(backend, origin.device, dtype).dual_perturb_(z, origin, mu, grads, s, table, hyper, sumsq, eps)
 
 
+@tensors_checked
 def inner_(
     out: Tensor,
     x: Sequence[Tensor],
@@ -183,6 +189,7 @@ def inner_(
     bind(backend, out.device, dtype).inner_(out, x, y, table, accumulate)
 
 
+@tensors_checked
 def accumulate_(
     high_: Tensor,
     low_: Tensor,
@@ -223,6 +230,7 @@ def _misfit(name: str, expected: str, got: Tensor) -> NoReturn:
     raise ValueError(f"accumulate_: {name} must be {expected}, got {found}")
 
 
+@tensors_checked
 def update_norm_(
     sumsq: Tensor,
     z: Sequence[Tensor],
@@ -244,6 +252,7 @@ def update_norm_(
     bind(backend, sumsq.device, dtype).update_norm_(sumsq, z, origin, grads, table, hyper, **options)
 
 
+@tensors_checked
 def update_(
     z: Sequence[Tensor],
     origin: Tensor | None,

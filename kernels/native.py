@@ -52,14 +52,25 @@ def _load() -> dict[str, str | None]:
         return {"cpu": reasons["cpu"], "cuda": cuda_reason or reasons["cpu"]}
     _libraries["cpu"] = str(found.paths["cpu"])
     for name in _OPS:
-        # Every op writes its arguments and returns nothing: there is nothing to infer.
-        torch.library.register_fake(f"fastsam::{name}", lambda *args: None)
+        torch.library.register_fake(f"fastsam::{name}", functools.partial(_infer_nothing, name))
     if cuda_reason is None:
         missing = f"no compiled CUDA library ({found.message}); `{build.COMMAND}` with nvcc compiles it"
         cuda_reason = _load_library(str(found.paths["cuda"])) if "cuda" in found.paths else missing
         _libraries["cuda"] = str(found.paths.get("cuda"))
     reasons["cuda"] = cuda_reason
     return reasons
+
+
+def _infer_nothing(name: str, *operands: Any) -> None:
+    """Every op writes its arguments and returns nothing. A real tensor beside one without memory is an error, and not a call that does nothing."""
+    schema = getattr(torch.ops.fastsam, name).default._schema
+    of = {argument.name: operand for argument, operand in zip(schema.arguments, operands, strict=False)}
+    table = of.pop("table", None)
+    lists = (operand if isinstance(operand, (list, tuple)) else [operand] for operand in of.values())
+    devices = {tensor.device for operand in lists for tensor in operand if isinstance(tensor, Tensor)}
+    if len(devices) > 1 or (table is not None and table.device.type != "cpu"):
+        found = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"{name}: the table must be on the CPU, and all other tensors on one device, got {found}")
 
 
 def _load_library(path: str) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastsam import backends, ops
 from fastsam.arena import Layout
 from fastsam_kernels.columns import WIDTH, Column
+from tests.helpers.misuses import cut, freed
 
 F32, F64 = torch.float32, torch.float64
 SHAPES = ((4, 3), (5,), (2, 3, 4, 4))
@@ -170,6 +171,41 @@ def test_arguments_that_do_not_fit_are_refused(op: str, change: Change, message:
         call(op, args)
     for a, b in zip(before, everything(args), strict=True):
         assert a.is_meta or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", PARAMETERS)
+def test_what_is_no_tensor_is_told_by_name(op: str) -> None:
+    """Among them None where a tensor is needed, a tensor where a list is, and a sparse one."""
+    for name in (*PARAMETERS[op], *OPTIONS.get(op, ())):
+        args = arguments()
+        several = isinstance(args[name], list)
+        told = "[a-z0-9_]+" if name == "z" or "g1" in PARAMETERS[op] else name  # there they are called weights, x and y
+        wrong = [["x"], 3, args["sumsq"]] if several else ["x", 3, [args["sumsq"]]]
+        for value in [*wrong, *([None] if name in PARAMETERS[op] and name != "origin" else [])]:
+            with pytest.raises(
+                TypeError, match=rf"^{op.split()[0]}: {told}(\[0\])? must be a (list of tensors|tensor), got"
+            ):
+                call(op, args | {name: value})
+        sparse = [t.to_sparse() for t in args[name]] if several else args[name].to_sparse()
+        with pytest.raises(ValueError, match=rf"^{op.split()[0]}: {told}(\[0\])? must be dense .*sparse"):
+            call(op, args | {name: sparse})
+
+
+@pytest.mark.parametrize("change", [freed, cut])
+@pytest.mark.parametrize("op", PARAMETERS)
+def test_a_tensor_without_its_memory_is_told_by_name(op: str, change: Callable[[Tensor], Tensor]) -> None:
+    for name in (*PARAMETERS[op], *OPTIONS.get(op, ())):
+        args = arguments()
+        value = args[name]
+        for backend in ("reference", "auto"):
+            with pytest.raises(
+                ValueError, match=rf"^{op.split()[0]}: \w+(\[0\])? needs \d+ bytes of its storage, which has \d+"
+            ):
+                call(
+                    op,
+                    args | {name: [change(t) for t in value] if isinstance(value, list) else change(value)},
+                    backend=backend,
+                )
 
 
 @pytest.mark.parametrize(

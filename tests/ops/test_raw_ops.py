@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsam_kernels import native
+from tests.helpers.misuses import at, cut, entry, freed, other_dtype, spread
 from tests.helpers.native_step import Step, calls, digest_of
 
 pytestmark = pytest.mark.skipif(
@@ -17,44 +18,6 @@ pytestmark = pytest.mark.skipif(
 )
 Misuse = tuple[str, Callable[[Any], Any]]
 FAR = 2**63 - 1
-
-
-def freed(t: Tensor) -> Tensor:
-    t = t.clone()
-    t.untyped_storage().resize_(0)
-    return t
-
-
-def cut(t: Tensor) -> Tensor:
-    t = t.clone()
-    t.untyped_storage().resize_(t.untyped_storage().nbytes() - 1)
-    return t
-
-
-def spread(t: Tensor) -> Tensor:
-    """The same numbers with gaps between them."""
-    wide = t.new_empty(*t.shape[:-1], t.shape[-1], 2)
-    wide[..., 0] = t
-    return wide[..., 0]
-
-
-def other_dtype(t: Tensor) -> Tensor:
-    return t.to(torch.float32 if t.dtype == torch.float64 else torch.float64)
-
-
-def at(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    return lambda tensors: [change(t) if i == place else t for i, t in enumerate(tensors)]
-
-
-def entry(row: int, column: int, value: int) -> Callable[[Tensor], Tensor]:
-    def change(table: Tensor) -> Tensor:
-        table = table.clone()
-        table[row, column] = value
-        return table
-
-    return change
-
-
 MATRIX = 1  # the second operand of `shapes` below is one
 LISTS: list[Misuse] = [
     ("empty", lambda ts: []),
@@ -152,6 +115,31 @@ def test_every_misuse_of_a_raw_op_is_an_error(name: str) -> None:
         assert everything(step) == before, what
         tried += 1
     assert tried >= (12 if name == "accumulate_" else 25)
+
+
+@pytest.mark.parametrize("name", native._OPS)
+def test_a_tensor_without_memory_beside_real_ones_is_an_error(name: str) -> None:
+    """Such a call is the meta device's, which computes nothing: it is taken only where nothing could be computed."""
+    op, args = calls(Step(shapes=[(33,), (5, 7), ()]))[name]
+    table = [a.name == "table" for a in op._schema.arguments]
+
+    def meta(value: Any) -> Any:
+        return (
+            [t.to("meta") for t in value]
+            if isinstance(value, list)
+            else value.to("meta")
+            if isinstance(value, Tensor)
+            else value
+        )
+
+    tried = 0
+    for i, value in enumerate(args):
+        if isinstance(value, (list, Tensor)):
+            with pytest.raises(RuntimeError, match="table must be on the CPU, and all other tensors on one device"):
+                op(*args[:i], meta(value), *args[i + 1 :])
+            tried += 1
+    assert tried >= 3
+    op(*(value if is_table else meta(value) for value, is_table in zip(args, table)))
 
 
 def test_a_state_too_small_overwrites_no_neighbour() -> None:
