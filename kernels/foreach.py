@@ -25,6 +25,8 @@ from .reference import dual_norm_ as dual_norm_
 from .reference import dual_perturb_ as dual_perturb_
 from .reference import inner_ as inner_
 
+WRITES_IN_PARTS = torch.float16, torch.bfloat16  # as the reference does, from which their updates are
+
 # Elements that torch sums up in single precision, in one go on one thread: longer tensors are cut, by their length alone.
 CHUNK = 16_384
 

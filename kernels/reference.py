@@ -39,12 +39,11 @@ from torch import Tensor
 
 from . import rules
 from .columns import WIDTH, Column
-from .conventions import CLIP_EPS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
+from .conventions import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
 from .rounding import DROPPED, random_bits, stochastic
 
-WRITES_IN_PARTS = (
-    True  # `update_` writes state and weights one after the other, so that an interrupt may come between them
-)
+# Of weights of these dtypes `update_` writes state and weights one after the other, so that an interrupt may come between them.
+WRITES_IN_PARTS = FLOATS
 
 
 def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:

@@ -174,12 +174,14 @@ class FusedSAM(Saving):
         self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
         self._scaling.refuse_unscaled(self)
+        graph = torch.is_grad_enabled()
         try:
             self._engine.perturb_(None if self._engine.plain else self._scaling.scale)
             self._statistics.freeze()
             if zero_grad:
                 self.zero_grad()
         except BaseException:
+            torch.set_grad_enabled(graph)  # an interrupt in the entry or exit of torch's `no_grad` leaves autograd off
             self._recover()
             raise
 
@@ -254,6 +256,7 @@ class FusedSAM(Saving):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._require_turn(closure)
         self._share()
+        graph = torch.is_grad_enabled()
         try:
             if closure is not None and not self._finishes():
                 return self._both_passes(closure)
@@ -261,6 +264,7 @@ class FusedSAM(Saving):
                 closure()  # a trainer's, around a step of its own (Lightning's clips): the gradients are there already
             return self._second_pass()
         except BaseException:
+            torch.set_grad_enabled(graph)
             self._recover()
             amp.forget_scales(self)
             raise
@@ -286,12 +290,16 @@ class FusedSAM(Saving):
         self._require(
             Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
         )
+        graph = torch.is_grad_enabled()
         try:
             try:
                 self.first_step()
                 yield
             finally:
                 self._recover()
+        except BaseException:
+            torch.set_grad_enabled(graph)
+            raise
         finally:
             self._recover()  # when an interrupt fell into the line above; nothing otherwise
 

@@ -57,7 +57,7 @@ class FusedUpdate:
 
     def __init__(self, bucket: Bucket, rule: Rule) -> None:
         self.bucket, self.rule = bucket, rule
-        self._in_parts = getattr(bucket.kernels, "WRITES_IN_PARTS", False)
+        self._in_parts = bucket.dtype in getattr(bucket.kernels, "WRITES_IN_PARTS", ())
         self._plans: dict[Selection, Plan] = {}
         self._views: dict[str, list[Tensor]] = {}
 

@@ -1,9 +1,11 @@
-"""An exception before a chosen line of the code in some folders."""
+"""An exception before a chosen line of the code in some folders, or wherever a real signal finds it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -43,3 +45,31 @@ class Tracer:
                 raise Interrupt(self.where)
             self.lines += 1
         return self._line
+
+
+class Alarm:
+    """Raises where the main thread is after some seconds, as Ctrl-C does: by the system's timer, or by a signal that another thread sends."""
+
+    def __init__(self, after: float, by_thread: bool) -> None:
+        self.after, self.by_thread = after, by_thread
+
+    def __enter__(self) -> Alarm:
+        signal.signal(signal.SIGALRM, _raise)
+        if self.by_thread:
+            self._timer = threading.Timer(self.after, os.kill, (os.getpid(), signal.SIGALRM))
+            self._timer.start()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, self.after)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.by_thread:
+            self._timer.cancel()
+            self._timer.join()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "")

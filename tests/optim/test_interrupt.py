@@ -2,137 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from fastsam import SAM, FusedSAM
-from fastsam.backends import Backend, select
-from fastsam.optim.variants import WSAM, FriendlySAM, LookSAM
+from fastsam.backends import Backend
 from fastsam_kernels import reference
-from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
-from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
+from tests.helpers.interrupted_steps import CASES, F32, Case, Plan, sgd
+from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
+from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-class Case:
-    """An optimizer in mid-training, and what its next step should give."""
-
-    def __init__(self, build: Callable[[list[nn.Parameter]], FusedSAM], dtypes: list[torch.dtype], warm: int) -> None:
-        self.params = [make_parameters([(5, 3)], dtype, seed=i)[0] for i, dtype in enumerate(dtypes)]
-        self.params += [make_parameters([(4,)], dtypes[0], seed=9)[0]]
-        self.opt = build(self.params)
-        self.time = 0
-        for _ in range(warm):
-            self.step()
-
-    def closure(self) -> torch.Tensor:
-        loss = landscape(self.params, self.time)
-        loss.backward()
-        return loss
-
-    def step(self) -> None:
-        self.opt.step(self.closure)
-        self.time += 1
-
-    def by_hand(self) -> None:
-        """The other style. The step is over when `second_step` is."""
-        backward(self.params, self.time)
-        try:
-            self.opt.first_step(zero_grad=True)
-            backward(self.params, self.time)
-            self.opt.second_step(zero_grad=True)
-        except BaseException:
-            if self.opt._engine.phase is not type(self.opt._engine.phase).IDLE:
-                self.opt.restore()
-            raise
-        self.time += 1
-
-    def alone(self) -> None:
-        """The second half of a step that does not perturb."""
-        backward(self.params, self.time)
-        self.opt.second_step(zero_grad=True)
-        self.time += 1
-
-    def in_context(self) -> None:
-        backward(self.params, self.time)
-        with self.opt.perturbed():
-            backward(self.params, self.time)
-            self.opt.step()
-        self.time += 1
-
-    def look(self) -> None:
-        """No step at all."""
-        backward(self.params, self.time)
-        with self.opt.perturbed():
-            backward(self.params, self.time)
-
-    def state(self) -> list[torch.Tensor]:
-        """All tensors of the state. A master copy that is no more than the weights says nothing: there is none before the first step."""
-        found = []
-        for i, entry in self.opt.state_dict()["state"].items():
-            for name, value in sorted(entry.items()):
-                if isinstance(value, torch.Tensor) and not (
-                    name == "master" and torch.equal(value, self.params[i].float())
-                ):
-                    found.append(value)
-        return found
-
-
-def sgd(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
-
-
-def adam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.AdamW, lr=0.1, **options)
-
-
-def rmsprop(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.RMSprop, lr=0.1, **options)
-
-
-def finite(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, check_finite=True, **options)
-
-
-def interval(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=SAM(every=2), **options)
-
-
-def wsam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=WSAM(), **options)
-
-
-def looksam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=LookSAM(k=2), **options)
-
-
-def friendly(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=FriendlySAM(), **options)
-
-
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-CASES = {
-    "sgd": (sgd, [F32]),
-    "adamw": (adam, [F64]),
-    "bfloat16": (sgd, [BF16]),
-    "two dtypes": (sgd, [F32, F64]),
-    "rmsprop": (rmsprop, [F32]),
-    "check_finite": (finite, [F32]),
-}
-# After one step comes one that does not perturb.
-FAMILY = {
-    "interval": (interval, [F32]),
-    "wsam": (wsam, [F32]),
-    "wsam bf16": (wsam, [BF16]),
-    "looksam": (looksam, [F32]),
-    "friendly": (friendly, [F32]),
-}
-
 
 EVERY_CASE = [(name, "step", warm, "auto") for name in CASES for warm in (0, 2)]
 EVERY_CASE += [("sgd", style, warm, "auto") for style in ("by_hand", "in_context", "look") for warm in (0, 2)]
@@ -163,47 +44,24 @@ def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, e
 
     A step with the compiled CPU kernels or the reference is made or not made whatever line is interrupted, those around the kernels included.
     """
-    build, dtypes = {**CASES, **FAMILY}[name]
-    whole = select(backend, torch.device("cpu"), F32).name in ("native", "reference")
-    folders = (PACKAGE, KERNELS) if whole else (PACKAGE,)
-
-    def make() -> Case:
-        return Case(lambda params: build(params, backend=backend), dtypes, warm)
-
-    getattr(make(), style)()  # what is loaded at first use is no part of a step
-    undisturbed = make()
-    with Tracer(None, folders) as tracer:
-        getattr(undisturbed, style)()
-    stepped, stepped_state = copies(undisturbed.params), undisturbed.state()
-    undisturbed.step()
-    assert tracer.lines > 50
-
-    for line in range(0, tracer.lines, each):
-        case = make()
-        before, state = copies(case.params), case.state()
-        with pytest.raises(Interrupt), Tracer(line, folders) as tracer_here:
-            getattr(case, style)()
-        where = tracer_here.where
-        if same_bits(before, case.params):
-            assert same_bits(state, case.state()), f"state changed, weights not: raised at {where}"
-            getattr(case, style)()
-        else:
-            assert same_bits(stepped, case.params), f"neither the original nor the stepped weights: raised at {where}"
-            assert same_bits(stepped_state, case.state()), f"stepped, but not the state: raised at {where}"
-            case.time = warm + 1
-        assert same_bits(stepped, case.params), f"the step after it is another: raised at {where}"
-        case.step()
-        assert same_bits(undisturbed.params, case.params), f"the second step after it is another: raised at {where}"
+    plan = Plan(name, style, warm, backend)
+    lines = plan.lines()
+    assert lines > 50
+    for line in range(0, lines, each):
+        assert plan.interrupted(Tracer(line, plan.folders))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "bfloat16", "check_finite"])
+WITH_REFERENCE = [("reference", name) for name in ("sgd", "adamw", "bfloat16", "check_finite")]
+
+
+@pytest.mark.parametrize(("backend", "name"), [*WITH_REFERENCE, ("foreach", "bfloat16")])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_the_reference_interrupted_in_its_update_writes_nothing(
-    name: str, warm: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, name: str, warm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes the state of a segment before its weights, and these after those of the segments before."""
+    """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has its half precision from it."""
     build, dtypes = CASES[name]
-    case = Case(lambda params: build(params, backend="reference"), dtypes, warm)
+    case = Case(lambda params: build(params, backend=backend), dtypes, warm)
     before, state, write, calls = copies(case.params), case.state(), reference._write, []
 
     def interrupted(*operands: Any) -> None:
@@ -237,6 +95,23 @@ def test_raising_inside_the_kernels(backend: str, warm: int, each: int) -> None:
         with pytest.raises(Interrupt), Tracer(line, (KERNELS,)) as tracer_here:
             case.step()
         assert same_bits(before, case.params), f"raised at {tracer_here.where}"
+
+
+@pytest.mark.parametrize("style", ["step", "by_hand", "in_context"])
+@pytest.mark.parametrize("backend", ["reference", "foreach", "auto"])
+def test_autograd_is_on_after_an_interrupt_where_torch_switches_it(backend: str, style: str) -> None:
+    """In the entry or the exit of `torch.no_grad`, which then leaves it off."""
+    plan = Plan("sgd", style, 2, backend)
+    plan.folders = (torch.autograd.grad_mode.__file__,)
+    lines = plan.lines()
+    assert lines > 0 or backend == "auto"  # whose calls need no switch
+    for line in range(lines):
+        case = plan.make()
+        with pytest.raises(Interrupt), Tracer(line, plan.folders):
+            getattr(case, style)()
+        on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert on, f"switched off at switch {line} of {lines}"
 
 
 @pytest.mark.parametrize("bad_pass", [1, 2])
