@@ -6,8 +6,19 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """An OSError inside, of a full disk for one, names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -16,6 +27,16 @@ def write_bytes(path: Path, data: bytes) -> None:
     A link in its place, or in that of the file beside it, is replaced and not followed.
     Raises OSError that names the file, a full disk for one; what was there is then as it was.
     """
+    with named(path):
+        _replace(path, data)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _replace(path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.unlink(missing_ok=True)  # of a run that was killed
@@ -23,16 +44,11 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:
+    except OSError:
         if temporary.is_file() and not temporary.is_symlink():
             temporary.unlink()  # the room that it has taken is of use
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def open_regular(path: Path, flags: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
     """The weights of a file, its head aside."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"weights: no file {path} (looked in {Path.cwd()}), nor one of {', '.join(names)}")
-    stored = torch.load(path, map_location="cpu", weights_only=True)
-    kept: dict[str, Tensor] = {k: v for k, v in stored.items() if not k.startswith("heads.")}
+    stored = _tensors(path)
+    kept = {k: v for k, v in stored.items() if not k.startswith("heads.")}
     try:
         missing, foreign = model.load_state_dict(kept, strict=False)
     except RuntimeError as error:
@@ -58,3 +59,24 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
         raise ValueError(
             f"weights: {path} is no state dictionary of torchvision's vit_b_32: {wrong[0]!r} is only in one"
         )
+
+
+def _tensors(path: str) -> dict[str, Tensor]:
+    """The tensors of a file by their names. Raises ValueError for one with anything else, none of which is run."""
+    expected = "expected a file that torch.save(model.state_dict(), path) wrote"
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        EOFError,
+    ) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"weights: {path} cannot be read ({type(error).__name__}: {reason}); {expected}") from error
+    if not isinstance(stored, dict) or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in stored.items()):
+        raise ValueError(f"weights: {path} holds no tensors by their names; {expected}")
+    return stored

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fastsam.fed.common.atomic_files import make_directory, open_regular, write_bytes, write_json
+from fastsam.fed.common.atomic_files import make_directory, named, open_regular, write_bytes, write_json
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import (
     FORMAT,
@@ -168,8 +168,8 @@ class RunDirectory:
     def log(self, record: Mapping[str, Any]) -> None:
         """Appends a round's line to metrics.jsonl."""
         line = (json.dumps(record) + "\n").encode()
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-        with open(open_regular(self.path / "metrics.jsonl", flags), "ab") as file:
+        path, flags = self.path / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        with named(path), open(open_regular(path, flags), "ab") as file:
             file.write(line)
         self._metrics += line
 
@@ -218,7 +218,7 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         found = b""
         if path.exists():
-            with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            with named(path), open(open_regular(path, os.O_RDONLY), "rb") as file:
                 os.fsync(file.fileno())
                 found = file.read()
         if found != self._metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from fastsam import fed
 from fastsam.fed import models
 from fastsam.fed.common.import_paths import vision
 from fastsam.fed.data import split_data
+from fastsam.fed.models import vit
 from fastsam.lab import cli
 from tests.helpers.small_archives import torchvision
 
@@ -47,6 +49,26 @@ def test_a_torchvision_that_cannot_be_imported_at_all(
     words = error.partition("'")[2].rstrip("')")
     with pytest.raises(ImportError, match=f"{words}.*install the build of torchvision that belongs to your torch"):
         models.build("vit_b_32", (3, 224, 224), 10, 0)
+
+
+class Hostile:
+    """A pickle that ends the process that loads it."""
+
+    def __reduce__(self) -> tuple:
+        return (os._exit, (1,))
+
+
+@pytest.mark.parametrize(
+    "stored", [Hostile(), {"weight": Hostile()}, [torch.ones(1)], {"weight": 1}, {1: torch.ones(1)}, b"PK", b""]
+)
+def test_weights_that_are_no_tensors_by_name_are_refused_and_run_nothing(tmp_path: Path, stored: object) -> None:
+    path = tmp_path / "weights.pth"
+    if isinstance(stored, bytes):
+        path.write_bytes(stored)
+    else:
+        torch.save(stored, path)
+    with pytest.raises(ValueError, match=r"weights: .*weights.pth .*expected a file that torch.save\(model.state_dict"):
+        vit._load(torch.nn.Linear(1, 1), str(path), [])
 
 
 # A package that stops where torchvision stops without its compiled part: after some of its modules, at a description of an operator.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from fastsam import fed
+from fastsam.fed.rundir import checkpoint
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import read_manifest, sealed
@@ -354,3 +355,22 @@ def test_a_full_disk(tmp_path, monkeypatch):
     start(tmp_path / "run", resume=True)
     start(tmp_path / "whole")
     assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["written", "synchronised"])
+def test_a_disk_that_is_full_for_the_records_is_told_with_their_name(tmp_path, monkeypatch, when):
+    open_regular, fsync = checkpoint.open_regular, os.fsync
+
+    def full(path, flags):
+        appends = when == "written" and flags & os.O_APPEND
+        return os.open("/dev/full", os.O_WRONLY) if appends else open_regular(path, flags)
+
+    def full_at_the_end(descriptor):
+        if when == "synchronised" and os.readlink(f"/proc/self/fd/{descriptor}").endswith("metrics.jsonl"):
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(checkpoint, "open_regular", full)
+    monkeypatch.setattr(os, "fsync", full_at_the_end)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/run/metrics.jsonl'"):
+        start(tmp_path / "run")
