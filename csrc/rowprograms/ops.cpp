@@ -47,7 +47,9 @@ int64_t add_program(const Tensor given) {
   constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
   const int64_t rest = words.end - words.next;
   made.instructions.resize(rest / words_each);
-  std::memcpy(made.instructions.data(), words.take(rest / words_each * words_each), rest / words_each * words_each * 8);
+  const int64_t* body = words.take(rest / words_each * words_each);
+  if (!made.instructions.empty())  // else there is no memory to copy to
+    std::memcpy(made.instructions.data(), body, made.instructions.size() * sizeof(Instruction));
   STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
   check_program(made);
   const std::lock_guard<std::mutex> guard(lock);
