@@ -22,7 +22,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-slow test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
+.PHONY: help demo test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -89,8 +89,21 @@ test-malloc: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests that train mod
 	@! LD_PRELOAD=libc_malloc_debug.so.0 env true 2>&1 | grep -q . || { echo "no libc_malloc_debug.so.0: it comes with glibc 2.34 or newer"; exit 1; }
 	@echo "MALLOC_CHECK_=3: $(TRAINING)"; $(MALLOC) $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING)
 
-test-slow: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, the heap checked, lesser instruction sets
+# What the compiled CPU kernels do is in these.
+KERNEL_TESTS := tests/ops tests/fed/executors/test_rowprograms.py tests/fed/executors/test_rowprograms_odd.py
+
+test-sanitize: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests of the compiled CPU kernels under gcc's address and undefined-behaviour sanitizers
+	@$(BIN)/python -m tests.helpers.sanitized -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code' $(KERNEL_TESTS)
+
+MINUTES ?= 10
+SEED ?= 0
+
+attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
+	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
+
+test-slow: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets
 	@$(BIN)/python -m pytest -q -ra -m slow
+	@$(MAKE) test-sanitize
 	@$(MAKE) test-malloc TRAINING=tests
 	@set -e; for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
 	  FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done
@@ -106,7 +119,7 @@ check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
-	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers
+	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 

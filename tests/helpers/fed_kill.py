@@ -1,4 +1,5 @@
-"""Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a process of its own.
+"""Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a process of its own, and
+tests/attack/kills.py calls it.
 
     python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED    SIGKILL after random times, resumed until a run ends
     python -m tests.helpers.fed_kill every DIRECTORY EACH           dies at each EACH-th operation on a file in turn, resumed once
@@ -17,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,11 +30,13 @@ from torch import nn
 from fastsam import fed
 from tests.helpers.fed_seam import Scaffold
 
+DIED = 9  # the exit code of a process that died at an operation on a file
 
-def train(directory: Path, rounds: int = 9, delay: float = 0.0) -> None:
+
+def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float = 0.2, **options: Any) -> None:
     """With client states, dropout, averaged buffers, momentum, and checkpoints that are rarer than rounds."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 3))
     generator = torch.Generator().manual_seed(1)
     data = [
         (torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator))
@@ -42,7 +46,7 @@ def train(directory: Path, rounds: int = 9, delay: float = 0.0) -> None:
     fed.run(
         model, data, algorithm, rounds=rounds, local_epochs=2, batch_size=2, lr=0.05, lr_decay=0.9, participation=0.5, momentum=0.5,
         weighting="samples", test=data[0], buffers="average", run_dir=directory, resume=True, checkpoint_every=2,
-        progress=lambda record: time.sleep(delay),
+        progress=lambda record: time.sleep(delay), **options,
     )  # fmt: skip
 
 
@@ -53,7 +57,7 @@ def digest(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes() + json.dumps(kept).encode()).hexdigest()
 
 
-def forked(work: Callable[[], None]) -> int:
+def forked(work: Callable[[], object]) -> int:
     """Process id of a child that does `work` and leaves with 0, or with 1 after an exception."""
     pid = os.fork()
     if pid == 0:
@@ -63,6 +67,8 @@ def forked(work: Callable[[], None]) -> int:
             code = 0
         except KeyboardInterrupt:
             code = 130
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return pid
@@ -90,20 +96,21 @@ def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
     return [*done, digest(directory / "killed")]
 
 
-def dies_at(directory: Path, count: int) -> None:
-    """Dies just before the `count`-th operation on a file of the run directory."""
-    left = [count]
+def dies_at(directory: Path, count: int) -> int:
+    """Dies just before the `count`-th operation on a file of the run directory; returns how many there were, if there were fewer."""
+    seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        touched = event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(directory) in str(
+        if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(directory) in str(
             arguments[0]
-        )
-        left[0] -= touched
-        if left[0] < 0:
-            os._exit(9)
+        ):
+            seen[0] += 1
+            if seen[0] > count:
+                os._exit(DIED)
 
     sys.addaudithook(hook)
     train(directory, rounds=3)
+    return seen[0]
 
 
 def kill_at_every_operation(directory: Path, each: int) -> list[str]:
@@ -111,7 +118,7 @@ def kill_at_every_operation(directory: Path, each: int) -> list[str]:
     for count in range(0, 10_000, each):
         target = directory / f"dies-{count}"
         code = finish(forked(partial(dies_at, target, count)))
-        if code != 9:
+        if code != DIED:
             assert code == 0
             return digests
         assert finish(forked(partial(train, target, rounds=3))) == 0

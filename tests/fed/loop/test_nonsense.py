@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fastsam import fed
 from fastsam.fed import data as data_sets
@@ -19,27 +16,7 @@ from fastsam.fed.common.option import table
 from fastsam.fed.data.augment import FlipCrop, named
 from fastsam.fed.loop.options import Settings
 from tests.helpers import oracle
-
-
-class Hostile:
-    """Whose conversions raise what no caller thinks of."""
-
-    def __float__(self) -> float:
-        raise ZeroDivisionError("no")
-
-    def __index__(self) -> int:
-        raise KeyError("no")
-
-    def __repr__(self) -> str:
-        return "Hostile()"
-
-
-NONSENSE: list[Any] = [
-    None, ..., True, -1, 0, 10**400, -(10**400), 2**63, 1e308, -0.0, float("nan"), float("inf"), 1j, "", "x", "auto", b"auto", "\0", [], [1],
-    (), {}, {"a": 1}, set(), object(), Hostile(), int, len, lambda *a: a, torch.ones(3), torch.ones(1), torch.tensor(1j),
-    torch.ones(2, device="meta"), np.float64("nan"), np.ones(2), np.array("x"), Fraction(10**400), Decimal("NaN"), Decimal("1e400"),
-    nn.Linear(1, 1), range(3),
-]  # fmt: skip
+from tests.helpers.nonsense import NONSENSE
 
 
 def refused(names: str | tuple[str, ...], make: Any) -> None:

@@ -1,0 +1,214 @@
+"""Files that would run code if somebody loaded them carelessly: nothing of them runs."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import io
+import json
+import os
+import pickle
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed import data
+from fastsam.fed.data import files, partition
+from fastsam.fed.models import vit
+from fastsam.fed.rundir.manifest import digest_of, read_manifest, sealed
+from fastsam.lab import cli
+from tests.attack.trials import Attack, Trial
+from tests.helpers.fed_rundir import start
+
+
+class Payload:
+    """Leaves a file behind when it is loaded."""
+
+    def __init__(self, marker: Path, how: str) -> None:
+        self.marker, self.how = marker, how
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "open": (open, (str(self.marker), "w")),
+            "system": (os.system, (f"touch {self.marker}",)),
+            "exec": (builtins.exec, (f"open({str(self.marker)!r}, 'w')",)),
+            "mkdir": (os.mkdir, (str(self.marker),)),
+        }
+        return made[self.how]
+
+
+def _torch_zip(payload: Any, protocol: int) -> bytes:
+    file = io.BytesIO()
+    torch.save({"weight": payload}, file, pickle_protocol=protocol)
+    return file.getvalue()
+
+
+def _torch_old(payload: Any, protocol: int) -> bytes:
+    file = io.BytesIO()
+    torch.save({"weight": payload}, file, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    return file.getvalue()
+
+
+def _array(payload: Any, protocol: int) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([payload], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def _zip(payload: Any, protocol: int) -> bytes:
+    """As numpy's archives are, with a pickle where an array is named, and with one that climbs out."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("x.npy", _array(payload, protocol))
+        archive.writestr("y.npy", pickle.dumps(payload, protocol))
+        archive.writestr("../../../out.npy", b"out")
+    return file.getvalue()
+
+
+FORMS: tuple[Callable[[Any, int], bytes], ...] = (
+    pickle.dumps, _torch_zip, _torch_old, _array, _zip, lambda p, n: gzip.compress(pickle.dumps(p, n)),
+    lambda p, n: (20).to_bytes(8, "little") + b'{"__metadata__": {}}' + pickle.dumps(p, n),
+)  # fmt: skip
+
+
+# --- the doors: each is handed the bytes of a file ---
+
+
+def _npz(content: bytes, folder: Path) -> None:
+    (folder / "mine.npz").write_bytes(content)
+    files.from_npz(folder / "mine.npz", clients=1, split="iid")
+
+
+def _indices(content: bytes, folder: Path) -> None:
+    (folder / "mine.json").write_bytes(content)
+    partition.make("own", np.arange(6) % 3, None, 20, indices=str(folder / "mine.json"))
+
+
+def _archive(content: bytes, folder: Path) -> None:
+    (folder / "cifar-10-python.tar.gz").write_bytes(content)
+    data.cifar10(folder, clients=2)
+
+
+def _unpacked(content: bytes, folder: Path) -> None:
+    (folder / "cifar-10-batches-py").mkdir()
+    for name in ("batches.meta", "test_batch", *(f"data_batch_{i}" for i in range(1, 6))):
+        (folder / "cifar-10-batches-py" / name).write_bytes(content)
+    data.cifar10(folder, clients=2)
+
+
+def _weights(content: bytes, folder: Path) -> None:
+    (folder / "weights.pth").write_bytes(content)
+    vit._load(nn.Linear(1, 1), str(folder / "weights.pth"), [])
+
+
+def _config(content: bytes, folder: Path) -> None:
+    for name in ("mine.toml", "config.json"):
+        (folder / name).write_bytes(content)
+        if cli.main(["run", str(folder / name), "--run-dir", str(folder / "out")]) != 0:
+            raise ValueError("refused")
+
+
+def _run_directory(place: str) -> Callable[[bytes, Path], None]:
+    """One of a run's files; a checkpoint's with its hash in a manifest that is right."""
+
+    def resume(content: bytes, folder: Path) -> None:
+        directory = folder / "run"
+        start(directory, algorithm=fed.SCAFFOLD(), rounds=1, executor="sequential")
+        path = next(iter(sorted(directory.glob(place))))
+        path.write_bytes(content)
+        manifest = directory / "checkpoint" / "manifest.json"
+        if path != manifest:
+            known = read_manifest(manifest)
+            if path.name in known["files"]:
+                known["files"][path.name] = digest_of(content)
+            if path.name == "metrics.jsonl":
+                known |= {"metrics_bytes": len(content), "metrics_hash": digest_of(content)}
+            manifest.write_text(json.dumps(sealed(known)))
+        start(directory, algorithm=fed.SCAFFOLD(), rounds=2, resume=True, executor="sequential")
+
+    return resume
+
+
+DOORS: dict[str, Callable[[bytes, Path], None]] = {
+    "data in .npz": _npz,
+    "a split's indices": _indices,
+    "an archive": _archive,
+    "an unpacked archive": _unpacked,
+    "weights": _weights,
+    "a config": _config,
+    "the manifest": _run_directory("checkpoint/manifest.json"),
+    "the server's file": _run_directory("checkpoint/server-*"),
+    "the clients' file": _run_directory("checkpoint/clients-*"),
+    "the records": _run_directory("metrics.jsonl"),
+}
+
+
+def files_with_code(trial: Trial) -> int:
+    """Every door in turn, with a payload in some form: an error, and nothing of it was run."""
+    rng, marker = trial.rng, trial.folder / "ran"
+    name = list(DOORS)[trial.number % len(DOORS)]
+    payload = Payload(marker, rng.choice(["open", "system", "exec", "mkdir"]))
+    form, protocol = rng.choice(FORMS), rng.randint(2, 5)
+    print(name, form, payload.how, protocol, flush=True)
+    (place := trial.folder / "place").mkdir()
+    refused = ""
+    try:
+        DOORS[name](form(payload, protocol), place)
+    except (ValueError, RuntimeError, ImportError) as error:
+        refused = str(error)
+    assert not marker.exists(), f"{name} ran the {payload.how} of a file"
+    assert refused, f"{name} took the file"
+    assert not (trial.folder.parent / "out.npy").exists() and not (trial.folder / "out.npy").exists()
+    shutil.rmtree(place)
+    return 1
+
+
+IMPORTING = ("data", "model", "loss", "sampler", "augment", "algorithm")
+OWN = "import os, subprocess, shutil\nfrom os import system\nfrom builtins import exec as run\n"
+
+
+def configs_with_code(trial: Trial) -> int:
+    """Import paths of the standard library in every key that takes one: never imported, never called."""
+    rng, folder = trial.rng, trial.folder
+    os.chdir(folder)
+    Path("own.py").write_text(OWN)
+    tried = sorted(sys.stdlib_module_names - {"antigravity", "this"})
+    for _ in range(20):
+        module = rng.choice(tried)
+        path = rng.choice(
+            [
+                f"{module}:run",
+                f"{module}.x:y",
+                "own.py:system",
+                "own.py:run",
+                "own:system",
+                "builtins:exec",
+                "os:system",
+                "own.py:os",
+            ]
+        )
+        key = rng.choice(IMPORTING)
+        before = set(sys.modules)
+        Path("bad.toml").write_text(f"rounds = 1\n{key} = {path!r}\n[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model")
+                                    else f"rounds = 1\n{key} = {path!r}\n")  # fmt: skip
+        print(key, path, flush=True)
+        code = cli.main(["run", "bad.toml", "--trust", rng.choice(["own", "own.py", "numpy"])])
+        assert code == 1, f"{key} = {path!r} was taken"
+        assert not Path("ran").exists(), f"{key} = {path!r} ran a command"
+        named = module if path.startswith(module) else ""
+        assert not named or named in before or named not in sys.modules, f"{key} = {path!r} imported {named}"
+    return 20
+
+
+ATTACKS = (
+    Attack("hostile-files", "no file that is read runs code: pickles, archives, checkpoints, weights, configs", files_with_code),
+    Attack("hostile-configs", "no config imports the standard library, or calls it", configs_with_code, share=0.5),
+)  # fmt: skip

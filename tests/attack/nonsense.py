@@ -1,0 +1,292 @@
+"""Options, states, flags and config files drawn from what nobody means: taken, or refused by fastsam itself in words; never anything else."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import random
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fastsam import FusedSAM, fed
+from fastsam.fed.common.option import table
+from fastsam.fed.loop.options import Settings
+from fastsam.lab import cli
+from fastsam.lab.keys import KEYS
+from fastsam.optim import variants
+from tests.attack.trials import Attack, Trial
+from tests.helpers import oracle
+from tests.helpers.interrupting import KERNELS, PACKAGE
+from tests.helpers.nonsense import NONSENSE
+from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
+
+TIMES = 20  # calls of a trial that share its process
+
+# What a run takes, and what is next to it. Not: what compiles, or fetches.
+PLAUSIBLE: dict[str, list[Any]] = {
+    "rounds": [1, 2], "local_epochs": [1, 2], "batch_size": [1, 3, 10**6], "lr": [0.1, 1e-300, 1e30, 0.0], "lr_decay": [0.5, 1e-200],
+    "participation": [1.0, 0.5, 1e-9], "sampler": ["bernoulli", "fixed", "simulator", lambda t, g: [0], lambda t, g: [], lambda t, g: [99]],
+    "weighting": ["uniform", "samples"], "shuffle": [False], "momentum": [0.9, 5.0], "weight_decay": [0.1, 1e20], "clip_norm": [1e-30, 1.0, 1e30],
+    "clip_scope": ["linear"], "server_lr": [0.0, 0.5, 1e20], "seed": [-1, 2**63 - 1], "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
+    "validation": ["all", "equal"], "eval_every": [1, 7], "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
+    "measure_options": [{}, {"x": 1}], "metrics": [["x"], []], "target": [0.5], "buffers": ["average", "keep"],
+    "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"], "slots": [1, 3, 10**6],
+    "memory_format": ["preserve", "channels_last"],
+    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "checkpoint_every": [1, 5],
+}  # fmt: skip
+NOT_TRIED = ("compile", "device")
+Refusal = (TypeError, ValueError, RuntimeError)
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """What is refused inside is refused by fastsam, or by torch's class of optimizer, and in words."""
+    try:
+        yield
+    except Refusal as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        by = frames[-1].filename
+        told = by.startswith((PACKAGE, KERNELS)) or "torch/optim/" in by
+        assert told and str(error), f"{type(error).__name__} from {by}:{frames[-1].lineno}: {error}"
+
+
+def drawn(rng: random.Random, name: str) -> Any:
+    plausible = PLAUSIBLE.get(name)
+    return rng.choice(plausible) if plausible and rng.random() < 0.8 else rng.choice(NONSENSE)
+
+
+def options_of_a_run(trial: Trial) -> int:
+    """Up to five options of `fed.run` and of an algorithm at once."""
+    rng = trial.rng
+    names = [name for name in table(Settings) if name not in NOT_TRIED]
+    for _ in range(TIMES):
+        made: Any = rng.choice(list(fed.algorithms.registry.values()))
+        own = {field.name: rng.choice(NONSENSE) for field in fields(made) if rng.random() < 0.1}
+        options = {name: drawn(rng, name) for name in rng.sample(names, rng.randint(0, 5))}
+        print(made.__name__, own, options, flush=True)
+        with in_words():
+            clients = oracle.ragged_clients(torch.float32, (3, 1, 5))
+            fed.run(oracle.smooth_model(torch.float32), clients, made(**own), **({"rounds": 1} | options))
+    return TIMES
+
+
+BASES = [
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+]
+OPTIMIZER: dict[str, list[Any]] = {
+    "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01], "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
+    "nesterov": [True], "betas": [(0.9, 0.99), (0.9,), [0.1, 0.2]], "eps": [1e-8], "weight_decay": [0.1], "check_finite": [True],
+    "stochastic_rounding": [True], "exclusive": [True], "backend": ["native", "foreach", "reference", "triton"], "base_kwargs": [{}, {"lr": 1}],
+    "maximize": [True], "amsgrad": [True], "dampening": [0.5], "foreach": [True], "fused": [True], "capturable": [True], "differentiable": [True],
+    "sam": [getattr(variants, name) for name in variants.__all__],
+}  # fmt: skip
+
+
+def _optimizer(rng: random.Random, params: list[Any]) -> FusedSAM:
+    options = {}
+    for name in rng.sample(sorted(OPTIMIZER), rng.randint(0, 4)):
+        options[name] = rng.choice(OPTIMIZER[name]) if rng.random() < 0.7 else rng.choice(NONSENSE)
+        if name == "sam" and isinstance(options[name], type):
+            kind = options[name]
+            options[name] = kind(
+                **{f.name: rng.choice([*NONSENSE, 0.1, 1, 2]) for f in fields(kind) if rng.random() < 0.3}
+            )
+    print(options, flush=True)
+    return FusedSAM(params, rng.choice(BASES), **options)
+
+
+def options_of_the_optimizer(trial: Trial) -> int:
+    """Options of `FusedSAM` and of the classes around which it is; a step that is refused leaves the weights."""
+    rng = trial.rng
+    for _ in range(TIMES):
+        params = make_parameters([(5, 3), (4,)], rng.choice([torch.float32, torch.float64, torch.bfloat16]))
+        with in_words():
+            opt = _optimizer(rng, params)
+            for step in range(2):
+                backward(params, step)
+                before = copies(params)
+                try:
+                    opt.step(partial(backward, params, step))
+                except Exception:
+                    assert same_bits(before, params), "a step that was refused changed the weights"
+                    raise
+    return TIMES
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from _places(value, (*path, key))
+
+
+def _spoilt(rng: random.Random, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with something else, or nothing, in one to three places."""
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        *above, key = rng.choice([path for path in _places(saved) if path])
+        at: Any = saved
+        for step in above:
+            at = at[step]
+        print(above, key, flush=True)
+        old = at[key]
+        tensors = (
+            [old[:1], old.double(), old.to("meta"), old.flatten(), old.clone().fill_(float("nan"))]
+            if _is_matrix(old)
+            else []
+        )
+        if isinstance(at, dict) and rng.random() < 0.2:
+            del at[key]
+        else:
+            at[key] = copy.copy(rng.choice([*tensors * 4, *NONSENSE]))
+    return saved
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def states_of_the_optimizer(trial: Trial) -> int:
+    """What is refused changes nothing: the next step is that of an optimizer to which nothing was given."""
+    rng = trial.rng
+    for _ in range(TIMES):
+        params = make_parameters([(5, 3), (4,)], torch.float32)
+        base = rng.choice(BASES[:5])
+        opt = FusedSAM(params, base, lr=0.1, backend=rng.choice(["native", "foreach", "reference"]))
+        opt.step(partial(backward, params, 0))
+        other, other_opt = copy.deepcopy((params, opt))
+        bad = _spoilt(rng, copy.deepcopy(opt.state_dict()))
+        refused = True
+        with in_words():
+            opt.load_state_dict(bad)
+            refused = False
+        if refused:
+            for p, o in ((params, opt), (other, other_opt)):
+                o.step(partial(backward, p, 1))
+            assert same_bits(params, other), "a state that was refused changed the next step"
+        else:
+            with in_words():
+                opt.step(partial(backward, params, 1))
+    return TIMES
+
+
+CONFIG = "clients = 4\nalpha = 0.3\nmodel = 'mlp'\nmodel_options = {hidden = [4]}\nrounds = 1\nparticipation = 1.0\nexecutor = 'sequential'\n"
+WORDS = [
+    "", " ", "x", "-1", "0", "1", "2", "0.5", "nan", "inf", "-inf", "1e308", str(10**20), "true", "false", "none", "null", "[]", "{}", "[1,2]",
+    "a=b", "{a=1}", "../..", "/dev/null", "ä", "auto", "a:b", "x.py:y", "os:system", "'", '"', "\n", "--", "-", "0x10", "1_0", ",", ",,", "*",
+]  # fmt: skip
+SKIPPED = ("compile", "download", "model", "data_dir", "device")  # what takes long, and what fetches
+
+
+def _flags(rng: random.Random) -> list[str]:
+    """Up to three keys as flags, with a word of their own or any."""
+    found = []
+    for key in rng.sample([key for key in KEYS if key not in SKIPPED], rng.randint(0, 3)):
+        own = [str(choice) for choice in KEYS[key].choices or ()]
+        word = rng.choice(own) if own and rng.random() < 0.5 else rng.choice(WORDS)
+        flag = f"--{key.replace('_', '-')}"
+        found += rng.choice([[flag, word], [f"{flag}={word}"], [flag]])
+    return found
+
+
+def _command(rng: random.Random) -> list[str]:
+    name = rng.choice(["run", "run", "run", "compare", "reproduce", "info", rng.choice(WORDS)])
+    if name == "run":
+        return [
+            name,
+            rng.choice(["small.toml"] * 9 + WORDS),
+            *_flags(rng),
+            *rng.choice([[], [], ["--resume"], ["--trust", rng.choice(WORDS)]]),
+        ]
+    if name == "compare":
+        more = [
+            "--seeds",
+            rng.choice([*WORDS, "0"]),
+            "--sweep",
+            rng.choice([*WORDS, "lr=0.1"]),
+            "--surface",
+            rng.choice(["0", "x", "-1"]),
+        ]
+        return [name, "small.toml", "--algorithms", rng.choice([*WORDS, "fedavg"]), *more[: rng.choice([0, 2, 4, 6])]]
+    return [name, rng.choice(WORDS), *rng.choice([[], ["--list"], ["--seeds", rng.choice(WORDS)]])]
+
+
+def _says(words: list[str]) -> None:
+    """A command ends with a code, and what it says of an error was written for users."""
+    said = io.StringIO()
+    print(words, flush=True)
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = cli.main(words)
+        except SystemExit as left:  # argparse says how it is used
+            code = left.code if isinstance(left.code, int) else 1
+    text = said.getvalue()
+    assert code in (0, 1, 2), f"{words} ended with {code}"
+    assert "Traceback" not in text and "--debug for the traceback" not in text, f"{words}: {text}"
+    assert code == 0 or text.strip() or words[0] == "info", f"{words} ended with {code} and said nothing"
+
+
+def warm(folder: Path) -> None:
+    """What is imported at first use is imported once; figures are named, and not drawn, which is most of what a small command does."""
+    from matplotlib.figure import Figure
+
+    Figure.savefig = lambda figure, path, **options: Path(path).write_bytes(b"not drawn")  # type: ignore
+    with _inside(folder):
+        Path("small.toml").write_text(CONFIG)
+        _says(["run", "small.toml"])
+
+
+def command_line(trial: Trial) -> int:
+    """Flags and values that are next to meaningful ones."""
+    with _inside(trial.folder):
+        Path("small.toml").write_text(CONFIG)
+        for _ in range(TIMES):
+            _says(_command(trial.rng))
+    return TIMES
+
+
+def config_files(trial: Trial) -> int:
+    """A config of which some bytes are others."""
+    with _inside(trial.folder):
+        for _ in range(TIMES):
+            data, rng = bytearray(CONFIG.encode()), trial.rng
+            for _ in range(rng.randint(1, 3)):
+                place = rng.randrange(len(data))
+                data[place : place + rng.randint(0, 2)] = rng.choice(
+                    [b"\0", b"\xff", b"=", b"'", b"\n", b"[", b"9", b"-", b"{", b"e", b"\xc3\xa4"]
+                )
+            print(bytes(data), flush=True)
+            Path("small.toml").write_bytes(data)
+            _says(["run", "small.toml", "--clients", "3", "--rounds", "1", "--participation", "1"])
+    return TIMES
+
+
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+ATTACKS = (
+    Attack("run-options", "nonsense for `fed.run` and the algorithms is taken, or refused by fastsam in words", options_of_a_run, share=1.5),
+    Attack("optimizer-options", "the same for `FusedSAM`; a step that is refused leaves the weights", options_of_the_optimizer),
+    Attack("optimizer-states", "a state dict that is refused changes nothing", states_of_the_optimizer),
+    Attack("command-line", "a command says what is wrong in words that were written for users", command_line, warm, share=1.5),
+    Attack("config-files", "so does one with a damaged config file", config_files, warm, share=0.5),
+)  # fmt: skip

@@ -1,0 +1,277 @@
+"""Ops on tables and tensors that are next to right ones: no access outside of the operands, and no number that the reference does not give.
+
+Every operand lies between pages that cannot be touched (`guard_pages`): who goes beyond one ends with a signal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsam import backends, ops
+from fastsam_kernels import native, reference
+from tests.attack.trials import Attack, Trial
+from tests.helpers.guard_pages import Guarded
+from tests.helpers.misuses import cut, entry, freed, other_dtype, spread
+from tests.helpers.native_step import Step, calls
+from tests.helpers.op_cases import bits
+from tests.helpers.tolerances import TOLERANCE
+
+TIMES = 60  # calls of a trial that share its process
+LENGTHS = (0, 1, 2, 15, 16, 17, 33, 130, 1025, 4097)
+FAR = (-(2**63), -(2**40), -16, -1, 0, 1, 7, 16, 2**31, 2**40, 2**62, 2**63 - 1)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.bool, torch.complex64)
+RULES = ("sgd", "adam", "adagrad", "rmsprop", "lion", "x", "")
+Refusal = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
+Arguments = dict[str, Any]
+
+
+def right(rng: random.Random) -> tuple[str, Arguments]:
+    """An op and arguments that fit: a few segments of any lengths, in any dtype."""
+    shapes: list[tuple[int, ...]] = [(rng.choice(LENGTHS),) for _ in range(rng.randint(0, 3))] + [(5, 7)]
+    rng.shuffle(shapes)
+    step = Step(rng.randrange(10**6), rng.choice(FLOATS), shapes)
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+    for field in (step.origin, step.m, step.q, step.mu, step.s):
+        field.normal_(generator=generator)
+    step.v.uniform_(0.1, 1.0, generator=generator)
+    step.sumsq.fill_(100.0)
+    op, given = calls(step)[name := rng.choice(native._OPS)]
+    return name, dict(zip([a.name for a in op._schema.arguments], given, strict=False))
+
+
+# --- what is wrong ---
+
+
+def _other_shape(rng: random.Random, t: Tensor) -> Tensor:
+    sizes = [rng.choice([0, 1, 2, n, n + 1, max(n - 1, 0)]) for n in t.shape] or [rng.choice([0, 1, 2])]
+    return torch.zeros(sizes, dtype=t.dtype)
+
+
+CHANGES: tuple[Callable[[random.Random, Tensor], Any], ...] = (
+    _other_shape,
+    lambda rng, t: freed(t),
+    lambda rng, t: cut(t) if t.numel() else t,
+    lambda rng, t: spread(t) if t.dim() else t,
+    lambda rng, t: other_dtype(t),
+    lambda rng, t: t.to(rng.choice(DTYPES)),
+    lambda rng, t: t.t().contiguous().t() if t.dim() == 2 else t.flip(0) if t.dim() else t,
+    lambda rng, t: t[:1].expand(t.shape) if t.dim() else t,
+    lambda rng, t: t.flatten(),
+    lambda rng, t: t[None],
+    lambda rng, t: t[..., : rng.randrange(t.shape[-1] + 1)] if t.dim() else t,
+    lambda rng, t: torch.cat([t, t], -1) if t.dim() else t,
+    lambda rng, t: t.to("meta"),
+    lambda rng, t: t.to_sparse() if t.dim() else t,
+    lambda rng, t: t.new_zeros(rng.choice([0, 1, 3])),
+    lambda rng, t: None,
+)
+
+
+def _table(rng: random.Random, table: Tensor) -> Any:
+    """Some entries far away or a little off, rows twice, gone or in another order; or no table."""
+    kind = rng.randrange(5)
+    if kind == 0 or not len(table):
+        return rng.choice(CHANGES)(rng, table)
+    if kind == 1:
+        return table[[rng.randrange(len(table)) for _ in range(rng.randint(0, len(table) + 1))]].clone()
+    for _ in range(rng.randint(1, 3)):
+        row, column = rng.randrange(len(table)), rng.randrange(4)
+        near = int(table[row, column]) + rng.randint(-2, 2)
+        table = entry(row, column, near if kind == 2 else rng.choice(FAR))(table)
+    return table
+
+
+def _list(rng: random.Random, tensors: list[Tensor]) -> Any:
+    """One of them is wrong, gone or too many; two change places; or one field is in place of all."""
+    kind, found = rng.randrange(6), list(tensors)
+    if kind == 0 or not found:
+        return [] if rng.random() < 0.5 else [torch.zeros(rng.choice([1, 2]), rng.choice([0, 8, 64, 8192]))]
+    place = rng.randrange(len(found))
+    if kind == 1:
+        del found[place]
+    elif kind == 2:
+        found.insert(place, found[place].clone())
+    elif kind == 3:
+        rng.shuffle(found)
+    else:
+        changed = rng.choice(CHANGES[:-1])(rng, found[place])
+        found[place] = changed
+    return found
+
+
+def spoilt(rng: random.Random, given: Arguments) -> Arguments:
+    """One to three arguments are others."""
+    given = dict(given)
+    for name in rng.sample(sorted(given), min(len(given), rng.choice([1, 1, 2, 3]))):
+        value = given[name]
+        if name == "table":
+            given[name] = _table(rng, value)
+        elif name == "rule":
+            given[name] = rng.choice(RULES)
+        elif isinstance(value, list):
+            given[name] = _list(rng, value)
+        elif isinstance(value, Tensor):
+            given[name] = rng.choice(CHANGES)(rng, value)
+        elif isinstance(value, bool):
+            given[name] = not value
+        elif isinstance(value, float):
+            given[name] = rng.choice([0.0, -1.0, 1e300, float("nan"), float("inf")])
+    return given
+
+
+# --- where it lies, and what became of it ---
+
+
+def _placed(value: Any, make: Callable[[int, torch.dtype], Tensor]) -> Any:
+    """The same numbers in the same order in memory that `make` gives; what has no such memory is left as it is."""
+    if isinstance(value, list):
+        return [_placed(one, make) for one in value]
+    if (
+        not isinstance(value, Tensor)
+        or value.device.type != "cpu"
+        or value.layout != torch.strided
+        or value.is_complex()
+    ):
+        return value
+    span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) if value.numel() else 0
+    if (
+        value.storage_offset() + span
+    ) * value.element_size() > value.untyped_storage().nbytes() or value.dtype == torch.bool:
+        return value
+    base = make(span, value.dtype)
+    base.copy_(value.as_strided((span,), (1,)))
+    return base.as_strided(value.shape, value.stride())
+
+
+def _plain(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype)
+
+
+def _tensors(given: Arguments) -> Iterator[tuple[str, Tensor]]:
+    """Those that have numbers."""
+    for name, value in given.items():
+        for i, t in enumerate(value if isinstance(value, list) else [value]):
+            whole = isinstance(t, Tensor) and t.device.type == "cpu" and t.layout == torch.strided
+            if whole and t.untyped_storage().nbytes() >= t.numel() * t.element_size():
+                yield f"{name}[{i}]" if isinstance(value, list) else name, t
+
+
+def _as_before(given: Arguments, before: Arguments) -> bool:
+    pairs = zip(_tensors(given), _tensors(before), strict=True)
+    return all(torch.equal(_bits(a), _bits(b)) for (_, a), (_, b) in pairs)
+
+
+def _bits(t: Tensor) -> Tensor:
+    return bits(t.contiguous()) if t.is_floating_point() else t
+
+
+def _same_numbers(given: Arguments, expected: Arguments, name: str) -> None:
+    """Within the tolerances of the ops' tests, those of the coarsest operand; where the reference has no finite numbers nothing is said."""
+    numbers = [t for _, t in _tensors(expected) if t.is_floating_point()]
+    if not all(t.isfinite().all() for t in numbers):
+        return
+    rtol, atol = (max(TOLERANCE[t.dtype][i] for t in numbers) for i in range(2))
+    for (what, a), (_, b) in zip(_tensors(given), _tensors(expected), strict=True):
+        if a.is_floating_point():
+            size = max(1.0, float(b.abs().max())) if b.numel() else 1.0
+            far = (a.double() - b.double()).abs() - 4 * rtol * b.double().abs() - 4 * atol * size
+            assert not (far > 0).any(), (
+                f"{name}: {what} differs from the reference by up to {float((a - b).abs().max()):g}"
+            )
+        else:
+            assert torch.equal(a, b), f"{name}: {what} differs from the reference"
+
+
+# --- the attacks ---
+
+
+def _as_checked(name: str, given: Arguments) -> Arguments:
+    """The arguments as the functions of `fastsam.ops` and the reference take them."""
+    given = dict(given)
+    if name == "update_":
+        given["state"] = [given.pop(f"state{i}") for i in range(3)]
+        while given["state"] and given["state"][-1] is None:
+            given["state"].pop()
+    if "g1" in given:
+        given["g1"] = given["g1"] or None
+    return given
+
+
+def _call(name: str, given: Arguments, call: Callable[[Arguments], object]) -> bool:
+    """Whether it was taken. What is refused writes nothing; what is taken gives the reference's numbers, where that takes it."""
+    memory = Guarded(at_end=True)
+    placed = {key: _placed(value, memory.tensor) for key, value in given.items()}
+    before = {key: _placed(value, _plain) for key, value in given.items()}
+    expected = {key: _placed(value, _plain) for key, value in given.items()}
+    try:
+        call(placed)
+    except Refusal as error:
+        assert str(error) or isinstance(error, NotImplementedError), f"{name} is refused without words: {error!r}"
+        assert _as_before(placed, before), f"{name} was refused ({error}), and something was written"
+        return False
+    try:
+        getattr(reference, name)(**_as_checked(name, expected))
+    except Exception:
+        return True
+    _same_numbers(placed, expected, name)
+    return True
+
+
+def raw(trial: Trial) -> int:
+    """`torch.ops.fastsam.*`, called past every check in Python."""
+    for i in range(TIMES):
+        name, given = right(trial.rng)
+        given = spoilt(trial.rng, given) if i % 8 else given
+        print(name, {k: _told(v) for k, v in given.items()}, flush=True)
+        op = getattr(torch.ops.fastsam, name).default
+        taken = _call(name, given, lambda placed, op=op: op(*placed.values()))  # type: ignore[misc]
+        assert taken or i % 8, f"{name} refuses what is right"
+    return TIMES
+
+
+def checked(trial: Trial) -> int:
+    """`fastsam.ops`, on every backend of the CPU but Triton's interpreter."""
+    serving = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
+    for i in range(TIMES):
+        name, given = right(trial.rng)
+        given = spoilt(trial.rng, given) if i % 8 else given
+        backend = trial.rng.choice(serving)
+        print(backend, name, {k: _told(v) for k, v in given.items()}, flush=True)
+        function = getattr(ops, name)
+        taken = _call(
+            name,
+            given,
+            lambda placed, name=name, function=function, backend=backend: function(
+                **_as_checked(name, placed), backend=backend
+            ),  # type: ignore[misc]
+        )
+        assert taken or i % 8, f"{name} refuses what is right"
+    return TIMES
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_told(one) for one in value]
+    if not isinstance(value, Tensor):
+        return value
+    shown = value.dtype == torch.int64 and value.dim() == 2 and any(t is value for _, t in _tensors({"": value}))
+    numbers = value.tolist() if shown else ""
+    return f"{str(value.dtype)[6:]}{list(value.shape)}{numbers}"
+
+
+ATTACKS = (
+    Attack(
+        "raw-ops",
+        "compiled ops past `fastsam.ops` touch nothing outside of their operands and give the reference's numbers, or refuse",
+        raw,
+        share=1.5,
+        why_not=lambda: native.why_not("cpu"),
+    ),
+    Attack("ops", "the same for `fastsam.ops` on every CPU backend", checked, share=1.5, why_not=lambda: native.why_not("cpu")),
+)  # fmt: skip

@@ -1,0 +1,64 @@
+"""Steps of `FusedSAM` that something interrupts: made or not made, with nothing lost."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from fastsam import backends
+from tests.attack.trials import Attack, Trial
+from tests.helpers.interrupted_steps import CASES, FAMILY, Plan
+from tests.helpers.interrupting import Alarm, Tracer
+
+TIMES = 60  # interrupts of a trial, which share what an undisturbed step gives
+STYLES = ("step", "by_hand", "in_context", "look")
+
+
+def _plan(trial: Trial) -> Plan:
+    """Backends in turn, everything else drawn."""
+    rng = trial.rng
+    serving = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
+    name = rng.choice([*CASES, *FAMILY])
+    styles = STYLES if name in CASES else ("step", "by_hand")
+    warm = rng.choice([0, 1, 2])
+    plan = name, rng.choice(styles), warm, serving[trial.number % len(serving)]
+    print(plan, flush=True)
+    return Plan(*plan)
+
+
+def at_lines(trial: Trial) -> int:
+    """An exception before lines of the code of a step."""
+    plan = _plan(trial)
+    lines = plan.lines()
+    chosen = trial.rng.sample(range(lines), min(TIMES, lines))
+    for line in chosen:
+        assert plan.interrupted(Tracer(line, plan.folders)), f"line {line} of {lines} was not reached"
+    return len(chosen)
+
+
+def _seconds(plan: Plan) -> float:
+    """Of the shortest of some steps."""
+    found = []
+    for _ in range(5):
+        case = plan.make()
+        began = time.perf_counter()
+        getattr(case, plan.style)()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def by_signals(trial: Trial) -> int:
+    """Signals of the system's timer and of another thread, at any instant of a step; those that came after it do not count."""
+    plan = _plan(trial)
+    seconds, rng = _seconds(plan), random.Random(trial.number)
+    return sum(
+        plan.interrupted(Alarm(max(rng.uniform(0, seconds), 1e-6), rng.random() < 0.5), anywhere=True)
+        for _ in range(TIMES)
+    )
+
+
+PROMISE = "a step that is interrupted at any line of its code was made or not made, state included"
+ATTACKS = (
+    Attack("exception-in-step", PROMISE, at_lines),
+    Attack("signal-in-step", "the same for real signals at any instant (the backend `foreach`: the weights alone)", by_signals),
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""Every attack for a short time; `make attack` gives them longer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.attack.plan import ATTACKS
+from tests.helpers.places import ROOT
+
+SECONDS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [attack.name for attack in ATTACKS])
+def test_finds_nothing(name: str, tmp_path: Path) -> None:
+    """In a process of its own, as an attack forks."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.attack",
+        "--only",
+        name,
+        "--minutes",
+        str(SECONDS / 60),
+        "--out",
+        str(tmp_path / "made.json"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, f"{done.stdout}{done.stderr[-4000:]}"
+    (found,) = json.loads((tmp_path / "made.json").read_text())["attacks"]
+    if found["left_out"]:
+        pytest.skip(found["left_out"])
+    assert found["trials"] > 0 and not found["failures"]

@@ -1,0 +1,104 @@
+"""That an attack sees what it is for: signals, hangs, exceptions and silence are failures, each with the number that repeats it; and its page."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.attack import report
+from tests.attack.trials import STRIDE, Attack, Trial
+
+
+def ends(trial: Trial) -> int:
+    """Five of six in a way of its own."""
+    kind = trial.number % 6
+    print(f"kind {kind}", flush=True)
+    if kind == 1:
+        ctypes.string_at(0)
+    if kind == 2:
+        raise ValueError("mine")
+    if kind == 3:
+        time.sleep(60)
+    if kind == 4:
+        os._exit(0)
+    if kind == 5:
+        raise KeyboardInterrupt
+    return 7
+
+
+FOUND = {
+    1: "ended by SIGSEGV",
+    2: "ValueError: mine (test_trials.py:",
+    3: "hangs: nothing after 0.5 s",
+    4: "the process ended with 0 and no answer",
+    5: "the process ended with 0 and no answer",
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_whatever_ends_a_trial_is_a_failure(kind: int) -> None:
+    attack = Attack("mine", "", ends, patience=0.5)
+    count = attack.again(kind)
+    assert count.trials == 1
+    (failure,) = count.failures
+    assert failure["number"] == kind and failure["what"].startswith(FOUND[kind]) and f"kind {kind}" in failure["what"]
+
+
+def test_trials_follow_from_the_seed_and_a_failure_from_its_number() -> None:
+    def trial(trial: Trial) -> int:
+        assert not list(trial.folder.iterdir()) and trial.common == "prepared"
+        drawn = trial.rng.random()
+        assert drawn < 0.7, f"{drawn}"
+        return 2
+
+    attack = Attack("mine", "", trial, prepare=lambda folder: "prepared")
+    count = attack(3, time.monotonic() + 0.4)
+    assert count.failures and (count.trials - len(count.failures)) % 2 == 0, "two of each trial, one of a failure"
+    for failure in count.failures[:2]:
+        assert failure["number"] >= 3 * STRIDE and attack.again(failure["number"]).failures == [failure]
+
+
+def test_one_that_cannot_run_says_so() -> None:
+    count = Attack("mine", "", ends, why_not=lambda: "no compiler")(0, 0.0)
+    assert (count.trials, count.left_out) == (0, "no compiler")
+    assert "left out: no compiler" in report.line({"name": "mine", "promise": "", **vars(count)})
+
+
+def made(**changed: Any) -> dict[str, Any]:
+    environment = {
+        "command": "python -m tests.attack --minutes 10", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef",
+        "machine": {"cpu": "CPU", "cores": 2}, "versions": {"python": "3.11", "torch": "2.13"},
+    }  # fmt: skip
+    attack = {
+        "name": "mine",
+        "promise": "nothing ends",
+        "trials": 1200,
+        "failures": [],
+        "seconds": 60.0,
+        "left_out": None,
+    }
+    return {"kind": report.KIND, "environment": environment, "seed": 0, "minutes": 1, "attacks": [attack | changed]}
+
+
+def test_the_page_is_filled_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "made.json").write_text(json.dumps(made()))
+    page = report.fill("a\n<!-- attack:last -->\nold\n<!-- /attack -->\nb\n", report.read(tmp_path / "made.json"))
+    assert "| `mine` | nothing ends | 1,200 | 0 |" in page and "old" not in page
+    assert page.startswith("a\n") and page.endswith("\nb\n")
+    with pytest.raises(ValueError, match="no place marked"):
+        report.fill("", made())
+    (tmp_path / "made.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a file of"):
+        report.read(tmp_path / "made.json")
+
+
+def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
+    failures = [{"number": i, "what": "first\nsecond"} for i in range(7)]
+    text = report.line(made(failures=failures)["attacks"][0])
+    assert "python -m tests.attack --only mine --number 4\n    first\n    second" in text and "and 2 more" in text

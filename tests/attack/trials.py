@@ -1,0 +1,170 @@
+"""What an attack is: trials that are drawn from their number, each in a process of its own, until a deadline.
+
+A trial that returns has found nothing. An exception, a signal that ends its process, and silence for longer than `patience` are failures.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+STRIDE = 1_000_000  # numbers of trials that belong to a seed
+_SAID = 800  # characters of the beginning, and of the end, of what a trial printed: they are kept with its failure
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One of an attack: what it draws follows from its number alone.
+
+    folder: empty, and its own. common: what the attack prepared for all trials.
+    """
+
+    number: int
+    folder: Path
+    common: Any = None
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rng", random.Random(self.number))
+
+
+@dataclass
+class Count:
+    """What came of an attack: trials, and the failures with the number that repeats each; or why it was left out."""
+
+    trials: int = 0
+    left_out: str | None = None
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A promise, and what tries to break it.
+
+    trial: returns how many things it tried; what it prints is kept for the report of a failure. prepare: what all trials have in common,
+    made once in a folder. share: of the time of all attacks. patience: seconds after which a trial hangs. forked: False for trials that
+    start processes of their own, and cannot be ended by what they attack. why_not: the reason why it cannot run here, None when it can.
+    """
+
+    name: str
+    promise: str
+    trial: Callable[[Trial], int]
+    prepare: Callable[[Path], Any] | None = None
+    share: float = 1.0
+    patience: float = 120.0
+    forked: bool = True
+    why_not: Callable[[], str | None] = lambda: None
+
+    def __call__(self, seed: int, deadline: float) -> Count:
+        """Trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`)."""
+        return self._trials(seed * STRIDE, lambda count: time.monotonic() < deadline)
+
+    def again(self, number: int) -> Count:
+        """One trial."""
+        return self._trials(number, lambda count: False)
+
+    def _trials(self, number: int, more: Callable[[Count], bool]) -> Count:
+        count, began = Count(left_out=self.why_not()), time.monotonic()
+        if count.left_out:
+            return count
+        with TemporaryDirectory(prefix="fastsam-attack-") as place:
+            common = None if self.prepare is None else self.prepare(Path(place))
+            while True:
+                tried, failure = self._one(number, common)
+                count.trials += tried
+                if failure:
+                    count.failures.append({"number": number, "what": failure})
+                number += 1
+                if not more(count):
+                    break
+        count.seconds = time.monotonic() - began
+        return count
+
+    def _one(self, number: int, common: Any) -> tuple[int, str]:
+        """How many things were tried, and what failed."""
+        with TemporaryDirectory(prefix="fastsam-trial-") as place:
+            (folder := Path(place) / "own").mkdir()
+            trial = Trial(number, folder, common)
+            return _in_a_child(trial, self) if self.forked else _outcome(lambda: self.trial(trial))
+
+
+def _outcome(work: Callable[[], int]) -> tuple[int, str]:
+    try:
+        return work(), ""
+    except Exception as error:
+        traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return 1, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+
+
+def _in_a_child(trial: Trial, attack: Attack) -> tuple[int, str]:
+    answer, said = trial.folder.with_name("answer"), trial.folder.with_name("said")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()  # so that what it starts ends with it
+            _speak_into(said)
+            answer.write_text(json.dumps(_outcome(lambda: attack.trial(trial))))
+        finally:
+            os._exit(0)
+    try:
+        code = _wait(pid, attack.patience)
+    finally:
+        _end_group(pid)
+    if code == 0 and answer.is_file():
+        tried, failure = json.loads(answer.read_text())
+    else:
+        tried, failure = 1, _end_in_words(code, attack.patience)
+    words = said.read_text(errors="replace").strip() if failure and said.is_file() else ""
+    if len(words) > 2 * _SAID:
+        words = f"{words[:_SAID]}\n...\n{words[-_SAID:]}"
+    return tried, f"{failure}\n{words}".strip()
+
+
+def _speak_into(file: Path) -> None:
+    """What this process prints, and where a signal hit it, goes to a file."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = os.fdopen(descriptor, "w", buffering=1)
+    faulthandler.enable(2)
+
+
+def _wait(pid: int, patience: float) -> int | None:
+    """The exit code, as `os.waitstatus_to_exitcode` has it; None for a process that had to be killed."""
+    watched = os.pidfd_open(pid)
+    try:
+        ended = bool(select.select([watched], [], [], patience)[0])
+    finally:
+        os.close(watched)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if ended else None
+
+
+def _end_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _end_in_words(code: int | None, patience: float) -> str:
+    if code is None:
+        return f"hangs: nothing after {patience:g} s"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"the process ended with {code} and no answer"
