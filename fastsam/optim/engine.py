@@ -176,8 +176,10 @@ class Engine(Buffers):
             for bucket in self.buckets:
                 bucket.begin()
                 bucket.held = bucket.select(())
-        for bucket in self.buckets:
+        for bucket, selection, _ in calls:
             bucket.in_place = bucket.updates_whole and not bucket.masters
+            if bucket.in_place:
+                selection.load()
         self.phase = Phase.PERTURBED
 
     @torch.no_grad()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fastsam import GSAM, SAM, FusedSAM, backends
+from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
+from fastsam.optim.variants import LastGradient
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, PaperGSAM, Training, flat, fused, like, loop, problem
 
@@ -92,6 +93,26 @@ def test_a_step_between_is_the_base_optimizers(
             training.params[0].data.mul_(0.5)
         training.steps(range(3, 4))
     assert same_bits(own.params, still.params)
+
+
+@pytest.mark.parametrize("sam", [SAM(RHO, every=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__)
+def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Backend) -> None:
+    """A step that begins where the weights are reads them, and not the dense copy of them that the last step left."""
+    ends = []
+    for gaps in (False, True):
+        room = torch.linspace(-1, 1, 48, device=backend.device).reshape(6, 8)
+        w = nn.Parameter(room[:, :3] if gaps else room[:, :3].clone())
+        opt = FusedSAM([w], torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9, backend=backend.name)
+        for _ in range(5):
+            with opt.evaluating(), torch.no_grad():
+                w.mul_(0.5)
+            for _ in range(1 + opt.two_passes):
+                opt.zero_grad()
+                w.square().sum().backward()
+                opt.first_step() if opt.two_passes and not opt.is_perturbed else None
+            opt.second_step()
+        ends.append(w.detach().clone())
+    assert torch.equal(*ends)
 
 
 @every_case
