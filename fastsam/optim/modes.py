@@ -38,7 +38,7 @@ class Modes(Optimizer):
             engine.eval_()
 
     def train(self) -> None:
-        """Back to the perturbed point, for the next forward pass; from there to the same bits, if nobody wrote the weights. Does nothing where the
+        """Back to the perturbed point, for the next forward pass; to the same bits, if nobody wrote the weights or rho. Does nothing where the
         weights are there, and with variants that take two passes. After loading a state it takes the weights there, whichever the model's were.
         """
         if isinstance(self._engine, OnePass) and not self._engine.in_closure:
