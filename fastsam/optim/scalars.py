@@ -7,7 +7,7 @@ device in every step, without waiting for it, so a captured CUDA graph follows a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from operator import is_not, itemgetter
@@ -83,6 +83,26 @@ def _check_radius(group: Group, number: int) -> None:
             raise ValueError(f"{name} must be 0 or more and finite, got {value} in parameter group {number}")
 
 
+def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, number: int) -> list[tuple[int, Any]]:
+    """The columns of a group. Raises ValueError for an option that no float holds."""
+    try:
+        return list(columns(group))
+    except OverflowError as error:
+        raise ValueError(f"an option of parameter group {number} is larger than every float") from error
+
+
+def _held(value: Any, column: int, number: int) -> float:
+    """An option as a float. Raises ValueError that names what is known of it: NaN, or beyond all floats."""
+    named = f" ({Column(column).name})" if column < OWN else ""
+    try:
+        found = float(value)
+    except OverflowError as error:
+        raise ValueError(f"an option of parameter group {number} is larger than every float{named}") from error
+    if math.isnan(found):
+        raise ValueError(f"an option of parameter group {number} is NaN{named}")
+    return found
+
+
 class Scalars:
     """`tensor` is what the kernels read: float64 `[1, groups, WIDTH]` on the device."""
 
@@ -134,15 +154,12 @@ class Scalars:
             self._check_complete(group, number)
             _check_radius(group, number)
             row = [0.0] * WIDTH
-            for column, value in self._columns(group):
+            for column, value in _read(self._columns, group, number):
                 if isinstance(value, Tensor):
                     negated = column is Column.RHO and self._goes_against(group)
                     live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
-                elif math.isnan(value):
-                    named = f" ({Column(column).name})" if column < OWN else ""
-                    raise ValueError(f"an option of parameter group {number} is NaN{named}")
                 else:
-                    row[column] = float(value)
+                    row[column] = _held(value, column, number)
             rows.append(row)
         kinds = tuple(kind_of(self.rule, group) for group in groups) if self.rule else ()
         self._host.numpy()[0, : len(rows)] = rows or 0.0

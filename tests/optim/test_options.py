@@ -181,3 +181,15 @@ def test_options_of_the_base_in_a_dict_and_by_name_are_the_same() -> None:
 def test_options_of_the_base_in_a_dict_are_checked(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         FusedSAM(make_parameters([(3,)], torch.float32), SGD, **given)
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "momentum", "dampening", "nesterov"])
+def test_an_option_beyond_all_floats_is_told_before_a_step_changes_anything(option: str) -> None:
+    params = make_parameters([(4,)], torch.float32)
+    opt = FusedSAM(params, torch.optim.SGD, lr=0.1)
+    backward(params, 0)
+    opt.param_groups[0][option] = 10**400
+    before = copies(params)
+    with pytest.raises(ValueError, match="an option of parameter group 0 is larger than every float"):
+        opt.first_step()
+    assert same_bits(before, params)
