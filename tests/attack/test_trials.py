@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.attack import report
+from tests.attack.plan import ATTACKS
 from tests.attack.trials import STRIDE, Attack, Trial
 
 
@@ -102,3 +103,10 @@ def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
     failures = [{"number": i, "what": "first\nsecond"} for i in range(7)]
     text = report.line(made(failures=failures)["attacks"][0])
     assert "python -m tests.attack --only mine --number 4\n    first\n    second" in text and "and 2 more" in text
+
+
+def test_the_page_has_the_figures_of_the_last_run() -> None:
+    record = report.read(report.RESULTS)
+    assert [one["name"] for one in record["attacks"]] == [attack.name for attack in ATTACKS]
+    page = report.PAGE.read_text()
+    assert report.fill(page, record) == page, "it differs: python -m tests.attack.report"
