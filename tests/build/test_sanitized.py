@@ -11,22 +11,31 @@ import pytest
 from tests.helpers import sanitized
 from tests.helpers.building import clean_linux
 
-pytestmark = [*clean_linux, pytest.mark.slow, pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not()))]
+pytestmark = [
+    *clean_linux,
+    pytest.mark.slow,
+    pytest.mark.skipif(sanitized.why_not() is not None, reason=str(sanitized.why_not())),
+]
 
 SOURCE = """
 #include <cstdlib>
-extern "C" int beyond(int i) { volatile int* p = new int[4]; p[0] = 1; return p[i]; }
+extern "C" int beyond(int i) { volatile int n = 4; volatile int* p = new int[n]; p[0] = 1; return p[i]; }
 extern "C" int too_large(int x) { volatile int y = x; return y + 2147483647; }
 """
 
 
 @pytest.mark.parametrize(
-    ("call", "told"), [("beyond(4)", "heap-buffer-overflow"), ("too_large(1)", "signed integer overflow"), ("beyond(0)", None)]
+    ("call", "told"),
+    [("beyond(4)", "heap-buffer-overflow"), ("too_large(1)", "signed integer overflow"), ("beyond(0)", None)],
 )
 def test_a_finding_ends_the_process(tmp_path: Path, call: str, told: str | None) -> None:
     (tmp_path / "wrong.cpp").write_text(SOURCE)
     library = tmp_path / "wrong.so"
-    subprocess.run([sanitized.compiler(tmp_path), "-shared", "-fPIC", tmp_path / "wrong.cpp", "-o", library], check=True)
+    subprocess.run(
+        [sanitized.compiler(tmp_path), "-shared", "-fPIC", tmp_path / "wrong.cpp", "-o", library], check=True
+    )
     script = f"import ctypes; ctypes.CDLL({str(library)!r}).{call}"
-    done = subprocess.run([sys.executable, "-c", script], env=sanitized.environment(tmp_path), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=sanitized.environment(tmp_path), capture_output=True, text=True
+    )
     assert (done.returncode == 0) is (told is None) and (told or "") in done.stderr, done.stderr
