@@ -394,14 +394,22 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def buckets_of(
-    groups: Sequence[dict[str, Any]], backend: str, device: torch.device, hyper: Tensor, fused: bool, exclusive: bool
+    groups: Sequence[dict[str, Any]],
+    left_out: Sequence[Tensor],
+    backend: str,
+    device: torch.device,
+    hyper: Tensor,
+    fused: bool,
+    exclusive: bool,
 ) -> list[Bucket]:
-    """The parameters by dtype, in order."""
+    """The parameters by dtype, in order, without those in `left_out`."""
+    absent = set(map(id, left_out))
     members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
     number = 0
     for group_number, group in enumerate(groups):
         for p in group["params"]:
-            members.setdefault(p.dtype, []).append((p, number, group_number))
+            if id(p) not in absent:
+                members.setdefault(p.dtype, []).append((p, number, group_number))
             number += 1
     buckets = []
     for dtype, found in members.items():

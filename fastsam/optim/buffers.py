@@ -1,4 +1,7 @@
-"""Which parameters there are: their buffers, and what happened to them since the last step."""
+"""Which parameters there are: their buffers, and what happened to them since the last step.
+
+A parameter that needs no gradient has no buffers, and no kernel sees it, until its first gradient; one that has them keeps them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
-from fastsam.optim.watch import Steady, Watch, parameters_of, steady_of
+from fastsam.optim.watch import Steady, Watch, any_gradient, parameters_of, steady_of
 from fastsam.step import Mix
 
 
@@ -46,6 +49,8 @@ class Buffers:
         self.phase = Phase.IDLE
         self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
         self.buckets: list[Bucket] = []
+        self.left_out: list[Tensor] = []  # parameters that have no buffers
+        self._decided: set[int] = set()  # ids of the parameters of which this is known
         self._updates: list[FusedUpdate] = []
         self._watch: Watch | None = None
         self._steady: Steady | None = None  # of the last look, if it may be shortened
@@ -63,12 +68,14 @@ class Buffers:
         self._come_home()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
             self._follow()
+            self._admit()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
         steady = self._steady
         grads = None if steady is None else steady.gradients(groups, state)
         if grads is None:
             self._follow()
+            self._admit()
             self._follow_state(groups, state)
         watch = self._watch
         assert watch is not None
@@ -86,6 +93,11 @@ class Buffers:
         self._steady = self._steady_after(calls)
         return calls
 
+    def _admit(self) -> None:
+        """Makes room for parameters that had been left out, and have a gradient now."""
+        if self.left_out and any_gradient(self.left_out):
+            self.rebuild()
+
     def _come_home(self) -> None:
         """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they are."""
         if self.phase is not Phase.IDLE:
@@ -102,7 +114,9 @@ class Buffers:
         if len(calls) == 1:
             bucket, selection, grads = calls[0]
             if selection is bucket.whole and all(map(is_, grads, [p.grad for p in bucket.params])):
-                return steady_of(self.base.param_groups, bucket.params, grads, self.base.state)
+                watch, left_out = self._watch, self.left_out
+                every = (watch.params, left_out) if watch is not None and left_out else None
+                return steady_of(self.base.param_groups, bucket.params, grads, self.base.state, every)
         return None
 
     @torch._disable_dynamo
@@ -138,7 +152,7 @@ class Buffers:
                     bucket.moved()
                 for update in self._updates:
                     update.forget()
-                self._watch = self._look(self._watch.params)
+                self._watch = self._look(self._watch.params, self._watch.members)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -153,7 +167,9 @@ class Buffers:
         scalars = Scalars(rule, groups, device, self._mix, self.variant.ahead is Ahead.MOMENTUM)
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
-        buckets = buckets_of(groups, self.backend, device, scalars.tensor, rule is not None, self.exclusive)
+        left_out = self._without_buffers(params, weights)
+        fused = rule is not None
+        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive)
         for bucket in buckets:
             if self.variant.memory is not Memory.NONE:
                 dtype = bucket.compute if self.variant.memory in (Memory.DIRECTION, Memory.MASK) else bucket.dtype
@@ -165,13 +181,23 @@ class Buffers:
         self.perturbations = self.perturbations.to(device)
         sumsq = torch.zeros(1, dtype=torch.float64, device=device)
         self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
-        watch = self._look(params)
+        absent = set(map(id, left_out))
+        members = [p for p in params if id(p) not in absent] if left_out else params
+        watch = self._look(params, members)
         # From here on nothing can fail.
         self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
         self._watch, self._carried = watch, {}
+        self.left_out, self._decided = left_out, set(map(id, params))
 
-    def _look(self, params: list[Tensor]) -> Watch:
-        watch = Watch(params, holders=2, before=self._watch)  # the groups and the buckets
+    def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
+        """Those that had no gradient yet, and needed none when they were first looked at."""
+        before, state = set(map(id, self.left_out)), self.base.state
+        fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
+        return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._decided)]
+
+    def _look(self, params: list[Tensor], members: list[Tensor]) -> Watch:
+        # the groups, and the buckets or `left_out`
+        watch = Watch(params, 2, self._watch, None if members is params else members)
         watch.note(self.base.param_groups, self.base.state)
         self._steady = None
         return watch
@@ -199,8 +225,18 @@ class Buffers:
             return self._carried
         return saved_weights(self.buckets, self.phase is not Phase.IDLE)
 
-    def load(self, weights: Weights, perturbed: bool) -> None:
-        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next step."""
+    def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
+        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next step. left_out: the numbers of
+        parameters that had none, None where it is not known."""
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         self._carried, self._watch, self._steady = weights, None, None
         self.buckets, self._updates = [], []
+        params = parameters_of(self.base.param_groups)
+        self.left_out = [params[i] for i in left_out or ()]
+        self._decided = set() if left_out is None else set(map(id, params))
+
+    def numbers_left_out(self) -> list[int] | None:
+        """The numbers of the parameters that have no buffers, None before the first step."""
+        absent = set(map(id, self.left_out))
+        numbers = [i for i, p in enumerate(parameters_of(self.base.param_groups)) if id(p) in absent]
+        return numbers if self._decided else None

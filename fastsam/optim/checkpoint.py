@@ -2,12 +2,12 @@
 
     {"state": {0: {"momentum_buffer": ..., "master": ..., "unperturbed": ...}, ...},
      "param_groups": [...],
-     "fastsam": {"format": 1, "perturbed": False}}
+     "fastsam": {"format": 1, "perturbed": False, "left_out": [1]}}
 
 `master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes (and, with a variant of
 one pass, between steps, where "fastsam" has `training`, too), `first_gradient`
 there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a direction
-will have made of it. torch's own optimizers
+will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all. torch's own optimizers
 ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
 """
 
@@ -126,6 +126,7 @@ class Loaded:
             else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'", "a number"))
             for name in ("unit", "scale")
         )
+        self.left_out = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
         saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
         midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
         self._refuse_other(saved, variant, state_dict["state"], midway)
@@ -203,6 +204,16 @@ def _is(kind: type[T], value: Any, what: str, expected: str) -> T:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"not a state dict of an optimizer: {what} must be {expected}, got {type(value).__name__}")
     return value
+
+
+def _numbers(value: Any, count: int) -> list[int] | None:
+    """`value`. Raises ValueError unless it is None, or numbers of some of so many parameters."""
+    if value is None:
+        return None
+    for number in _is(list, value, "'left_out' of 'fastsam'", "a list"):
+        if not 0 <= _is(int, number, "'left_out' of 'fastsam'", "numbers of parameters") < count:
+            raise ValueError(f"this is the state of another model: 'left_out' names parameter {number} of {count}")
+    return list(value)
 
 
 def _check_form(state_dict: Any) -> None:

@@ -208,8 +208,8 @@ class OnePass(Engine):
         super().rebuild()
         self._rested, self._versions = [], None
 
-    def load(self, weights: Weights, perturbed: bool) -> None:
-        super().load(weights, perturbed)
+    def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
+        super().load(weights, perturbed, left_out)
         self._rested, self._versions = [], None
 
 

@@ -38,6 +38,8 @@ class Saving(Modes):
         own = {"perturbed": perturbed, "variant": type(self._engine.variant).__name__, **self._engine.numbers()}
         if self._engine.one_pass:
             own["training"] = self._engine.training
+        if (left_out := self._engine.numbers_left_out()) is not None:
+            own["left_out"] = left_out
         if self._engine.directs and self._scaling.scale is not None:
             own["scale"] = float(self._scaling.scale)
         state_dict = pack(self.base_optimizer.state_dict(), params, self._engine.saved(), own)
@@ -76,7 +78,7 @@ class Saving(Modes):
             self.state.update(state)
             for group, new in zip(self.param_groups, loaded.groups, strict=True):
                 group.update(new)
-        self._engine.load(loaded.weights, loaded.perturbed)
+        self._engine.load(loaded.weights, loaded.perturbed, loaded.left_out)
         if self._engine.one_pass:
             self._engine.training = loaded.training
         elif loaded.perturbed:
@@ -110,6 +112,7 @@ class Saving(Modes):
             "perturbations": self._engine.perturbations.clone(),
             "perturbed": self._engine.phase is not Phase.IDLE,
             "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
+            "left_out": self._engine.numbers_left_out(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +121,7 @@ class Saving(Modes):
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
-        training = state.pop("training", True)
+        training, left_out = state.pop("training", True), state.pop("left_out", None)
         statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
         super().__setstate__(state)
         self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
@@ -129,7 +132,8 @@ class Saving(Modes):
         self._leftover = Leftover()
         self._leftover.forget()
         params = parameters_of(self.param_groups)
-        self._engine.load({p: weights for p, weights in zip(params, saved, strict=True) if weights}, perturbed)
+        weights = {p: found for p, found in zip(params, saved, strict=True) if found}
+        self._engine.load(weights, perturbed, left_out)
         self._share()
         self._follow_modules()
 

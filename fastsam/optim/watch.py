@@ -62,15 +62,18 @@ def _kinds(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
 class Watch:
     """What the parameters and the state were when last looked at."""
 
-    def __init__(self, params: list[Tensor], holders: int, before: Watch | None = None) -> None:
+    def __init__(
+        self, params: list[Tensor], holders: int, before: Watch | None = None, members: list[Tensor] | None = None
+    ) -> None:
         """`holders`: how many references to each parameter the optimizer itself holds, this list aside and the state aside.
-        `before`: the watch that this one follows."""
+        `before`: the watch that this one follows. `members`: those whose memory matters, None for all of `params`."""
         self.params = params
+        self.members = members = params if members is None else members
         self._holders = holders + 1
         self._sizes: list[int] = []
-        self._memory = _Memory(params)
-        self._kinds = _kinds(params)
-        self._like = None if TensorGuards is None or not params else _like(params)
+        self._memory = _Memory(members)
+        self._kinds = _kinds(members)
+        self._like = None if TensorGuards is None or not members else _like(members)
         self._dicts: list[dict[str, Any]] = []
         self._alone: list[int] = []  # per parameter: the count of references when only the optimizer has it
         self._most = 0  # the largest of these
@@ -82,6 +85,9 @@ class Watch:
         self._sizes = [len(g["params"]) for g in groups]
         alone = _count_of_one_holder() - 1 + self._holders
         self._alone = [alone + (p in state) for p in self.params]
+        if self.members is not self.params:  # another list that refers to them
+            members = set(map(id, self.members))
+            self._alone = [count + (id(p) in members) for count, p in zip(self._alone, self.params, strict=True)]
         self._most = max(self._alone, default=0)
         self._dicts = list(state.values())
 
@@ -95,12 +101,12 @@ class Watch:
         return not any(map(is_not, now, self.params))
 
     def same_memory(self) -> bool:
-        """False when a parameter lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its memory freed."""
-        if not self._memory.same(self.params):
+        """False when a member lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its memory freed."""
+        if not self._memory.same(self.members):
             return False
-        if self._like is not None and self._like(*self.params):
+        if self._like is not None and self._like(*self.members):
             return True
-        return _kinds(self.params) == self._kinds  # the guards look at more, such as `requires_grad`
+        return _kinds(self.members) == self._kinds  # the guards look at more, such as `requires_grad`
 
     def same_state(self, state: State) -> bool:
         """False when the state has other entries than before."""
@@ -124,9 +130,18 @@ class Watch:
 class Steady:
     """What a pass saw that found a usable gradient for every parameter; so that the next one sees in a few calls that all is as before."""
 
-    def __init__(self, groups: Groups, params: list[Tensor], grads: Sequence[Tensor], state: State) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        params: list[Tensor],
+        grads: Sequence[Tensor],
+        state: State,
+        left_out: tuple[list[Tensor], list[Tensor]] | None = None,
+    ) -> None:
+        """`left_out`: all parameters of the groups, and those of them that are not in `params` and have no gradient; None where there are none."""
         self._sizes = [len(g["params"]) for g in groups]
-        self._params = params  # the caller's list: one of our own would count as another reference to each
+        self._members = params  # the caller's lists: those of our own would count as other references to each
+        self._params, self._left_out = (params, []) if left_out is None else left_out
         self._entries = list(state.values())
         self._memory = _Memory(params)
         self._like = _like([*params, *grads])
@@ -147,12 +162,27 @@ class Steady:
             return None
         if any(map(is_not, chain(params, entries), chain(self._params, self._entries))):
             return None
+        if self._left_out:
+            if any_gradient(self._left_out):
+                return None
+            params = self._members
         if not self._memory.same(params):
             return None
         grads: list[Any] = [p.grad for p in params]
         return grads if self._like(*params, *grads) else None
 
 
-def steady_of(groups: Groups, params: list[Tensor], grads: Sequence[Tensor], state: State) -> Steady | None:
+def any_gradient(params: Sequence[Tensor]) -> bool:
+    """Whether one of these has a gradient."""
+    return any(p.grad is not None for p in params)
+
+
+def steady_of(
+    groups: Groups,
+    params: list[Tensor],
+    grads: Sequence[Tensor],
+    state: State,
+    left_out: tuple[list[Tensor], list[Tensor]] | None,
+) -> Steady | None:
     """What a pass saw; None where torch has not what it takes."""
-    return None if TensorGuards is None else Steady(groups, params, grads, state)
+    return None if TensorGuards is None else Steady(groups, params, grads, state, left_out)

@@ -1,0 +1,269 @@
+"""Parameters that need no gradient cost nothing, and join with fresh state when they have their first one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsam import GSAM, MSAM, SAM, FusedSAM
+from fastsam.backends import Backend
+from fastsam.optim.variants import ESAM, LastGradient, VaSSO
+from tests.helpers.crosses import one_in
+from tests.helpers.sam_cases import BASES, SGD
+from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+NADAM = torch.optim.NAdam  # makes its own step
+SHAPES = [(5, 3), (8,), (4, 2, 3)]
+VARIANTS = {
+    "sam": SAM(0.2),
+    "asam, every other": SAM(0.2, True, every=2),
+    "gsam": GSAM(0.2, alpha=0.3),
+    "vasso": VaSSO(0.2, theta=0.5),
+    "msam": MSAM(0.2),
+    "last gradient": LastGradient(0.2),
+}
+
+
+class Adapted(nn.Module):
+    """A frozen layer of many weights, and beside it a hundredth of them that are trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(300, 300, bias=False, dtype=dtype).requires_grad_(False)
+        self.adapter = nn.Linear(300, 3, bias=False, dtype=dtype)
+        self.late = nn.Linear(300, 300, bias=False, dtype=dtype).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.late(x) + self.adapter(x).sum(1, keepdim=True)
+
+
+def step(model: nn.Module, opt: FusedSAM, number: int) -> None:
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(number)).to(next(model.parameters()).dtype)
+
+    def closure() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+def tensor_bytes() -> int:
+    """Of the memory of all tensors that are alive."""
+    gc.collect()
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for t in gc.get_objects()
+        if type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and t.device.type == "cpu"
+        for storage in (t.untyped_storage(),)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("base", "dtype", "sam", "each"),
+    [
+        ("sgd", torch.float32, SAM(), 8),
+        ("adamw", torch.float32, SAM(), 12),
+        ("adamw", torch.bfloat16, SAM(), 12),
+        ("sgd", torch.float32, GSAM(), 12),
+        ("sgd", torch.float32, MSAM(), 8),
+    ],
+    ids=str,
+)
+def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SAM, each: int) -> None:
+    """`each`: bytes per parameter that is trained (docs/fused_sam.md)."""
+    model, (cls, options) = Adapted(dtype), BASES[base]
+    before = tensor_bytes()
+    opt = FusedSAM(model.parameters(), cls, sam=sam, **options)
+    step(model, opt, 0)
+    opt.zero_grad()
+    trained = model.adapter.weight.numel()
+    assert tensor_bytes() - before < (each + 2) * trained + 4096, "padding and options are small"
+    assert model.base.weight.numel() > 99 * trained
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BASES)
+def test_a_checkpoint_has_no_line_for_them(name: str, dtype: torch.dtype) -> None:
+    model, (base, options) = Adapted(dtype), BASES[name]
+    opt = FusedSAM(model.parameters(), base, **options)
+    step(model, opt, 0)
+    assert list(opt.state) == [model.adapter.weight]
+    saved = opt.state_dict()
+    assert list(saved["state"]) == [1] and saved["fastsam"]["left_out"] == [0, 2]
+    plain = base(Adapted(dtype).parameters(), **options)
+    plain.load_state_dict(saved)
+    assert len(plain.state) == 1
+
+
+def test_no_kernel_reads_or_writes_them(backend: Backend) -> None:
+    """Their memory may even be given away between two steps, as offloading libraries do."""
+    params = make_parameters(SHAPES, torch.float32, backend.device)
+    frozen = params[1].requires_grad_(False)
+    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend=backend.name)
+    others, memory = [params[0], params[2]], frozen.untyped_storage()
+    size = memory.nbytes()
+    try:
+        for number in range(3):
+            for move in (opt.first_step, opt.second_step):
+                backward(others, number)
+                memory.resize_(size if number == 0 else 0)
+                move()
+    finally:
+        memory.resize_(size)  # a failure is shown with its values
+    assert frozen._version == 0
+
+
+def trained(
+    sam: SAM, base: Any, frozen_until: tuple[int, int] | None, backend: str = "auto", dtype: torch.dtype = torch.float32
+) -> tuple[list[nn.Parameter], FusedSAM]:
+    """Six steps. The second parameter needs no gradient before this backward pass (step, pass); None: it has none before (3, 0), and needs one."""
+    cls, options = base
+    params = make_parameters(SHAPES, dtype)
+    opt = FusedSAM(params, cls, sam=sam, backend=backend, **options)
+    start = frozen_until or (3, 0)
+    for number in range(6):
+        for half in range(1 if opt._engine.one_pass or not opt.two_passes else 2):
+            late = (number, half) < start
+            params[1].requires_grad_(not (late and frozen_until))
+            backward(params, number)
+            if late:
+                params[1].grad = None
+            opt.first_step() if half == 0 and opt.two_passes else opt.step()
+    return params, opt
+
+
+@pytest.mark.parametrize(("name", "base"), one_in(3, VARIANTS, [*BASES, "nadam"]))
+def test_it_joins_with_its_first_gradient_and_changes_nothing_else(name: str, base: str, backend: Backend) -> None:
+    """The steps are those of a parameter that needed a gradient from the start, and had none."""
+    cls = BASES.get(base, (NADAM, {"lr": 0.01}))
+    if name == "msam" and base in ("nadam", "rmsprop"):
+        pytest.skip("no momentum to perturb against")
+    dtype = torch.bfloat16 if base == "adamw" else torch.float32
+    (late, opt), (present, other) = (
+        trained(VARIANTS[name], cls, until, backend.name, dtype) for until in ((3, 0), None)
+    )
+    assert same_bits(late, present)
+    states = [o.state_dict()["state"] for o in (opt, other)]
+    assert states[0].keys() == states[1].keys() == {0, 1, 2}
+    for i, entry in states[0].items():
+        assert entry.keys() == states[1][i].keys()
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(states[1][i][n])) for n, v in entry.items())
+
+
+def test_it_may_join_in_the_second_pass() -> None:
+    """It was not perturbed then, and is updated from where it is."""
+    params, opt = trained(SAM(0.2), BASES["sgd"], (3, 1))
+    assert len(opt.state) == 3 and opt._engine.numbers_left_out() == []
+    before = make_parameters(SHAPES, torch.float32)
+    other = FusedSAM(before, SGD, rho=0.2, **BASES["sgd"][1])
+    for number in range(6):
+        for half in range(2):
+            backward(before, number)
+            if (number, half) < (3, 1):
+                before[1].grad = None
+            (other.second_step if half else other.first_step)()
+    assert same_bits(params, before)
+
+
+def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
+    params, opt = trained(SAM(0.2), BASES["sgd"], (3, 0))
+    momentum = opt.state[params[1]]["momentum_buffer"].clone()
+    params[1].requires_grad_(False)
+    kept = copies(params)
+    for move in (opt.first_step, opt.second_step):
+        backward(params, 6)
+        assert params[1].grad is None
+        move()
+    assert [torch.equal(p, q) for p, q in zip(params, kept, strict=True)] == [False, True, False]
+    assert torch.equal(opt.state[params[1]]["momentum_buffer"], momentum)
+    new = make_parameters([(2,)], torch.float32)
+    opt.add_param_group({"params": new})  # new buffers
+    params[1].requires_grad_(True)
+    for move in (opt.first_step, opt.second_step):
+        backward(params, 7)
+        move()
+    assert not torch.equal(params[1], kept[1])
+
+
+@pytest.mark.parametrize(
+    ("sam", "moment", "how"),
+    one_in(2, [SAM(0.2), ESAM(0.2, beta=0.5)], [2, 4, 5], ["state dict", "pickle", "deepcopy"]),
+    ids=str,
+)
+def test_resuming_continues_bit_for_bit(sam: SAM, moment: int, how: str) -> None:
+    """ESAM's masks are a function of where the weights lie among those that have buffers; without a momentum nothing else tells which have."""
+
+    def steps(params: list[nn.Parameter], opt: FusedSAM, numbers: range) -> None:
+        for number in numbers:
+            for move in (opt.first_step, opt.second_step):
+                params[1].requires_grad_(number == 3)
+                params[0].requires_grad_(number != 4)
+                backward(params, number)
+                move()
+
+    def fresh() -> tuple[list[nn.Parameter], FusedSAM]:
+        params = make_parameters(SHAPES, torch.float32)
+        params[1].requires_grad_(False)
+        return params, FusedSAM(params, SGD, sam=sam, lr=0.1)
+
+    params, opt = fresh()
+    steps(params, opt, range(moment))
+    if how == "state dict":
+        others, other = fresh()
+        with torch.no_grad():
+            for p, q in zip(others, params, strict=True):
+                p.copy_(q)
+        file = io.BytesIO()
+        torch.save(opt.state_dict(), file)
+        file.seek(0)
+        others[0].requires_grad_(False)  # which a script that freezes layers may have done by now
+        other.load_state_dict(torch.load(file))
+    elif how == "pickle":
+        file = io.BytesIO()
+        torch.save((params, opt), file)
+        file.seek(0)
+        others, other = torch.load(file, weights_only=False)
+    else:
+        others, other = copy.deepcopy((params, opt))
+    for trained in ((params, opt), (others, other)):
+        steps(*trained, range(moment, 8))
+    assert same_bits(params, others)
+
+
+def test_steps_beside_frozen_parameters_are_short() -> None:
+    """After the first step all is looked at in the shorter way."""
+    params = make_parameters(SHAPES, torch.float32)
+    params[0].requires_grad_(False)
+    opt = FusedSAM(params, SGD, lr=0.1)
+    for number in range(3):
+        for move in (opt.first_step, opt.second_step):
+            backward(params, number)
+            assert number == 0 or opt._engine._steady is not None
+            move()
+    steady = opt._engine._steady
+    params[0].grad = torch.ones_like(params[0])
+    kept = params[0].detach().clone()
+    opt.first_step()
+    assert opt._engine._steady is not steady and not torch.equal(params[0], kept)
+    opt.restore()
+    assert torch.equal(params[0], kept)
+
+
+@pytest.mark.parametrize("bad", [["a"], [9], [-1], [True], 3], ids=str)
+def test_a_state_that_names_no_parameters(bad: Any) -> None:
+    params = make_parameters(SHAPES, torch.float32)
+    opt = FusedSAM(params, SGD, lr=0.1)
+    saved = opt.state_dict()
+    saved["fastsam"]["left_out"] = bad
+    with pytest.raises(ValueError, match="left_out"):
+        opt.load_state_dict(saved)
