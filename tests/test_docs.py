@@ -1,37 +1,104 @@
-"""The Python of README and of the optimizer's pages runs as it stands, each block after those before it. (Other pages have tests beside theirs.)"""
+"""The Python of README and docs/ runs as the page lets a reader copy it: by itself, or after the page's own first block or blocks."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.places import ROOT
+from fastsam import fed
+from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, text_of
+
+MOST_ROUNDS = 2  # of a federated run: it is the code that is tried, not what comes of it
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+
+
+def cases() -> Iterator[tuple[str, list[Block]]]:
+    """What runs together, in fresh names: a block with what it goes on from."""
+    for page in PAGES:
+        first, *others = [block for block in PYTHON if block.page == page] or [None]
+        if first is None:
+            continue
+        if IN_TURN in text_of(page):
+            yield page, [first, *others]
+            continue
+        before = [first] if AFTER_THE_FIRST in text_of(page) else []
+        yield str(first), [first]
+        yield from ((str(block), [*before, block]) for block in others)
+
+
+CASES = dict(cases())
+CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a page's blocks
+    "docs/tutorial_optimizer.md": lambda names: (
+        names["rise"](names["flat"]) < names["rise"](names["plain"])
+        and min(names["accuracy"](names[model]) for model in ("plain", "flat", "half", "one_pass")) > 0.9
+    ),
+}
 
 
 @pytest.fixture
-def process_group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a federated run, and one client after the other: nothing is recorded for so few."""
+    run = fed.run
+
+    def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
+        return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options))
+
+    monkeypatch.setattr(fed, "run", short)
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+@pytest.fixture
+def in_a_process_group(tmp_path: Path) -> Iterator[Any]:
+    """A function that begins one, for blocks that say "in a process group"."""
+    begin = partial(dist.init_process_group, "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield begin
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("page", ["README.md", "docs/fused_sam.md", "docs/variants.md"])
+def missing(code: str) -> list[str]:
+    """Modules that it imports and that are not installed."""
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return sorted({top for name in names if importlib.util.find_spec(top := name.partition(".")[0]) is None})
+
+
+@pytest.mark.usefixtures("few_rounds")
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-def test_its_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_a_process_group: Any) -> None:
+    *before, last = CASES[case]
+    ast.parse(last.code)
+    if last.left_out:
+        pytest.skip(f"{last}: {last.left_out}")
+    if lacking := missing(last.code):
+        names = ", ".join(lacking)
+        pytest.skip(f"{last} needs {names}, which is not installed (make test-integrations has the trainers)")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    found = blocks(page)
-    for block in found:
-        if "import lightning" not in block or importlib.util.find_spec("lightning"):
-            exec(block.replace("rounds=50", "rounds=1"), names)
-    assert len(found) > 1
+    if "in a process group" in last.code:
+        in_a_process_group()
+    made: dict[str, Any] = {"__name__": "page"}
+    for block in (*before, last):
+        block.run(made)
+    assert case not in CLAIMS or CLAIMS[case](made)
+
+
+def test_every_block_of_a_page_in_turn_can_run() -> None:
+    for page in PAGES:
+        if IN_TURN in text_of(page):
+            own = [block for block in PYTHON if block.page == page]
+            assert not [str(block) for block in own if block.left_out or missing(block.code)], "what follows cannot run"
+
+
+def test_python_is_fenced() -> None:
+    """What is only indented would be copied, and run by nobody."""
+    python = re.compile(r"(def|class|import|from) \S|@\w+$|(fed|opt|fastsam)\.\w+\(")
+    assert not [(page, line) for page in PAGES for line in indented(page) if python.match(line)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -94,15 +95,16 @@ def test_the_schedules_of_the_page_are_understood():
         assert isinstance(resolved.options["rho"], str)
 
 
-def test_the_example_of_an_own_algorithm_runs_as_printed():
+def test_the_examples_of_own_algorithms_are_what_they_say():
     page = (ROOT / "docs" / "own_algorithm.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    example, *others = re.findall(r"```python\n(.*?)```", page, re.S)
+    names = {"__name__": "own"}
+    for block in (example, *others):
+        exec(compile(block, "docs/own_algorithm.md", "exec", dont_inherit=True), names)
+        assert len(names["result"].history) == 10
     torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2)
+    model = torch.nn.Sequential(OrderedDict(hidden=torch.nn.Linear(3, 3), out=torch.nn.Linear(3, 2)))
     clients = [(torch.randn(n, 3), torch.arange(n) % 2) for n in (5, 9, 4)]
-    names = {"model": model, "clients": clients, "__name__": "own"}
-    exec(compile(example, "docs/own_algorithm.md", "exec", dont_inherit=True), names)
-    assert len(names["result"].history) == 10
 
     def final(algorithm):
         return [p.detach() for p in fed.run(model, clients, algorithm, rounds=4, participation=1.0).model.parameters()]
@@ -111,8 +113,10 @@ def test_the_example_of_an_own_algorithm_runs_as_printed():
     for options in ({"beta": 0.5}, {"beta": 0.0, "rho": 0.3}):
         for p, q in zip(final(names["FedAvgM"](**options)), final(theirs(**options))):
             assert torch.equal(p, q)
-    for p, q in zip(final(names["FedAvgM"](beta=0.0, rho=0.3)), final(fed.FedSAM(rho=0.3))):
-        torch.testing.assert_close(p, q)
+    pairs = [(names["FedAvgM"](beta=0.0, rho=0.3), fed.FedSAM(rho=0.3)), (names["Scaffold"](), fed.SCAFFOLD())]
+    for ours, built_in in (*pairs, (names["OwnHead"](mu=0.0), fed.FedAvg())):
+        for p, q in zip(final(ours), final(built_in)):
+            torch.testing.assert_close(p, q)
     with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\)"):
         names["FedAvgM"](beta=1.0)
 

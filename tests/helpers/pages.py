@@ -1,0 +1,131 @@
+"""The pages for readers, and what stands in them to be copied: blocks of code, commands, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.helpers.places import ROOT
+
+FRONT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+PAGES = (*FRONT, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+# How a page says what of it a block needs. Without either sentence every block runs by itself.
+AFTER_THE_FIRST = "The other Python blocks of this page run after this one."
+IN_TURN = "The Python blocks of this page go on from each other."
+_FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*(\S*)")
+_NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
+_PROGRAMS = ("fastsam", "make", "pip", "python", "torchrun")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. line: of its first line of code, from 1. left_out: why the page says that it is not run."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    left_out: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Executes it in `names`; tracebacks have the lines of the page."""
+        lines = "\n" * (self.line - 1) + self.code
+        exec(compile(lines, self.page, "exec", dont_inherit=True), names)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """The fenced blocks, in the order of the page."""
+    opened: tuple[str, str, str, int] | None = None
+    code: list[str] = []
+    reason = None
+    for number, line in enumerate(text_of(page).splitlines(), 1):
+        fence = _FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, code = (fence[1], fence[2], fence[3], number + 1), []
+            elif line.strip():
+                found = _NOT_RUN.fullmatch(line.strip())
+                reason = found[1] if found else None
+        elif fence and fence[2].startswith(opened[1]) and not fence[3]:
+            made = textwrap.dedent("\n".join(code)) + "\n"
+            yield Block(page, opened[3], opened[2], made, reason)
+            opened = reason = None
+        else:
+            code.append(line)
+
+
+def without_fences(page: str) -> str:
+    """The page with its fenced blocks blanked, line by line."""
+    lines, inside = [], ""
+    for line in text_of(page).splitlines():
+        fence = _FENCE.match(line)
+        if fence and not inside:
+            inside = fence[2]
+        elif fence and fence[2].startswith(inside) and not fence[3]:
+            inside = ""
+        elif not inside:
+            lines.append(line)
+            continue
+        lines.append("")
+    return "\n".join(lines)
+
+
+def indented(page: str) -> list[str]:
+    """The lines of the blocks that are indented by four blanks, after an empty line."""
+    found, inside, before = [], False, ""
+    for line in without_fences(page).splitlines():
+        inside = line.startswith("    ") and (inside or not before.strip())
+        if inside:
+            found.append(line.strip())
+        before = line
+    return found
+
+
+def commands(page: str) -> list[str]:
+    """The shell commands of a page: lines of its blocks that are no Python, and code in its prose. Comments and prompts are left out."""
+    shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
+    lines = "".join(shell).splitlines()
+    spans = re.findall(r"`([^`\n]+)`", without_fences(page))
+    texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented(page), *spans)]
+    return list(dict.fromkeys(text for text in texts if _is_command(text)))
+
+
+def words(command: str) -> list[str]:
+    """Of a command, without the variables before it and the comment behind it."""
+    found = shlex.split(command, comments=True)
+    while found and re.fullmatch(r"[A-Z_]+=\S*", found[0]):
+        del found[0]
+    return found
+
+
+def _is_command(text: str) -> bool:
+    found = re.match(r"(?:[A-Z_]+=\S* )*(\S+) \S", text)
+    return found is not None and found[1].rpartition("/")[2] in _PROGRAMS
+
+
+def links(page: str) -> list[str]:
+    """The targets of its links and pictures that lead to a file or a heading of the checkout."""
+    prose = re.sub(r"`[^`\n]*`", "", without_fences(page))
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: str) -> set[str]:
+    """What `page.md#...` can name: its headings, as GitHub makes anchors of them (and MyST with `myst_heading_anchors`)."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.*?) *#*$", without_fences(page), re.M):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.replace("`", "").lower()).replace(" ", "-")
+        number = next(n for n in range(len(found) + 1) if (f"{slug}-{n}" if n else slug) not in found)
+        found.add(f"{slug}-{number}" if number else slug)
+    return found

@@ -1,0 +1,138 @@
+"""The commands of README and docs/ exist: targets of make, modules of Python, and what `fastsam` understands. None of them is run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fastsam.lab import cli, compare, config
+from fastsam.lab.reproduce import load, runner
+from tests.helpers.pages import PAGES, commands, words
+from tests.helpers.places import ROOT
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.M))
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+OURS = {"bench", "fastsam", "fastsam_kernels", "tests"}
+READERS_OWN = {"my_script.py", "repro.py", "train.py"}  # files of the reader's, or of another project
+HOLES = {"POINTS": "5", "TABLE": "fedsam-table2"}  # words in the place of what a reader chooses
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_commands_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for command in commands(page):
+        try:
+            check(command)
+        except (AssertionError, ValueError, OSError, SystemExit) as problem:
+            pytest.fail(f"{page}: {command}: {problem}")
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    found = {words(command)[0] for page in PAGES for command in commands(page)}
+    assert found >= {"make", "python", "fastsam", "torchrun", "pip"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tests",
+        "make test WOKERS=0",
+        "python -m bench.stepp",
+        "python -m bench.step --contender x",
+        "python tools/key.py",
+        "pip install 'fastsam[visions]'",
+        "fastsam runs",
+        "fastsam runs examples/digits.toml",
+        "fastsam run examples/digits.toml --rhoo 1",
+        "fastsam compare CONFIG --algorithms fedsam --seed x",
+        "fastsam reproduce fedsam-table9",
+        "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
+        "fastsam info --json",
+        "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
+    ],
+)
+def test_a_wrong_one_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((AssertionError, ValueError, OSError, SystemExit)):
+        check(command)
+
+
+def check(command: str) -> None:
+    """Raises whatever shows that it would not work as it is written."""
+    program, *arguments = words(command)
+    name = program.rpartition("/")[2]
+    if name == "torchrun":  # what it starts is another command
+        at = next(n for n, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
+        name, arguments = "python", arguments[at:]
+    {"make": check_make, "python": check_python, "pip": check_pip, "fastsam": check_fastsam}[name](arguments)
+
+
+def check_make(arguments: Sequence[str]) -> None:
+    for word in arguments:
+        variable, sets, _ = word.partition("=")
+        if sets:
+            assert re.search(rf"\$\({variable}\)|^{variable} \?=|\b{variable}=", MAKEFILE, re.M), f"no variable {word}"
+        else:
+            assert word in TARGETS, f"no target {word}"
+
+
+def check_pip(arguments: Sequence[str]) -> None:
+    for extra in re.findall(r"(?:fastsam|\.)\[([\w,]+)\]", " ".join(arguments)):
+        for name in extra.split(","):
+            assert re.search(rf"^{name} = \[", PYPROJECT, re.M), f"no extra {name}"
+
+
+def check_python(arguments: Sequence[str]) -> None:
+    if arguments[0] != "-m":
+        assert arguments[0] in READERS_OWN or (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
+        return
+    module, rest = arguments[1], arguments[2:]
+    top = module.partition(".")[0]
+    if module == "fastsam":
+        check_fastsam(rest)
+    elif top in OURS:
+        place = ROOT / re.sub("^fastsam_kernels", "kernels", module).replace(".", "/")
+        file = next((path for path in (place.with_suffix(".py"), place / "__main__.py") if path.is_file()), None)
+        assert file, f"no module {module}"
+        room = "".join(path.read_text() for path in file.parent.rglob("*.py"))
+        flags = [word.partition("=")[0] for word in rest if word.startswith("--") and word != "--help"]
+        assert all(f'"{flag}"' in room for flag in flags), f"{module} does not take all of {flags}"
+    else:
+        assert importlib.util.find_spec(top) or top in PYPROJECT, f"no module {module}"
+
+
+def check_fastsam(arguments: Sequence[str]) -> None:
+    bare = [word.strip("[]") for word in arguments]
+    top = cli.parser()
+    if len(bare) == 1 or "..." in bare or "--help" in bare or "--key" in bare:  # what it is called, and no example
+        chosen = next(action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+        assert bare[0] in (*chosen.choices, "--version", "--help"), f"no command {bare[0]}"
+        left_out = ("...", "--help", "--key", "value", "options")
+        bare = [HOLES.get(word, word) for word in bare if word not in left_out]
+        if len(bare) > 1:
+            top.parse_args(bare)
+        return
+    parsed, flags = top.parse_known_args([HOLES.get(word, word) for word in bare])
+    if parsed.command == "reproduce" and not parsed.list:
+        table = load(parsed.table, parsed.scale)
+        runner.plans(table, table.seeds, flags)
+    elif parsed.command == "run":
+        config.resolve(config.read(example(parsed.config), flags))
+    elif parsed.command == "compare":
+        lists = [named.split(",") if named else None for named in (parsed.algorithms, parsed.seeds)]
+        compare.plan(config.read(example(parsed.config), flags), *lists, parsed.sweep)
+    else:
+        assert not flags, f"takes no {flags}"
+
+
+def example(path: str) -> Path:
+    """The config of a command; in the place of one that the reader makes, or that a run or a comparison leaves, an example."""
+    if (ROOT / path).is_file():
+        return ROOT / path
+    return ROOT / "examples" / ("digits_sharpness.toml" if path.endswith("config.json") else "digits.toml")
