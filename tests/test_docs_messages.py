@@ -1,0 +1,32 @@
+"""docs/troubleshooting.md quotes messages that fastsam really gives."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from tests.helpers.pages import text_of
+from tests.helpers.places import ROOT
+
+HOLE = "…"  # what differs from case to case
+
+
+def texts() -> Iterator[str]:
+    """Every string in the sources, with holes where values go."""
+    for path in (*(ROOT / "fastsam").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_its_quotes_are_messages() -> None:
+    quotes = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
+    assert len(quotes) >= 10
+    told = list(texts())
+    for quote in quotes:
+        pieces = [piece.strip(" .:") for piece in re.split(rf"{HOLE}|; ", quote)]
+        missing = [piece for piece in pieces if not any(piece in text for text in told)]
+        assert not missing, f"no message says {missing}"
