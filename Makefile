@@ -22,7 +22,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
+.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -67,6 +67,14 @@ $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 
 demo: $(VENV)/.has-fastsam ## FedAvg, FedSAM and MoFedSAM on handwritten digits: a table and two plots
 	@$(BIN)/fastsam compare examples/digits.toml --algorithms fedavg,fedsam,mofedsam
+
+$(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt
+	$(call install_fastsam,[docs])
+	@touch $@
+
+docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site, a warning being an error: build/docs/index.html
+	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
+	@echo build/docs/index.html
 
 # A worker per processor; the tests of a file stay together and in order, because they share what they build. WORKERS=0: one process.
 WORKERS ?= auto

@@ -1,0 +1,137 @@
+"""The pages as a site: `make docs`, with Sphinx, MyST and Furo. The Markdown stays what GitHub shows; this file binds it.
+
+The source folder is the checkout, so that links to README's neighbours, examples and pictures lead to the same files as on GitHub.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import fastsam
+
+project, author, release = "fastsam", "the fastsam authors", fastsam.__version__
+copyright = author
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+root_doc = "docs/index"
+include_patterns = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
+highlight_language = "text"  # of blocks that name none: commands, equations
+default_role = "code"
+
+myst_heading_anchors = 4  # GitHub's, which the pages link to
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
+
+html_theme = "furo"
+html_title = f"fastsam {release}"
+html_show_copyright = False
+templates_path = ["_templates"]
+html_additional_pages = {"index": "front.html"}  # the site's own first address leads to docs/index.html
+
+
+def sections(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Of the index: each heading with its list of pages, (title, file) each."""
+    for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+        pages = re.findall(r"^- \[([^\]]+)\]\((\S+?)\.md\)", body, re.M)
+        if pages:
+            yield heading, pages
+
+
+def with_toctrees(text: str) -> str:
+    """The index with a table of contents for each of its lists: GitHub shows the lists, the site has them beside every page too."""
+    made = [text]
+    for heading, pages in sections(text):
+        lines = "\n".join(f"{title} <{file}>" for title, file in pages)
+        made.append(f"```{{toctree}}\n:hidden:\n:caption: {heading}\n\n{lines}\n```\n")
+    return "\n".join(made)
+
+
+_NAMED = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")  # "rho, eta: what they are", as docstrings list arguments
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """A docstring as reStructuredText. It is prose with `code`, named values, definitions and indented equations, whose signs RST would read
+    as markup."""
+    made: list[str] = []
+    outside: int | None = None  # the indentation of the text before an equation, which is indented more
+    literal = False
+    for paragraph in _paragraphs(lines):
+        base = _indent(paragraph[0])
+        equation = outside is not None and base > outside
+        if equation and not literal:
+            made += [" " * (outside or 0) + "::", ""]
+        if equation:
+            made += paragraph
+        else:
+            outside = _indent(paragraph[-1])
+            heads = [line.strip() for line in paragraph if _indent(line) <= base]
+            made += _items(paragraph, base) if all(map(_NAMED.fullmatch, heads)) else _prose(paragraph)
+        literal = equation
+        made.append("")
+    return made
+
+
+def _paragraphs(lines: list[str]) -> Iterator[list[str]]:
+    for blank, run in itertools.groupby(lines, lambda line: not line.strip()):
+        if not blank:
+            yield list(run)
+
+
+def _items(paragraph: list[str], base: int) -> Iterator[str]:
+    """Named values as a list."""
+    for line in paragraph:
+        named = _NAMED.fullmatch(line.strip()) if _indent(line) == base else None
+        text = f"- ``{named[1]}``: {_escaped(named[2])}" if named else f"  {_escaped(line.strip())}"
+        yield " " * base + text
+
+
+def _prose(paragraph: list[str]) -> Iterator[str]:
+    depth = 0
+    for line in paragraph:
+        if _indent(line) < depth:
+            yield ""  # the end of a definition or of an item
+        depth = _indent(line)
+        yield " " * depth + _escaped(line.strip())
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _escaped(text: str) -> str:
+    """The text with its code marked as RST's, and with no other markup."""
+    parts = re.split(r"(`+[^`]+`+)", text)
+    code = [f"``{part.strip('`')}``" for part in parts[1::2]]
+    prose = [re.sub(r"[*|\\`]|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    return "".join(text for pair in zip(prose, [*code, ""], strict=True) for text in pair)
+
+
+def setup(app: Any) -> None:
+    def source_read(_: Any, page: str, source: list[str]) -> None:
+        if page == root_doc:
+            source[0] = with_toctrees(source[0])
+
+    def process_docstring(_: Any, what: str, name: str, it: object, options: Any, lines: list[str]) -> None:
+        lines[:] = as_rst(lines)
+
+    def process_signature(
+        _: Any, what: str, name: str, it: Any, options: Any, signature: str | None, result: str | None
+    ) -> tuple[str | None, str | None]:
+        """The hyper-parameters of an algorithm, whose `__new__` takes whatever `__init__` does."""
+        if what == "class" and signature is not None and signature.startswith("(*arguments"):
+            from sphinx.util.inspect import signature as of
+            from sphinx.util.inspect import stringify_signature
+
+            made = of(it.__init__, bound_method=True)
+            signature = stringify_signature(made, show_return_annotation=False, unqualified_typehints=True)
+        return signature, result
+
+    app.connect("autodoc-process-signature", process_signature)
+    app.connect("source-read", source_read)
+    app.connect("autodoc-process-docstring", process_docstring)

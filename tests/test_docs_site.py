@@ -1,0 +1,106 @@
+"""What binds the pages into a site (docs/conf.py), and that the site has every page and every public name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fastsam
+from fastsam import fed
+from tests.helpers.pages import PAGES, anchors, blocks, links, text_of
+from tests.helpers.places import ROOT
+from tools import notebooks
+
+INDEX = "docs/index.md"
+
+
+@pytest.fixture(scope="module")
+def conf() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_conf", ROOT / "docs" / "conf.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page: str) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        assert not found.startswith(".."), f"{page}: {target} leads out of the checkout"
+        assert (ROOT / found).exists(), f"{page}: {target} leads nowhere"
+        if anchor:
+            assert anchor in anchors(found), f"{page}: {target}: no such heading"
+
+
+def test_every_page_has_one_place(conf: ModuleType) -> None:
+    files = [file for _, pages in conf.sections(text_of(INDEX)) for _, file in pages]
+    places = [posixpath.normpath(posixpath.join("docs", f"{file}.md")) for file in files]
+    expected = [page for page in PAGES if page not in (INDEX, "README.md")]  # the index stands for these
+    missing = sorted(set(expected) - set(places))
+    assert not missing, f"{INDEX} needs an item `- [Title](page.md): what it is for` in one of its lists for {missing}"
+    assert sorted(places) == sorted(expected)
+
+
+def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
+    page = "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## Else\n\nText.\n"
+    made = conf.with_toctrees(page)
+    assert made.startswith(page)
+    assert " ".join(made[len(page) :].split()) == "```{toctree} :hidden: :caption: Guides A b <a> D <../D> ```"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "rst"),
+    [
+        ("Adds `x*y` to w_, 2*3 and |z|.", r"Adds ``x*y`` to w\_, 2\*3 and \|z\|."),
+        ("A step.\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt `is`.", "A step.\n\n::\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt ``is``."),
+        ("Runs.\n\nrho, eta: radius\n    and more\nseed: of it", "Runs.\n\n- ``rho, eta``: radius\n  and more\n- ``seed``: of it"),
+        ("model: a copy. history: a\nlist of dicts.", "model: a copy. history: a\nlist of dicts."),
+        ("Takes\n\nlr\n    0 or more\nbetas\n    two numbers", "Takes\n\nlr\n    0 or more\n\nbetas\n    two numbers"),
+    ],
+)  # fmt: skip
+def test_docstrings_become_rst(conf: ModuleType, docstring: str, rst: str) -> None:
+    assert "\n".join(conf.as_rst(docstring.splitlines())).rstrip() == rst
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = set(re.findall(r"^\.\. auto\w+:: fastsam\.([\w.]+)$", text_of("docs/api.md"), re.M))
+    modules = {"variants", "algorithms"}  # whose names stand there one by one
+    names = set(fastsam.__all__) - modules
+    names |= {f"variants.{name}" for name in fastsam.variants.__all__ if name not in names}
+    names |= {f"fed.{name}" for name in fed.__all__ if name not in modules and name != "State"}  # which is a dict
+    assert not sorted(names - shown), "docs/api.md does not show these"
+    for name in shown:
+        at: object = fastsam
+        for part in name.split("."):
+            at = getattr(at, part, None) or importlib.import_module(f"{at.__name__}.{part}")  # type: ignore[attr-defined]
+        assert at.__doc__, f"fastsam.{name} has no docstring"
+
+
+def test_the_notebooks_are_their_pages() -> None:
+    for page, path in notebooks.NOTEBOOKS.items():
+        text = (ROOT / path).read_text()
+        assert text == notebooks.notebook(text_of(page)), f"{path} is old; write it again: python tools/notebooks.py"
+        code = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        assert code == [block.code.strip() for block in blocks(page) if block.language == "python"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="no Sphinx: `make docs` installs the extra docs")
+def test_it_is_made_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", ".", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    made = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
+    assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= made
+    shown = (tmp_path / "site" / "docs" / "api.html").read_text()
+    assert "fastsam.FusedSAM.first_step" in shown and "Sharpness-Aware Minimization (Foret et al. 2021)" in shown
