@@ -25,6 +25,7 @@ FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("algorithms", "data", "executors"),
     ("measures",),
     ("rundir",),
+    ("callbacks",),
     ("loop",),
 )
 
@@ -70,7 +71,10 @@ BACKEND_NAMES = frozenset({"native", "triton", "foreach", "reference"})
 EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"})
 # imported inside the function that needs them
 LATE = frozenset(
-    {"matplotlib", "jinja2", "PIL", "sklearn", "triton", "pandas", "scipy", "lightning", "transformers", "accelerate"}
+    {
+        *("matplotlib", "jinja2", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
+        *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow"),
+    }
 )
 
 

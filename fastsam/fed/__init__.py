@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastsam.fed import algorithms
+from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
+from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.executors import ClientError
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.run import run
@@ -29,13 +30,17 @@ _DATA = ("FederatedData", "digits", "dirichlet", "iid")
 
 __all__ = [
     "AlgorithmError",
+    "Callback",
+    "CallbackError",
     "ClientError",
     "FederatedData",
     "InputMap",
     "RankError",
     "Result",
     "RunDirectoryError",
+    "Stop",
     "algorithms",
+    "callbacks",
     "digits",
     "dirichlet",
     "iid",

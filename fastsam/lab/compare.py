@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastsam.fed.callbacks.terminal import RunProgress
 from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
@@ -21,7 +22,6 @@ from fastsam.lab import experiment, report
 from fastsam.lab.config import ConfigError, Source, resolve
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.keys import DATA_KEYS, RunConfig, short_name
-from fastsam.lab.progress import RunProgress
 from fastsam.lab.report import FinishedRun
 from fastsam.lab.report.finished import panel_name, value_text
 from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_values

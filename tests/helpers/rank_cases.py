@@ -50,6 +50,17 @@ class Raised(Poisoned):
         return loss
 
 
+class StopsIn(fed.Callback):
+    """Stops a run in a round, of which the other ranks must hear."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round(self, run: Any, record: dict[str, Any]) -> None:
+        if record["round"] == self.round:
+            raise fed.Stop("by the test")
+
+
 def normed() -> nn.Module:
     """A model with buffers that training changes."""
     torch.manual_seed(0)
@@ -68,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
     "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0, "on_client_error": "exclude"},
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
+    "stopped": {"algorithm": fed.SCAFFOLD(), "rounds": 9, "callbacks": [StopsIn(2)]},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},
 }  # fmt: skip
 

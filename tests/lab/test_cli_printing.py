@@ -86,7 +86,7 @@ from fastsam import fed
 assert fed is sys.modules["fastsam.fed"]
 print({"matplotlib", "sklearn", "rich", "triton", "scipy"} & set(sys.modules))
 import fastsam.lab.cli, fastsam.lab.config, fastsam.lab.experiment, fastsam.lab.compare, fastsam.lab.sweep, fastsam.lab.report
-import fastsam.fed.measures, fastsam.fed.data, fastsam.fed.models, fastsam.lab.progress, fastsam.lab.plots
+import fastsam.fed.measures, fastsam.fed.data, fastsam.fed.models, fastsam.lab.plots
 print({"matplotlib", "sklearn", "rich"} & set(sys.modules))
 """
 

@@ -1,4 +1,4 @@
-"""The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known; progress on a terminal."""
+"""The tables, report.md, report.html and summary.json of a comparison, from histories whose numbers are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 
 from fastsam.lab import plots, report
-from fastsam.lab.progress import RunProgress, describe
 from fastsam.lab.report import tables
 
 
@@ -287,38 +286,3 @@ def test_loss_surfaces_are_those_of_the_final_models(tmp_path: Path) -> None:
     grids = report.loss_surfaces([run], lambda run: (torch.nn.Linear(4, 3), data, cross_entropy), 3, tmp_path)
     assert grids["a"][1, 1] == pytest.approx(cross_entropy(model(data[0][0]), data[0][1]).item(), rel=1e-5)
     assert np.array_equal(np.load(tmp_path / "surfaces.npz")["a"], grids["a"]) and grids["a"].shape == (3, 3)
-
-
-def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture) -> None:
-    with RunProgress(Console(force_terminal=False, width=60), "fedsam", 40) as progress:
-        for i in range(1, 41):
-            progress(
-                {
-                    "round": i,
-                    "train_loss": 0.5,
-                    "test_accuracy": 0.25,
-                    "client_accuracy_mean": 0.3,
-                    "client_accuracy_std": 0.1,
-                }
-            )
-    lines = capsys.readouterr().out.splitlines()
-    assert [int(line.split("round ")[1].split("/")[0]) for line in lines] == [1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
-    assert lines[0] == "fedsam: round 1/40  loss 0.5000  test 25.00 %  clients 30.00 ± 10.00 %"
-
-
-def test_progress_on_a_terminal_moves_a_bar(capsys: pytest.CaptureFixture) -> None:
-    with RunProgress(Console(force_terminal=True, width=110), "fedsam", 4) as progress:
-        progress({"round": 4, "train_loss": 0.5, "test_accuracy": None, "client_accuracy_mean": None})
-    out = capsys.readouterr().out
-    assert "4/4" in out and "loss 0.5000" in out and "test" not in out
-
-
-def test_progress_of_a_run_that_was_done_before_is_full(capsys: pytest.CaptureFixture) -> None:
-    with RunProgress(Console(force_terminal=True, width=110), "fedsam", 4):
-        pass
-    last = capsys.readouterr().out.rpartition("fedsam")[2]
-    assert "4/4" in last and "done before" in last
-
-
-def test_describe_leaves_out_what_a_round_does_not_have() -> None:
-    assert describe({"round": 1, "train_loss": 1.0, "test_accuracy": None}) == "loss 1.0000"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +16,7 @@ from fastsam.fed.executors import Choice
 from fastsam.fed.loop.client_state import ClientStates
 from fastsam.fed.loop.contract import asked, check_finite, check_server, numbers
 from fastsam.fed.loop.evaluate import Evaluator
+from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.round import BUFFERS, Cohort
@@ -26,9 +26,6 @@ from fastsam.fed.step.model_copy import Replica, move_buffers
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
-
-Progress = Callable[[dict[str, Any]], None]
-
 
 @dataclass(frozen=True)
 class Loop:
@@ -48,7 +45,7 @@ class Loop:
     ranks: Ranks
     rows: Rows
 
-    def run(self, state: RunState, directory: RunDirectory | None, progress: Progress | None) -> RunState:
+    def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
 
         A round makes the next state in one assignment: whoever leaves in the middle of a round leaves a whole one behind. Until the end
@@ -56,15 +53,16 @@ class Loop:
         """
         exchange, settings = Exchange(self.ranks), self.settings
         try:
-            while state.round < settings.rounds:
+            while state.round < settings.rounds and listeners.stopped is None:
                 state = self._round(state, exchange)
                 if directory is not None:
                     if self.ranks.first:
                         directory.log(state.history[-1])
                     if state.round % settings.checkpoint_every == 0 or state.round == settings.rounds:
                         directory.save(state)
-                if progress is not None and self.ranks.first:
-                    progress(dict(state.history[-1]))
+                listeners.round(state, self._evaluates(state.round))
+            if directory is not None and directory.saved_round < state.round:  # it was stopped
+                directory.save(state)
             return replace(state, history=self.ranks.share(state.history))
         except BaseException:
             if directory is not None:
@@ -153,10 +151,14 @@ class Loop:
         return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed)
 
     def _evaluate(self, w: Tensor, buffers: list[Tensor], completed: int) -> dict[str, float | None]:
-        if completed % self.settings.eval_every and completed != self.settings.rounds:
+        if not self._evaluates(completed):
             return self.evaluator.nothing()
         self.view.load_(w, buffers)
         return self.evaluator(self.view.module)
+
+    def _evaluates(self, completed: int) -> bool:
+        """Whether the model is evaluated when so many rounds are completed."""
+        return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
 
     def _traffic(self, active: int) -> dict[str, float]:
         """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are averaged."""

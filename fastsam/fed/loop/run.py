@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from os.path import abspath
 from pathlib import Path
@@ -35,7 +36,8 @@ from fastsam.fed.loop.contract import (
 )
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.evaluate import Evaluator
-from fastsam.fed.loop.loop import Loop, Progress
+from fastsam.fed.loop.listeners import Listeners, Progress
+from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.measures import Measures, make
@@ -96,7 +98,8 @@ def run(
     run_dir: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int = 1,
-    progress: Progress | None = None,
+    callbacks: Sequence[Any] = (),
+    progress: Progress | bool | None = None,
     config: dict[str, Any] | None = None,
 ) -> Result:
     """Trains `model` on `clients` with a federated algorithm.
@@ -110,17 +113,19 @@ def run(
 
     run_dir: directory for records and checkpoints; resume=True continues there, in the same bits.
     config: goes to config.json there, default the effective settings.
-    progress: called after each round with its record.
+    callbacks: objects that hear of the start, of every round and evaluation, and of the end, and may stop the run: see `fed.Callback`.
+    progress: a function that is called after each round with its record; or whether a bar is shown, by default where there is a terminal.
 
     Raises ValueError for bad arguments, before anything is written; RunDirectoryError for a directory or checkpoint that cannot be used;
-    ClientError when the model or the loss raises in a client, AlgorithmError, a ValueError, when a function of the algorithm does; RuntimeError
-    when every client of a round diverged. Whatever raises, Ctrl-C included, the run directory then holds the last completed round. Under
-    torchrun (see docs/executors.md) also RankError, for ranks that were not called alike and when one has died; the run directory then holds
-    the last checkpoint.
+    ClientError when the model or the loss raises in a client, AlgorithmError, a ValueError, when a function of the algorithm does, CallbackError
+    when a callback does; RuntimeError when every client of a round diverged. Whatever raises, Ctrl-C included, the run directory then holds the
+    last completed round. Under torchrun (see docs/executors.md) also RankError, for ranks that were not called alike and when one has died; the
+    run directory then holds the last checkpoint.
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
     loss = cast(Loss, settings.loss)  # a name is a function by now
-    _check_surroundings(run_dir, resume, progress)
+    _check_surroundings(run_dir, resume)
+    listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
@@ -133,7 +138,7 @@ def run(
     }
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
     keep_freed(place)
-    with join_ranks() as ranks, repeatable(place), Lock() as lock:
+    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
         tried = trial_step.attempt(trained, population, loss, batch_size)
         trial_step.check_buffers(tried, buffers)
         loop, state = _loop(
@@ -158,17 +163,27 @@ def run(
             own = {"numbers": numbers, "memory_format": order(trained)}
             identity = _identity(facts, settings, model, population, loss, place) | own
         if ranks.size > 1:
-            ranks.agree(identity | settings.of_this_call() | {"weights": digest(model)})
+            here = {"weights": digest(model), "callbacks": listeners.names()}
+            ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
             directory, state = _open(run_dir, resume, loop, state, identity, config, place, lock)
-        state = loop.run(state, directory, progress)
+        exported = partial(_export, model, loop)
+        listeners.start(ranks, state, directory, lambda: config or _asked(facts, settings), exported)
+        state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
-    final = export(model, loop.view.layout, state.server["w"], state.buffers)
-    facts |= _summary(loop) | {"state_megabytes": stored / 1e6}
-    result = Result(final, state.history, facts, None if directory is None else directory.path)
-    if directory is not None and ranks.first:
-        directory.finish(final, result.summary())
+    with listeners:
+        final = exported(state)
+        facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
+        result = Result(final, state.history, facts, None if directory is None else directory.path)
+        if directory is not None and ranks.first:
+            directory.finish(final, result.summary())
+        listeners.end(result)
     return result
+
+
+def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
+    """A copy of the user's model with the global weights of a state."""
+    return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
 def _loop(
@@ -218,14 +233,12 @@ def _loop(
     return Loop(population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows), state
 
 
-def _check_surroundings(run_dir: Any, resume: Any, progress: Any) -> None:
-    """Raises ValueError for a place or a listener that would be found useless after the first round, or never."""
+def _check_surroundings(run_dir: Any, resume: Any) -> None:
+    """Raises ValueError for a place that would be found useless after the first round, or never."""
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")
     if choice("resume", resume, (True, False)) and run_dir is None:
         raise ValueError("resume=True continues what is in run_dir; name the directory")
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress must be a function of a round's record, got {progress!r}")
 
 
 def _summary(loop: Loop) -> dict[str, Any]:
@@ -293,11 +306,16 @@ def _identity(
     facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, loss: Loss, place: torch.device
 ) -> dict[str, Any]:
     """What must be the same when the run is resumed."""
-    algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
     own = {
         "model": structure(model),
         "data": population.fingerprint(),
         "backend": facts["backend"],
         "device": place.type,
     }
-    return {**algorithm, **settings.identity(), **own}
+    return {**_asked(facts, settings), **own}
+
+
+def _asked(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The algorithm and the options of a run, as JSON has them."""
+    algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
+    return {**algorithm, **settings.identity()}

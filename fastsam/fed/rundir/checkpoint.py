@@ -329,13 +329,17 @@ class RunDirectory:
             self.save(state)
 
     def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:
-        """Writes the final model (its state_dict, tied tensors each on their own) and the summary."""
-        tensors = {
-            name: t.detach().cpu().clone(memory_format=torch.contiguous_format)
-            for name, t in model.state_dict().items()
-        }
-        write_bytes(self.path / "model.safetensors", safetensors.torch.save(tensors))
+        """Writes the final model and the summary."""
+        write_bytes(self.path / "model.safetensors", stored_model(model))
         write_json(self.path / "summary.json", summary)
+
+
+def stored_model(model: nn.Module, metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file of a model's state_dict, tied tensors each on their own."""
+    tensors = {
+        name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in model.state_dict().items()
+    }
+    return safetensors.torch.save(tensors, metadata)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fastsam.fed.measures import NAMES
+
+if TYPE_CHECKING:
+    import pandas
 
 History = Sequence[Mapping[str, Any]]
 CLIENTS = (*(f"client_accuracy_{k}" for k in ("mean", "std", "min", "max")), "client_worst", "client_best")
@@ -31,7 +34,7 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """The run in numbers; accuracies in 0..1, None where nothing was measured.
 
-        accuracy_last10: mean over the last ten evaluated rounds. client_*: over clients, in the last evaluated round; client_worst and
+        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated rounds. client_*: over clients, in the last evaluated round; client_worst and
         client_best are clients. rounds_to_target: completed rounds when the test accuracy first reached the target;
         seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation
         and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
@@ -41,6 +44,14 @@ class Result:
         client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm declares.
         """
         return summary(self.history, self._facts)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The history as a data frame, a row per round, whose number is the index. Needs pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("to_pandas() needs pandas (pip install pandas); the records are in .history") from error
+        return pandas.DataFrame(self.history).set_index("round") if self.history else pandas.DataFrame()
 
     def __repr__(self) -> str:
         made = self.summary()
@@ -61,6 +72,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
     return {
         **{key: facts[key] for key in ("algorithm", "hyperparameters", "parameters")},
         "rounds": len(history),
+        "stopped": facts.get("stopped"),
         "accuracy_final": accuracies[-1] if accuracies else None,
         "accuracy_best": max(accuracies, default=None),
         "accuracy_last10": statistics.fmean(accuracies[-10:]) if accuracies else None,

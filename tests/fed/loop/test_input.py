@@ -243,7 +243,7 @@ def test_a_round_without_any_good_client_ends_the_run(tmp_path):
         ({"run_dir": 5}, "run_dir must be a path, got 5"),
         ({"resume": True}, "resume=True continues what is in run_dir; name the directory"),
         ({"resume": "yes", "run_dir": "new"}, "resume must be one of True, False, got 'yes'"),
-        ({"progress": 5}, "progress must be a function of a round's record, got 5"),
+        ({"progress": 5}, "progress must be a function of a round's record, True or False .*, got 5"),
         (
             {"loss": "mse_los"},
             r"loss must be the name .* or a function loss\(model\(x\), y\) .*got 'mse_los' .did you mean 'mse_loss'",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,15 @@ class RunProgress:
             self.bar.update(self.task, completed=done, state=state.partition("  clients")[0] if narrow else state)
         elif done == 1 or done % self.every == 0 or done == self.rounds:
             self._line(f"round {done}/{self.rounds}  {state}")
+
+    def end(self, stopped: str | None, directory: Path | None) -> None:
+        """The run is over: why it was stopped, where it was, and where everything lies."""
+        self.shown = self.shown or stopped is not None
+        self.bar.stop()
+        if stopped is not None:
+            self._line(f"stopped: {stopped}")
+        if directory is not None:
+            self._line(f"everything is in {directory}")
 
     def _line(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)

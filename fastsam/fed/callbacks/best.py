@@ -1,0 +1,125 @@
+"""What follows the best value of a metric: an end when it comes no more, and its model on the disk."""
+
+from __future__ import annotations
+
+import logging
+import math
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fastsam.fed.callbacks.base import Callback, Record, RunView, Stop
+from fastsam.fed.common.atomic_files import make_directory, write_bytes
+from fastsam.fed.common.checks import choice, integer, nearest, number
+from fastsam.fed.rundir.checkpoint import stored_model
+from fastsam.fed.rundir.result import Result
+
+log = logging.getLogger("fastsam.fed")
+_DOWN, _UP = ("loss", "error", "perplexity"), ("accuracy", "f1", "auc")
+
+
+class Best(Callback):
+    """The best value of a metric so far. value: None before the first one; round: when it came."""
+
+    def __init__(self, metric: str, mode: str | None, min_delta: float = 0.0) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise ValueError(f"metric must be a key of a round's record such as 'test_accuracy', got {metric!r}")
+        self.metric, self.mode = metric, _mode(metric, mode)
+        self.min_delta = number("min_delta", min_delta, at_least=0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.value: float | None = None
+        self.round = self.since = 0  # since: values that came after the best one
+
+    def take(self, record: Record) -> bool:
+        """Whether the record has a value, and it is the best one. Raises ValueError for a record without the key."""
+        if self.metric not in record:
+            names = [key for key, value in record.items() if value is None or isinstance(value, (int, float))]
+            raise ValueError(
+                f"the records of this run have no {self.metric!r}{nearest(self.metric, names)}; they have {', '.join(names)}"
+            )
+        value = record[self.metric]
+        if value is None:  # a round without evaluation
+            return False
+        gain = 0.0 if self.value is None else (value - self.value) * (1 if self.mode == "max" else -1)
+        better = not math.isnan(value) and (self.value is None or gain > self.min_delta)
+        if better:
+            self.value, self.round, self.since = value, record["round"], 0
+        else:
+            self.since += 1
+        return better
+
+    def on_end(self, run: RunView, result: Result | None) -> None:
+        """Says when there was nothing to follow."""
+        if result is not None and run.round and self.value is None:
+            log.warning("%s: %r had no value in any round", type(self).__name__, self.metric)
+
+
+class EarlyStopping(Best):
+    """Stops a run when `metric` has not improved in `patience` evaluations.
+
+    metric: a key of a round's record; rounds without a value do not count. mode: "min" or "max", by default what the name says
+    (losses fall, accuracies rise). min_delta: an improvement must be larger. A resumed run counts its earlier rounds.
+    """
+
+    def __init__(
+        self, metric: str = "test_loss", patience: int = 10, mode: str | None = None, min_delta: float = 0.0
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        self.patience = integer("patience", patience, at_least=1)
+
+    def on_start(self, run: RunView) -> None:
+        """Counts what there is; raises Stop where that is enough."""
+        self._begin()
+        for record in run.history:
+            self.take(record)
+        self._judge()
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Raises Stop when there was no improvement for too long."""
+        self.take(record)
+        self._judge()
+
+    def _judge(self) -> None:
+        if self.since >= self.patience:
+            best = "no number" if self.value is None else f"{self.value:.6g} of round {self.round}"
+            raise Stop(f"{self.metric} has not improved on {best} in {self.since} evaluations")
+
+
+class SaveBest(Best):
+    """Keeps the global model of the round with the best `metric` in a file: `model.load_state_dict(safetensors.torch.load_file(path))`.
+
+    path: of the file; folders above it are made. metric, mode: as of `EarlyStopping`. The file is replaced in one step, and says in its metadata
+    which round it is of. A resumed run goes on with the file that it finds.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None
+    ) -> None:
+        super().__init__(metric, mode)
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"path must be that of a file such as {self.path / 'best.safetensors'}, got a directory")
+
+    def on_start(self, run: RunView) -> None:
+        """The best of the earlier rounds stands where its file does."""
+        make_directory(self.path.parent, "choose another path")
+        self._begin()
+        for record in run.history if self.path.is_file() else ():
+            self.take(record)
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Writes the model where it is the best so far."""
+        if self.take(record):
+            about: dict[str, Any] = {"round": self.round, "metric": self.metric, "value": self.value}
+            write_bytes(self.path, stored_model(run.model(), {key: str(value) for key, value in about.items()}))
+
+
+def _mode(metric: str, mode: str | None) -> str:
+    if mode is not None:
+        return choice("mode", mode, ("min", "max"))
+    for words, found in ((_DOWN, "min"), (_UP, "max")):
+        if any(word in metric for word in words):
+            return found
+    raise ValueError(f"mode must be 'min' or 'max': the name {metric!r} does not say which of its values is good")

@@ -1,0 +1,145 @@
+"""The records of a run for people's dashboards: a CSV file, TensorBoard, Weights & Biases, MLflow. Each needs its package only when it is made."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fastsam.fed.callbacks.base import Callback, Record, RunView
+from fastsam.fed.common.atomic_files import make_directory, write_bytes
+from fastsam.fed.rundir.result import Result
+
+_LONGEST = 500  # characters of a parameter's value: every MLflow server takes so many
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record; of a list, such as that of excluded clients, its length."""
+    found = {key: len(value) if isinstance(value, list) else value for key, value in record.items()}
+    return {key: float(v) for key, v in found.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+class CSV(Callback):
+    """One line per round in a CSV file; a list, such as that of excluded clients, as JSON. A resumed run has all its rounds in it.
+
+    path: of the file, which is written anew; folders above it are made.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"path must be that of a file such as {self.path / 'rounds.csv'}, got a directory")
+        self._columns: list[str] = []
+
+    def on_start(self, run: RunView) -> None:
+        """Begins the file."""
+        make_directory(self.path.parent, "choose another path")
+        self._write(run.history)
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Adds a line; a key that no earlier record had makes a new column."""
+        if record.keys() <= {*self._columns}:
+            with open(self.path, "a", newline="") as file:
+                file.write(self._lines([record]))
+        else:
+            self._write(run.history)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        self._columns = list(dict.fromkeys(key for record in records for key in record))
+        head = ",".join(self._columns) + "\r\n" if self._columns else ""
+        write_bytes(self.path, (head + self._lines(records)).encode())
+
+    def _lines(self, records: Sequence[Record]) -> str:
+        made = io.StringIO(newline="")
+        rows = ({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in one.items()} for one in records)
+        csv.DictWriter(made, self._columns).writerows(rows)
+        return made.getvalue()
+
+
+class TensorBoard(Callback):
+    """The numbers of every round as TensorBoard's scalars, by round. directory: where its event files go. Needs `tensorboard`."""
+
+    def __init__(self, directory: str | PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._library = _needed("torch.utils.tensorboard", "tensorboard")
+        self._writer: Any = None
+
+    def on_start(self, run: RunView) -> None:
+        """Opens the writer; in a resumed run what was written of later rounds has no meaning any more."""
+        self._writer = self._library.SummaryWriter(self.directory, purge_step=run.round + 1 if run.round else None)
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Writes a round."""
+        for key, value in numbers(record).items():
+            if key != "round":
+                self._writer.add_scalar(key, value, record["round"])
+
+    def on_end(self, run: RunView, result: Result | None) -> None:
+        """Closes the writer."""
+        self._writer.close()
+
+
+class WandB(Callback):
+    """The numbers of every round, the config and the summary for Weights & Biases. options: those of `wandb.init`. Needs `wandb`.
+
+    To go on with a run that is resumed, name it: `WandB(project="fed", id="mine", resume="allow")`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self._library = _needed("wandb", "wandb")
+        self._run: Any = None
+
+    def on_start(self, run: RunView) -> None:
+        """Begins a run there."""
+        self._run = self._library.init(**{"config": run.config, **self.options})
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Logs a round, with its number as the step."""
+        self._run.log(numbers(record), step=record["round"])
+
+    def on_end(self, run: RunView, result: Result | None) -> None:
+        """The summary, and the end of the run there, which has failed where this one has."""
+        if result is not None:
+            self._run.summary.update(result.summary())
+        self._run.finish(exit_code=0 if run.error is None else 1)
+
+
+class MLflow(Callback):
+    """The numbers of every round and the config for MLflow. options: those of `mlflow.start_run`. Needs `mlflow` or `mlflow-skinny`.
+
+    experiment: its name there, None for the one that is set. To go on with a run that is resumed, name it: `MLflow(run_id=...)`.
+    """
+
+    def __init__(self, experiment: str | None = None, **options: Any) -> None:
+        self.experiment, self.options = experiment, options
+        self._library = _needed("mlflow", "mlflow")
+
+    def on_start(self, run: RunView) -> None:
+        """Begins a run there; one that goes on has its parameters."""
+        if self.experiment is not None:
+            self._library.set_experiment(self.experiment)
+        self._library.start_run(**self.options)
+        if not run.round:
+            self._library.log_params({key: str(value)[:_LONGEST] for key, value in run.config.items()})
+
+    def on_round(self, run: RunView, record: Record) -> None:
+        """Logs a round, with its number as the step."""
+        self._library.log_metrics(numbers(record), step=record["round"])
+
+    def on_end(self, run: RunView, result: Result | None) -> None:
+        """The end of the run there, which has failed where this one has."""
+        self._library.end_run("FINISHED" if run.error is None else "FAILED")
+
+
+def _needed(module: str, package: str) -> Any:
+    """The module. Raises ImportError that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"this callback needs the package {package}: pip install {package}") from error

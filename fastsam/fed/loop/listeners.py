@@ -1,0 +1,163 @@
+"""Who listens to a run, told of its start, rounds, evaluations and end: the callbacks, and what shows its progress."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from fastsam.fed.callbacks.base import METHODS, CallbackError, RunView, Stop
+from fastsam.fed.callbacks.terminal import RunProgress
+from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
+from fastsam.fed.rundir.result import Result
+from fastsam.fed.sums.ranks import Ranks
+
+log = logging.getLogger("fastsam.fed")
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Listeners:
+    """A context manager around the parts of a run: whoever heard of its start hears of its end, whatever that is.
+
+    stopped: why a callback has stopped the run, None while none has; the same on all ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], progress: Progress | bool | None, label: str, rounds: int) -> None:
+        self.callbacks, self.progress = _checked(callbacks), _progress(progress)
+        self.stopped: str | None = None
+        self._label, self._rounds = label, rounds
+        self._ranks = Ranks()
+        self._view: RunView | None = None
+        self._started: list[Any] = []
+        self._shown: RunProgress | None = None
+        self._bar = ExitStack()
+
+    def names(self) -> list[str]:
+        """The classes of the callbacks, which all ranks must have in common."""
+        return [type(one).__name__ for one in self.callbacks]
+
+    def start(
+        self,
+        ranks: Ranks,
+        state: RunState,
+        directory: RunDirectory | None,
+        config: Callable[[], Mapping[str, Any]],
+        export: Callable[[RunState], nn.Module],
+    ) -> None:
+        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state. Collective."""
+        self._ranks = ranks
+        if ranks.first and self.progress is True:
+            self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
+        if self.callbacks and ranks.first:
+            path = None if directory is None else directory.path
+            self._view = RunView(config(), self._rounds, path, state, export)
+            for callback in self.callbacks:
+                self._started.append(callback)
+                self._ask(callback, "on_start")
+        self._share()
+
+    def round(self, state: RunState, evaluated: bool) -> None:
+        """The run has come to `state`. evaluated: whether the last round's record has the test set's numbers. Collective where there are
+        callbacks."""
+        if callable(self.progress) and self._ranks.first:
+            self.progress(dict(state.history[-1]))
+        if not self.callbacks:
+            return
+        if self._view is not None:
+            self._view.advance(state)
+            for method in ("on_evaluation", "on_round") if evaluated else ("on_round",):
+                for callback in self.callbacks:
+                    self._ask(callback, method, dict(state.history[-1]))
+        self._share()
+
+    def end(self, result: Result) -> None:
+        """The run is over, and everything is written. Raises CallbackError after everybody was told."""
+        if self._shown is not None:
+            self._shown.end(self.stopped, result.run_dir)
+        self._bar.close()
+        failed: list[CallbackError] = []
+        while self._started:
+            try:
+                self._ask(self._started.pop(0), "on_end", result)
+            except CallbackError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _ask(self, callback: Any, method: str, *arguments: Any) -> None:
+        """Calls a method where the callback has it. Raises CallbackError for whatever it raises, Ctrl-C apart."""
+        view = self._view
+        assert view is not None
+        try:
+            getattr(callback, method, _nothing)(view, *arguments)
+        except Stop as stop:
+            if self.stopped is None and method != "on_end":
+                self.stopped = view.stopped = str(stop) or f"{type(callback).__name__} stopped the run"
+        except Exception as error:
+            where = f"in round {view.round}" if method in ("on_round", "on_evaluation") else f"after {view.round} rounds"
+            raise CallbackError(
+                f"{type(callback).__name__}.{method} failed {where}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _share(self) -> None:
+        if self.callbacks:
+            self.stopped = self._ranks.share(self.stopped)
+
+    def __enter__(self) -> Listeners:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # `end` is yet to come
+            return
+        if self._view is not None:
+            self._view.error = error
+        while self._started:  # what these raise must not hide why the run ended
+            try:
+                self._ask(self._started.pop(0), "on_end", None)
+            except CallbackError as failed:
+                log.error("%s", failed)
+        self._bar.close()
+
+
+def _nothing(*arguments: Any) -> None:
+    """What a callback does in a method that it has not."""
+
+
+def _checked(callbacks: Any) -> Sequence[Any]:
+    """Raises ValueError unless it is a list of objects with a callback's methods."""
+    if callbacks is None:
+        return ()
+    known = ", ".join(METHODS)
+    if not isinstance(callbacks, (list, tuple)):
+        raise ValueError(f"callbacks must be a list of objects with one of {known}, got {type(callbacks).__name__}")
+    for one in callbacks:
+        if isinstance(one, type):
+            raise ValueError(f"callbacks must hold instances: write {one.__name__}(...), not {one.__name__}")
+        if not any(callable(getattr(one, method, None)) for method in METHODS):
+            raise ValueError(f"callbacks must hold objects with one of {known}, such as a fed.Callback; got {one!r}")
+    return tuple(callbacks)
+
+
+def _progress(progress: Any) -> Progress | bool:
+    """Raises ValueError unless it is a function, a bool, or None for what suits the terminal."""
+    if progress is None:
+        return sys.stderr is not None and sys.stderr.isatty()
+    if not isinstance(progress, bool) and not callable(progress):
+        raise ValueError(
+            f"progress must be a function of a round's record, True or False (a bar or none; by default where there is a terminal), got {progress!r}"
+        )
+    return progress
+
+
+def _bar(label: str, rounds: int) -> RunProgress:
+    from rich.console import Console
+
+    return RunProgress(Console(stderr=True), label, rounds)

@@ -1,0 +1,197 @@
+"""When callbacks are called, what they see, and how they end a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from fastsam import fed
+from tests.helpers.fed_input import start as start_small
+from tests.helpers.fed_rundir import records, start
+from tests.helpers.fed_runs import same_bits
+
+
+class Diary(fed.Callback):
+    """Writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def on_start(self, run: fed.callbacks.RunView) -> None:
+        self.seen.append(("start", run.round, [record["round"] for record in run.history]))
+
+    def on_evaluation(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
+        self.seen.append(("evaluation", record["round"], record["test_loss"] is not None))
+
+    def on_round(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
+        self.seen.append(("round", run.round, record["round"], record == run.history[-1]))
+
+    def on_end(self, run: fed.callbacks.RunView, result: fed.Result | None) -> None:
+        self.seen.append(("end", run.round, result and len(result.history), type(run.error).__name__, run.stopped))
+
+
+class At:
+    """Raises in one method in one round; no class of ours."""
+
+    def __init__(self, round: int, error: BaseException) -> None:
+        self.round, self.error = round, error
+
+    def on_round(self, run: fed.callbacks.RunView, record: dict[str, Any]) -> None:
+        if record["round"] == self.round:
+            raise self.error
+
+
+def test_when_the_methods_are_called(tmp_path):
+    diary = Diary()
+    start(tmp_path / "run", rounds=3, eval_every=2, callbacks=[diary])
+    assert diary.seen == [
+        ("start", 0, []),
+        ("round", 1, 1, True),
+        ("evaluation", 2, True),
+        ("round", 2, 2, True),
+        ("evaluation", 3, True),
+        ("round", 3, 3, True),
+        ("end", 3, 3, "NoneType", None),
+    ]
+    again = Diary()
+    start(tmp_path / "run", rounds=4, eval_every=2, callbacks=[again], resume=True)
+    assert again.seen[0] == ("start", 3, [1, 2, 3]) and [e[:2] for e in again.seen[1:]] == [
+        ("evaluation", 4),
+        ("round", 4),
+        ("end", 4),
+    ]
+
+
+def test_the_run_directory_is_complete_at_the_end_and_its_config_is_told(tmp_path):
+    class Looks(fed.Callback):
+        def on_end(self, run, result):
+            files = {path.name for path in run.run_dir.iterdir()}
+            assert {"summary.json", "model.safetensors", "metrics.jsonl"} <= files and run.run_dir == result.run_dir
+            self.config, self.rounds = run.config, run.rounds
+
+    looks = Looks()
+    start(tmp_path / "run", lr=0.07, callbacks=[looks])
+    assert (looks.config["algorithm"], looks.config["lr"], looks.rounds) == ("MoFedSAM", 0.07, 3)
+    start(tmp_path / "other", callbacks=[looks], config={"mine": 1})
+    assert looks.config == {"mine": 1}
+
+
+def test_a_callback_changes_no_bit(tmp_path):
+    """Not by writing into what it is given, nor by drawing random numbers, nor by switching autograd off."""
+
+    class Vandal(fed.Callback):
+        def on_start(self, run):
+            run.config.clear()
+            self.models = [run.model()]
+
+        def on_round(self, run, record):
+            model = run.model()
+            torch.rand(5)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.fill_(float("nan"))
+            model.train(False)
+            record.clear()
+            for one in run.history:
+                one.clear()
+            self.models.append(run.model())
+
+    vandal = Vandal()
+    plain = start(tmp_path / "plain")
+    watched = start(tmp_path / "watched", callbacks=[vandal])
+    assert same_bits(plain.model, watched.model) and records(tmp_path / "plain") == records(tmp_path / "watched")
+    assert same_bits(vandal.models[-1], plain.model) and not same_bits(vandal.models[0], plain.model)
+
+
+def test_a_stopped_run_ends_as_if_its_rounds_were_over(tmp_path):
+    diary, options = Diary(), {"checkpoint_every": 100}
+    result = start(tmp_path / "run", rounds=9, callbacks=[At(2, fed.Stop("enough")), diary], **options)
+    two = start(tmp_path / "two", rounds=2)
+    assert len(result.history) == 2 and same_bits(result.model, two.model)
+    assert result.summary()["stopped"] == "enough" and two.summary()["stopped"] is None
+    assert diary.seen[-2:] == [("round", 2, 2, True), ("end", 2, 2, "NoneType", "enough")]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == "enough"
+    # The directory holds the round at which it was stopped, and goes on from it where nobody stops it.
+    longer = start(tmp_path / "run", rounds=5, resume=True, **options)
+    whole = start(tmp_path / "whole", rounds=5)
+    assert same_bits(longer.model, whole.model) and records(tmp_path / "run") == records(tmp_path / "whole")
+    assert longer.summary()["stopped"] is None
+
+
+def test_stopped_before_the_first_round(tmp_path):
+    class Never(fed.Callback):
+        def on_start(self, run):
+            raise fed.Stop
+
+    result = start(tmp_path / "run", callbacks=[Never()])
+    assert result.history == [] and result.summary()["stopped"] == "Never stopped the run"
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "rounds"),
+    [
+        ("on_start", r"Breaks.on_start failed after 0 rounds: KeyError: 'x'", 0),
+        ("on_evaluation", r"Breaks.on_evaluation failed in round 1: KeyError: 'x'", 1),
+        ("on_round", r"Breaks.on_round failed in round 1: KeyError: 'x'", 1),
+        ("on_end", r"Breaks.on_end failed after 3 rounds: KeyError: 'x'", 3),
+    ],
+)
+def test_a_callback_that_raises_is_named_and_the_last_round_is_kept(tmp_path, method, words, rounds):
+    def breaks(self, *arguments):
+        raise KeyError("x")
+
+    diary, after = Diary(), Diary()
+    callbacks = [diary, type("Breaks", (), {method: breaks})(), after]
+    with pytest.raises(fed.CallbackError, match=words) as caught:
+        start(tmp_path / "run", callbacks=callbacks, checkpoint_every=100)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert json.loads((tmp_path / "run" / "checkpoint" / "manifest.json").read_text())["round"] == rounds
+    assert len(records(tmp_path / "run") if rounds else []) == rounds
+    error = "NoneType" if method == "on_end" else "CallbackError"
+    assert diary.seen[-1][0] == "end" and diary.seen[-1][3] == error
+    assert (after.seen[-1:] == []) if method == "on_start" else (after.seen[-1][0] == "end")
+    resumed = start(tmp_path / "run", resume=True)
+    whole = start(tmp_path / "whole")
+    assert same_bits(resumed.model, whole.model)
+
+
+def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
+    class Bad(fed.Callback):
+        def on_end(self, run, result):
+            raise ValueError("closed already")
+
+    diary = Diary()
+    with pytest.raises(KeyboardInterrupt), caplog.at_level(logging.ERROR, "fastsam.fed"):
+        start_small(rounds=3, callbacks=[Bad(), diary, At(2, KeyboardInterrupt())])
+    assert diary.seen[-1] == ("end", 2, None, "KeyboardInterrupt", None)
+    assert "Bad.on_end failed after 2 rounds: ValueError: closed already" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        (Diary(), "callbacks must be a list of objects with one of on_start, on_evaluation, on_round, on_end, got Diary"),
+        ([Diary], r"callbacks must hold instances: write Diary\(...\), not Diary"),
+        ([print], "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_callback_is_told_before_the_run(callbacks, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        start(tmp_path / "run", callbacks=callbacks)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("progress", "terminal", "shown"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)])
+def test_a_bar_where_there_is_a_terminal(progress, terminal, shown, tmp_path, monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    start(tmp_path / "run", progress=progress)
+    seen = capsys.readouterr()
+    assert seen.out == "" and ("3/3" in seen.err) == shown
+    assert ("everything is in" in seen.err and str(tmp_path / "run") in seen.err.replace("\n", "")) == shown
