@@ -17,6 +17,7 @@ from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, an
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.executors import ClientError
 from fastsam.fed.loop.contract import AlgorithmError
+from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
@@ -39,6 +40,7 @@ __all__ = [
     "Result",
     "RunDirectoryError",
     "Stop",
+    "TorchSchedule",
     "algorithms",
     "callbacks",
     "digits",

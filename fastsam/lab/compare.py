@@ -295,7 +295,8 @@ def train(
             f"{resume_command}"
         ) from error
     short, config = short_name(built.config.algorithm), built.config
-    return FinishedRun(short, config.seed, result.summary(), result.history, directory, short, lr=config.lr)
+    lr = config.lr if isinstance(config.lr, float) else None
+    return FinishedRun(short, config.seed, result.summary(), result.history, directory, short, lr=lr)
 
 
 def load_all(plan: Plan) -> dict[str, FederatedData]:

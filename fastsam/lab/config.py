@@ -30,7 +30,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-IMPORTING = ("data", "model", "loss", "sampler", "augment", "algorithm")  # keys that take an import path
+# keys that take an import path
+IMPORTING = ("data", "model", "loss", "lr", "server_lr", "sampler", "available", "weighting", "augment", "algorithm")
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
 LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
 

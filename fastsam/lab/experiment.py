@@ -23,6 +23,9 @@ from fastsam.lab.config import ConfigError, algorithm_class
 from fastsam.lab.keys import RunConfig, is_pattern, set_options, set_parameters
 
 
+_IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting")  # options that may be functions
+
+
 @dataclass(frozen=True)
 class Experiment:
     """What a config describes: ready to run."""
@@ -92,7 +95,8 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
 def keywords(config: RunConfig) -> dict[str, Any]:
     """The keywords of `fastsam.fed.run` that a config stands for, checked. Raises ValueError as `run` would."""
     made = {key: getattr(config, key) for key in table(Settings)}
-    made |= {key: import_object(made[key], key) for key in ("loss", "sampler") if is_import_path(made[key])}
+    imported = [key for key in _IMPORTED if isinstance(made[key], str) and is_import_path(made[key])]
+    made |= {key: import_object(made[key], key) for key in imported}
     settings = Settings(**made)
     return {key: getattr(settings, key) for key in made}
 

@@ -80,6 +80,8 @@ CASES: dict[str, dict[str, Any]] = {
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
     "stopped": {"algorithm": fed.SCAFFOLD(), "rounds": 9, "callbacks": [StopsIn(2)]},
+    "some available": {"algorithm": fed.SCAFFOLD(), "rounds": 4, "available": lambda t: [] if t == 1 else range(t, 6)},
+    "own weights": {"algorithm": fed.FedSAM(), "weighting": lambda i: i + 1},
     "threads": {"algorithm": fed.FedDyn(), "executor": "threads", "slots": 2},
 }  # fmt: skip
 

@@ -135,7 +135,7 @@ def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> Non
         ("rounds = '5'", r"rounds must be int, got '5' \(str\)"),
         ("rounds = 5.5", "rounds must be int, got 5.5"),
         ("rounds = true", "rounds must be int, got True"),
-        ("lr = 'fast'", "lr must be float, got 'fast'"),
+        ("lr = 'fast'", "lr = 'fast': 'fast' is not known; names are round"),
         ("shuffle = 1", "shuffle must be bool, got 1"),
         ("clip_norm = 'big'", "clip_norm must be float or none, got 'big'"),
         ("model_options = 3", "model_options must be dict, got 3"),
@@ -185,7 +185,7 @@ def test_bad_flags(tmp_path: Path) -> None:
         (["--beta", "0.1"], "not of fedavg"),
         (["--fedsam.roh", "0.1"], r"in \[fedsam\]: unknown key 'roh'"),
         (["--lr", "0.1", "0.2"], "expected --key value, got '0.2'"),
-        (["--lr"], "lr must be float, got 'true' .*a flag without a value means true"),
+        (["--lr"], "lr = 'true': 'true' is not known"),
     ]:
         with pytest.raises(ConfigError, match=message):
             resolve(tmp_path, FILE, *flags)

@@ -84,14 +84,27 @@ def check_scheduled(name: str, value: Scheduled) -> None:
 def value_at(name: str, value: Scheduled, round: Round) -> float:
     """The value in that round. Raises ValueError when it is not a finite number >= 0."""
     if isinstance(value, str):
-        known = {"round": float(round.index + 1), "lr": round.lr, "first_lr": round.first_lr}
-        try:
-            found: object = _evaluate(_parse(name, value), known)
-        except (ArithmeticError, ValueError) as error:
-            raise ValueError(f"{name} = {value!r} has no value in round {round.index + 1}: {error}") from error
+        found: object = formula(name, value, round.index, {"lr": round.lr, "first_lr": round.first_lr})
     else:
         found = value(round) if callable(value) else value
     return number(f"{name} in round {round.index + 1}", found, at_least=0)
+
+
+def formula(name: str, text: str, index: int, known: Mapping[str, float]) -> float:
+    """The value of a formula in round `index` (from 0). known: the names besides `round` that have a value here.
+
+    Raises ValueError for what is no formula, for another name in it, and where it has no value.
+    """
+    tree = _parse(name, text)
+    foreign = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*known, "round", *_FUNCTIONS}
+    if foreign:
+        raise ValueError(
+            f"{name} = {text!r}: {min(foreign)!r} has no value here; names are {', '.join(['round', *known])}"
+        )
+    try:
+        return _evaluate(tree, {"round": float(index + 1), **known})
+    except (ArithmeticError, ValueError) as error:
+        raise ValueError(f"{name} = {text!r} has no value in round {index + 1}: {error}") from error
 
 
 @lru_cache(maxsize=256)

@@ -16,6 +16,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer, number
 
 Sampler = Callable[[int, torch.Generator], Iterable[Any]]
+Available = Callable[[int], Any]  # from a round (from 0) to client ids, or a mask of all clients
 NAMES = ("bernoulli", "fixed", "simulator")
 
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
@@ -77,6 +78,45 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
             f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} it returned {what}"
         )
     return ordered
+
+
+def check_available(available: Any, sampler: str | Sampler) -> None:
+    """Raises ValueError unless it is a function, beside a sampler that it can tell whom to draw from; or None."""
+    if available is None:
+        return
+    if not callable(available):
+        raise ValueError(
+            f"available must be a function of the round that returns client ids or a mask (in a config its import path), got {available!r}"
+        )
+    if sampler not in ("bernoulli", "fixed"):
+        raise ValueError(
+            f"available says among whom sampler='bernoulli' or 'fixed' draws; sampler={sampler!r} chooses by itself, use one of them"
+        )
+
+
+def present(available: Available, round: int, clients: int) -> list[int]:
+    """Who can take part in a round, in ascending order; perhaps nobody. Raises ValueError for what is neither ids nor a mask."""
+    try:
+        found = available(round)
+        given = found.tolist() if hasattr(found, "tolist") else list(found)
+        mask = bool(given) and set(map(type, given)) == {bool}
+        if mask and len(given) != clients:
+            raise ValueError(f"a mask of {len(given)}")
+        ids = [i for i, here in enumerate(given) if here] if mask else sorted({integer("a client id", i) for i in given})
+        if ids and not 0 <= ids[0] <= ids[-1] < clients:
+            raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is no client")
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(
+            f"available must return client ids from 0 to {clients - 1}, or a mask of {clients} booleans; in round {round + 1}: {kind}{error}"
+        ) from error
+    return ids
+
+
+def draw_present(sampler: str, participation: float, available: Available, round: int, clients: int, seed: int) -> list[int]:
+    """As `draw`, among those who can take part in the round, as if they were all clients; nobody where nobody can."""
+    here = present(available, round, clients)
+    return [here[i] for i in draw(make(sampler, len(here), participation), round, len(here), seed)] if here else []
 
 
 def likely(sampler: str | Sampler, clients: int, participation: float) -> int:

@@ -28,6 +28,7 @@ class Option:
     at_least: int | None = None
     at_most: float | None = None
     free: bool = False
+    formula: Callable[[str, Any], None] | None = None
 
     @functools.cached_property
     def kinds(self) -> tuple[Any, ...]:
@@ -60,6 +61,9 @@ class Option:
         name = f"{self.name} ({self.help})" if none else self.name  # the help says what none means
         if int in self.kinds:
             return integer(name, value, self.at_least)
+        if self.formula is not None and (isinstance(value, str) or callable(value)):
+            self.formula(self.name, value)
+            return value
         if float in self.kinds:
             return number(name, value, above=self.above, at_least=self.at_least, at_most=self.at_most)
         return list(value) if isinstance(value, tuple) else value
@@ -68,7 +72,8 @@ class Option:
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A field of a table.
 
-    limits: `choices`; the bounds `above`, `at_least`, `at_most` of a number; `free`: a resumed run may have another value.
+    limits: `choices`; the bounds `above`, `at_least`, `at_most` of a number; `free`: a resumed run may have another value;
+    `formula`: a check of strings and functions, which may then stand in place of a number.
     """
     kept = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
     return field(**kept, metadata={"help": help, **limits})

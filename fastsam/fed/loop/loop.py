@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,7 @@ class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
     view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row holds.
+    weights: of all clients, where the user names them.
     """
 
     population: Population
@@ -44,6 +46,7 @@ class Loop:
     measures: Measures | None
     ranks: Ranks
     rows: Rows
+    weights: Sequence[int] | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
@@ -82,8 +85,8 @@ class Loop:
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
         settings, clients, t = self.settings, len(self.population.clients), state.round
-        active = sampling.draw(self.sampler, t, clients, settings.seed)
-        if callable(settings.sampler):  # it may draw what it likes; the ranks need one cohort
+        active = self._cohort(t)
+        if callable(settings.sampler) or settings.available:  # they may draw what they like; the ranks need one cohort
             active = self.ranks.cohort(active, clients, state.server["w"])
         about = Round(
             t,
@@ -91,17 +94,20 @@ class Loop:
             settings.local_epochs,
             clients,
             len(active),
-            settings.server_lr,
+            settings.server_lr_of(t),
             settings.lr_of(0),
             self.rows,
         )
+        if not active:
+            return self._skipped(state, about, began)
         mine = active
         if self.ranks.size > 1:
             dealt = self.ranks.deal(active, {i: self.population.sizes[i] for i in active}, state.homes)
             state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
             mine = [i for i in active if dealt[i] == self.ranks.rank]
         cohort = Cohort(
-            self.algorithm, self.population, settings, state, about, active, self.states, exchange, self.measures, mine
+            self.algorithm, self.population, settings, state, about, active, self.states, exchange, self.measures, mine,
+            self.weights,
         )
         executor = self.chosen.executor
         tasks = cohort.tasks(executor, self._next(t))
@@ -111,7 +117,7 @@ class Loop:
         cohort.check()
         server = asked(self.algorithm, "step_server", (state.server, cohort.server_sums, about), t)
         server = check_server(server, state.server["w"], "step_server")
-        check_finite(server, state.server, t + 1, settings.server_lr)
+        check_finite(server, state.server, t + 1, about.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began
         buffers = state.buffers
@@ -124,12 +130,34 @@ class Loop:
         self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
 
+    def _cohort(self, t: int) -> list[int]:
+        """Who takes part in round t, as this rank draws it."""
+        settings, clients = self.settings, len(self.population.clients)
+        if settings.available is None:
+            return sampling.draw(self.sampler, t, clients, settings.seed)
+        assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
+        return sampling.draw_present(
+            settings.sampler, settings.participation, settings.available, t, clients, settings.seed
+        )
+
+    def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
+        """A round in which nobody was available: nothing changes, and its record says so."""
+        if self.ranks.first:
+            record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, "clients": 0, "samples": 0, "steps": 0}
+            record |= {"train_loss": None} | self._evaluate(state.server["w"], state.buffers, about.index + 1)
+            record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
+            record |= {"skipped": "nobody was available"}
+            state.history.append(record | {"seconds": time.perf_counter() - began})
+        return replace(state, round=about.index + 1)
+
     def _record(
         self, cohort: Cohort, server: dict[str, Tensor], buffers: list[Tensor], trained: float
     ) -> dict[str, Any]:
         """What a round's line says, all but its seconds. trained: those without what is done here."""
         about = cohort.about
         record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, **cohort.record()}
+        if not isinstance(self.settings.server_lr, float):
+            record["server_lr"] = about.server_lr
         record |= self._evaluate(server["w"], buffers, about.index + 1) | self._traffic(about.active)
         own = {
             "backprops": cohort.backprops,
@@ -146,7 +174,7 @@ class Loop:
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""
         settings = self.settings
-        if not self.states.looks_ahead or callable(settings.sampler) or t + 1 >= settings.rounds:
+        if not self.states.looks_ahead or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed)
 

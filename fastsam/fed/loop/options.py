@@ -15,13 +15,15 @@ from fastsam.fed.aggregation import Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.clients.sampling import Sampler
+from fastsam.fed.clients.sampling import Available, Sampler, check_available
+from fastsam.fed.clients.weights import Weighting, checked_weighting
 from fastsam.fed.common.checks import decayed, nearest
 from fastsam.fed.common.fingerprints import describe
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.executors import LocalOptions
 from fastsam.fed.loop import client_state as states
 from fastsam.fed.loop.evaluate import VALIDATION
+from fastsam.fed.loop.rates import Rate, check_formula, rate_at
 from fastsam.fed.measures import NAMES, Measures
 from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
@@ -37,13 +39,20 @@ class Settings:
     rounds: int = option(50, "communication rounds", at_least=1, free=True)
     local_epochs: int = option(1, "passes over its data that an active client makes in a round", at_least=1)
     batch_size: int = option(16, "samples in a local batch; the last of an epoch has what is left", at_least=1)
-    lr: float = option(0.1, "local learning rate; in round t (from 0) lr * lr_decay**t", above=0)
-    lr_decay: float = option(1.0, "factor on the learning rate after each round", above=0)
+    lr: Rate = option(0.1,
+        "local learning rate; in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in Python also a function of t",
+        above=0, formula=check_formula)
+    lr_decay: float = option(1.0, "factor on the learning rate after each round, where lr is a number", above=0)
     participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
     sampler: str | Sampler = option("bernoulli",
         "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without replacement), "
         "'simulator' (the cohorts of the papers' code), or a callable (round, generator) -> client ids, in a config its import path")
-    weighting: str = option("uniform", "the clients' weights in the server's mean", choices=("uniform", "samples"))
+    available: str | Available | None = option(None,
+        "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the sampler draws; a round with "
+        "nobody is skipped; in a config its import path")
+    weighting: str | Weighting = option("uniform",
+        "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a function of the client's id, "
+        "in a config its import path")
     aggregation: str = option("mean",
         f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number ('trimmed_mean:0.1')")
     shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
@@ -51,7 +60,9 @@ class Settings:
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
     clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping", above=0)
     clip_scope: str = option("full", "what that norm is of: the whole step, or without the proximal term's linear half", choices=("full", "linear"))
-    server_lr: float = option(1.0, "learning rate of the server, a factor on the mean displacement", at_least=0)
+    server_lr: Rate = option(1.0,
+        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in Python also a function of the round",
+        at_least=0, formula=check_formula)
     seed: int = option(0, "of the sampling of clients and the order of batches; in a config of the initial weights too")
     loss: str | Loss = option("cross_entropy",
         "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or your own, "
@@ -81,8 +92,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
-        self.lr_of(self.rounds - 1)  # of the last round, the furthest from the first
+        self._check_rates()
         sampling.make(self.sampler, 1, self.participation)
+        check_available(self.available, self.sampler)
+        object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
@@ -106,7 +119,27 @@ class Settings:
 
     def lr_of(self, index: int) -> float:
         """The local learning rate of round `index` (from 0)."""
-        return decayed("lr", self.lr, "lr_decay", self.lr_decay, index)
+        if isinstance(self.lr, float):
+            return decayed("lr", self.lr, "lr_decay", self.lr_decay, index)
+        return rate_at("lr", self.lr, index, {}, above=0)
+
+    def server_lr_of(self, index: int) -> float:
+        """The server's learning rate of round `index` (from 0)."""
+        if isinstance(self.server_lr, float):
+            return self.server_lr
+        known = {"lr": self.lr_of(index), "first_lr": self.lr_of(0)}
+        return rate_at("server_lr", self.server_lr, index, known, at_least=0)
+
+    def _check_rates(self) -> None:
+        """Raises ValueError for a rate that has no value in some round, or one that is out of range."""
+        if not isinstance(self.lr, float) and self.lr_decay != 1:
+            raise ValueError(
+                f"lr_decay is a factor on a number, and lr = {self.lr!r} is none; put the factor into it, and leave lr_decay at 1"
+            )
+        steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
+        for index in (self.rounds - 1,) if steady else range(self.rounds):  # the last round is the furthest from the first
+            self.lr_of(index)
+            self.server_lr_of(index)
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues."""

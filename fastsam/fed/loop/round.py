@@ -63,6 +63,7 @@ class Cohort:
         exchange: Exchange,
         measures: Measures | None = None,
         mine: Sequence[int] | None = None,
+        weights: Sequence[int] | None = None,
     ) -> None:
         self.algorithm, self.population, self.settings = algorithm, population, settings
         self.before, self.about, self.active = before, about, active
@@ -70,7 +71,10 @@ class Cohort:
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
         # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
-        self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
+        if weights is None:
+            self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
+        else:
+            self.weights = {i: weights[i] for i in active}
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
         self.sums = RoundSums(len(active), max(self.weights.values()), places)

@@ -19,7 +19,8 @@ from fastsam.fed import executors
 from fastsam.fed.algorithms.base import Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population, prepare
-from fastsam.fed.clients.sampling import Sampler
+from fastsam.fed.clients.sampling import Available, Sampler
+from fastsam.fed.clients.weights import Weighting, own_weights
 from fastsam.fed.common.atomic_files import write_json
 from fastsam.fed.common.checks import choice
 from fastsam.fed.common.fingerprints import digest, hyperparameters, structure
@@ -40,9 +41,10 @@ from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.rates import Rate
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
+from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
 from fastsam.fed.rundir.environment import environment
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
@@ -63,18 +65,19 @@ def run(
     rounds: int,
     local_epochs: int = 1,
     batch_size: int = 16,
-    lr: float = 0.1,
+    lr: Rate = 0.1,
     lr_decay: float = 1.0,
     participation: float = 0.2,
     sampler: str | Sampler = "bernoulli",
-    weighting: str = "uniform",
+    available: str | Available | None = None,
+    weighting: str | Weighting = "uniform",
     aggregation: str = "mean",
     shuffle: bool = True,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
     clip_norm: float | None = None,
     clip_scope: str = "full",
-    server_lr: float = 1.0,
+    server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,
     loss: str | Loss = "cross_entropy",
@@ -211,9 +214,11 @@ def _loop(
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
     state = RunState(0, server, view.copy_of_buffers())
+    weights = own_weights(settings.weighting, len(population.clients))
     if getattr(algorithm, "pools_data", False):
+        weights = None
         population = pooled(population, settings.participation, settings.seed)
-        settings = replace(settings, sampler=in_turn(len(population.clients)))
+        settings = replace(settings, sampler=in_turn(len(population.clients)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     step = _try(algorithm, population, settings, state, rows)
@@ -230,7 +235,7 @@ def _loop(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
-    return Loop(population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows), state
+    return Loop(population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights), state
 
 
 def _check_surroundings(run_dir: Any, resume: Any) -> None:
@@ -260,7 +265,7 @@ def _summary(loop: Loop) -> dict[str, Any]:
 def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr, lr, rows)
+    about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr_of(0), lr, rows)
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
     made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
@@ -296,10 +301,22 @@ def _open(
         raise ValueError(
             f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
         )
+    _check_rates(run_dir, found.history, loop.settings)
     directory.rewind()
     if ranks.first:
         write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
     return directory, found
+
+
+def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
+    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are done."""
+    for record in history:
+        t = record["round"] - 1
+        for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
+            if record.get(name, now) != now:
+                raise RunDirectoryError(
+                    f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was {record[name]!r}, now it is {now!r}"
+                )
 
 
 def _identity(

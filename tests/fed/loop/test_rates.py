@@ -1,0 +1,104 @@
+"""Learning rates by round, beside the rates written down by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau
+
+from fastsam import fed
+from fastsam.fed.loop.options import Settings
+from tests.helpers.fed_input import start as start_small
+from tests.helpers.fed_rundir import records, start
+from tests.helpers.fed_runs import same_bits
+
+
+def test_a_formula_a_function_and_a_scheduler_of_torch_are_the_decay_that_they_say(tmp_path):
+    decayed = start(tmp_path / "decay", lr=0.2, lr_decay=0.5)
+    for i, lr in enumerate(
+        (
+            "0.2*0.5**(round - 1)",
+            lambda t: 0.2 * 0.5**t,
+            fed.TorchSchedule(0.2, lambda opt: ExponentialLR(opt, gamma=0.5)),
+        )
+    ):
+        run = start(tmp_path / f"{i}", lr=lr)
+        assert same_bits(run.model, decayed.model) and records(tmp_path / f"{i}") == records(tmp_path / "decay")
+    other = start(tmp_path / "constant", lr=0.2)
+    assert not same_bits(other.model, decayed.model)
+
+
+def test_a_scheduler_of_torch_takes_a_step_a_round():
+    result = start_small(rounds=6, lr=fed.TorchSchedule(0.1, lambda opt: CosineAnnealingLR(opt, T_max=5, eta_min=0.01)))
+    wanted = [0.01 + 0.09 * (1 + math.cos(math.pi * t / 5)) / 2 for t in range(6)]
+    assert [record["lr"] for record in result.history] == pytest.approx(wanted)
+
+
+def test_the_servers_rate():
+    """A round at rate 0 leaves the model as it is; a formula knows the clients' rate."""
+    one = start_small(rounds=1)
+    two = start_small(rounds=2, server_lr=lambda t: 1.0 - t)
+    assert same_bits(one.model, two.model) and [r["server_lr"] for r in two.history] == [1.0, 0.0]
+    assert "server_lr" not in one.history[0]
+    formula = start_small(rounds=3, lr="0.2/round", server_lr="lr/first_lr")
+    assert [r["server_lr"] for r in formula.history] == pytest.approx([1, 1 / 2, 1 / 3])
+
+
+def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
+    class Asks(fed.FedAvg):
+        def local_step(self, server, client, round):
+            seen.append((round.index, round.lr, round.first_lr, round.server_lr))
+            return super().local_step(server, client, round)
+
+    seen = []
+    start_small(algorithm=Asks(), rounds=2, lr=lambda t: 0.5 - 0.1 * t, server_lr="2/round")
+    assert seen[-2:] == [(0, 0.5, 0.5, 2.0), (1, 0.4, 0.5, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": "linear(0.1, 0, 3)"}, "lr in round 3 must be a finite number > 0, got 0.0"),
+        ({"lr": lambda t: 0.1 if t < 2 else math.nan}, "lr in round 3 must be a finite number > 0, got nan"),
+        ({"lr": lambda t: [0.1][t]}, "lr failed in round 2: IndexError: list index out of range"),
+        ({"lr": "0.1*lr"}, r"lr = '0.1\*lr': 'lr' has no value here; names are round"),
+        ({"lr": "0.1/round", "lr_decay": 0.9}, "lr_decay is a factor on a number, and lr = '0.1/round' is none"),
+        ({"server_lr": "1 - round"}, "server_lr in round 2 must be a finite number >= 0, got -1.0"),
+        ({"server_lr": "cos(round)"}, r"server_lr = 'cos\(round\)': .* is not known"),
+    ],
+    ids=str,
+)
+def test_a_bad_rate_is_told_before_the_run(options, words):
+    with pytest.raises(ValueError, match=words):
+        Settings(rounds=3, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fed.TorchSchedule(0.1, 5), "takes a function from an optimizer to its scheduler, got 5"),
+        (lambda: fed.TorchSchedule(0.1, lambda opt: 5), "takes a function that makes a scheduler of torch, got 5 from it"),
+        (lambda: fed.TorchSchedule(-1, ExponentialLR), "lr must be a finite number >= 0, got -1"),
+        (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), "lr failed in round 1: TypeError"),
+    ],
+)
+def test_what_is_no_schedule(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_of_torch_may_be_asked_in_any_order():
+    rate = fed.TorchSchedule(1.0, lambda opt: ExponentialLR(opt, gamma=0.5))
+    assert [rate(3), rate(0), rate(1)] == [0.125, 1.0, 0.5] and torch.is_grad_enabled()
+
+
+def test_a_run_is_not_resumed_with_another_function(tmp_path):
+    """All functions of one name look alike; what they said in the rounds that are done does not."""
+    options = [{"lr": lambda t, k=k: 0.1 if t < 2 else k} for k in (0.1, 0.2)]
+    start(tmp_path / "run", rounds=3, **options[0])
+    with pytest.raises(fed.RunDirectoryError, match="with another lr: in round 3 it was 0.1, now it is 0.2"):
+        start(tmp_path / "run", rounds=4, resume=True, **options[1])
+    start(tmp_path / "run", rounds=4, resume=True, **options[0])
