@@ -51,6 +51,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """What is public: `__all__`, and the rooms `data` and `models`, which are imported by their names."""
+    return sorted([*__all__, "data", "models"])
+
+
 def __getattr__(name: str) -> Any:
     """What is known of data, imported when it is first asked for: it needs numpy and, for the digits, scikit-learn."""
     if name in _DATA:

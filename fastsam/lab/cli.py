@@ -1,4 +1,4 @@
-"""The `fastsam` command: `info`, `run`, `compare` and `reproduce`.
+"""The `fastsam` command: `info`, `run`, `compare`, `reproduce` and `plots`.
 
 Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is missing.
 Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
@@ -50,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
     usage = "fastsam reproduce TABLE [--scale [NAME]] [--seeds 0,1] [--key value ...]\n       fastsam reproduce --list"
     text = "a table or figure of the papers, published numbers beside ours"
     reproduce = commands.add_parser("reproduce", help=text, usage=usage)
+    text = "the curves of finished runs, those from Python too"
+    plots = commands.add_parser("plots", help=text, usage="fastsam plots DIR [DIR ...] [--out DIR]")
+    plots.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="a run directory, or a folder with several below it")
+    plots.add_argument("--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one")
     # fmt: off
     for command in (run, compare):
         command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
@@ -85,15 +89,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             top.print_help()
             return USAGE
-        if flags and (arguments.command == "info" or not flags[0].startswith("--")):
+        if flags and (arguments.command in ("info", "plots") or not flags[0].startswith("--")):
             top.error(f"unrecognized arguments: {' '.join(flags)}")
         with warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _show_warning
             if arguments.command != "run":
                 _alone(arguments.command)
-            if arguments.command == "info":
-                return info(arguments, flags)
+            if arguments.command in ("info", "plots"):
+                return {"info": info, "plots": plots}[arguments.command](arguments, flags)
             from fastsam.fed.common.trust import trusting
 
             with trusting(*arguments.trust):
@@ -241,6 +245,15 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     code = tables.reproduce(arguments.table, arguments.scale, seeds, flags, directory, arguments.resume, console)
     _say(console, {name: directory / file for name, file in tables.FILES.items()} | {"run directory": directory})
     return code
+
+
+def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    """`fastsam plots`."""
+    from fastsam.lab import saved
+
+    figures = saved.draw(arguments.directories, arguments.out)
+    _say(_console(), {figure.path.stem: figure.path for figure in figures})
+    return 0
 
 
 def _show_imports(source: Source, arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastsam.fed.callbacks.terminal import RunProgress
+from fastsam.fed.callbacks.terminal import Countdown, RunProgress
 from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
@@ -315,17 +315,21 @@ def train_all(
     resume_command = f"{again} --run-dir {shlex.quote(str(directory))} --resume"
     runs: list[FinishedRun] = []
     failed: dict[str, str] = {}
+    countdown = Countdown(len(plan.runs))
     for planned in plan.runs:
-        name = planned.directory
+        name, left = planned.directory, countdown.next()
+        done = (directory / name / "summary.json").exists()
         built = experiment.build(planned.config, data[data_key(planned.config)])
         try:
-            finished = train(built, directory / name, resume, console, name, resume_command)
+            finished = train(built, directory / name, resume, console, left + name, resume_command)
         except RunDirectoryError:
             raise
         except (RuntimeError, ValueError) as error:  # it diverged, say, or cannot be run so: the other runs go on
             failed[name] = str(error)
             print(f"error: {name}: {error}", file=sys.stderr)
             continue
+        if not done:
+            countdown.trained()
         runs.append(replace(finished, label=planned.label, point=dict(planned.point)))
     if not runs:
         raise RuntimeError(f"no run of the comparison in {directory} was finished")

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from fastsam.fed import data as data_sets
 from fastsam.fed import models
+from fastsam.fed.common.atomic_files import read_bytes
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import table
 from fastsam.fed.data.augment import named
@@ -87,9 +90,23 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
     model = models.build(config.model, data.in_shape, data.classes, config.seed, **config.model_options)
     if data.pixels is not None:
         model = models.Pixels(model, *data.pixels)
-    return Experiment(
-        config, data, model.to(getattr(torch, config.dtype)), algorithm_class(config.algorithm)(**config.options)
-    )
+    model = model.to(getattr(torch, config.dtype))
+    if config.weights is not None:
+        _load_weights(model, Path(config.weights))
+    return Experiment(config, data, model, algorithm_class(config.algorithm)(**config.options))
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    """Into the model. Raises ConfigError for a file that is not there, is none, or does not fit."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        model.load_state_dict(safetensors.torch.load(read_bytes(file)))
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"weights must be a .safetensors file, or the directory of a run that is finished; {file} cannot be read ({error})"
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(f"weights: {file} does not fit the model: {error}") from error
 
 
 def keywords(config: RunConfig) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class ModelKeys:
         f"{', '.join(map(repr, MODELS))}, or the import path of a module class, of a function that makes a module, or of a module")
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
     dtype: str = option("float32", "of the model's weights and of floating-point inputs", choices=("float32", "float64"))
+    weights: str | None = option(None, "the initial weights: a .safetensors file, or the directory of a finished run; none: by the seed")
     algorithm: str = option("fedavg", "a built-in algorithm, or the import path of a class")
     # fmt: on
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -74,6 +76,38 @@ class RunProgress:
 
     def _line(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
+
+
+class Countdown:
+    """Which of several runs is next, and how long all of them are likely to take; runs that were done before take no time.
+
+    clock: in seconds.
+    """
+
+    def __init__(self, runs: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.runs, self.clock = runs, clock
+        self._number = self._trained = 0
+        self._seconds = self._began = 0.0
+
+    def next(self) -> str:
+        """Of the run that begins, e.g. "7/36, 12 min left "; nothing where there is one alone."""
+        self._number, self._began = self._number + 1, self.clock()
+        if self.runs == 1:
+            return ""
+        left = self._seconds / max(self._trained, 1) * (self.runs - self._number + 1)
+        return f"{self._number}/{self.runs}{f', {duration(left)} left' if self._trained else ''} "
+
+    def trained(self) -> None:
+        """The run is over, and was trained."""
+        self._trained, self._seconds = self._trained + 1, self._seconds + self.clock() - self._began
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits it, e.g. "12 min"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def describe(record: dict[str, Any]) -> str:

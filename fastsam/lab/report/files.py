@@ -96,10 +96,14 @@ def draw_plots(
 
     title: above every figure. counts: [clients, classes] by the swept values of the data, under "" where none was swept.
     """
-    made = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
     held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
-    figures = [Figure(made, "Test accuracy and error by round"), *_measures(runs, directory, title)]
-    return [*figures, Figure(held, "Who holds which classes")]
+    return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]
+
+
+def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[Figure]:
+    """The figures of `draw_plots` that need the records alone."""
+    made = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
+    return [Figure(made, "Test accuracy and error by round"), *_measures(runs, directory, title)]
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:

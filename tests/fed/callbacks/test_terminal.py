@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from fastsam.fed.callbacks.terminal import RunProgress, describe
+from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration
 
 
 def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture) -> None:
@@ -41,3 +41,18 @@ def test_progress_of_a_run_that_was_done_before_is_full(capsys: pytest.CaptureFi
 
 def test_describe_leaves_out_what_a_round_does_not_have() -> None:
     assert describe({"round": 1, "train_loss": 1.0, "test_accuracy": None}) == "loss 1.0000"
+
+
+def test_a_countdown_of_runs() -> None:
+    """Four runs: the first was done before, the second takes a minute, the third twenty minutes."""
+    clock = iter([0.0, 1.0, 61.0, 61.0, 1261.0, 1261.0])
+    countdown = Countdown(4, lambda: next(clock))
+    assert countdown.next() == "1/4 " and countdown.next() == "2/4 "
+    countdown.trained()
+    assert countdown.next() == "3/4, 2.0 min left "
+    countdown.trained()
+    assert countdown.next() == "4/4, 10 min left "
+    assert Countdown(1).next() == ""
+    assert [duration(s) for s in (4, 89, 90, 600, 5399, 5400, 40000)] == [
+        "4 s", "89 s", "1.5 min", "10 min", "90 min", "1.5 h", "11 h",
+    ]  # fmt: skip

@@ -1,0 +1,78 @@
+"""Runs read back from their directories, those that were started from Python too: for figures, and for pandas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastsam.fed.common.atomic_files import make_directory
+from fastsam.lab import report
+from fastsam.lab.keys import short_name
+from fastsam.lab.report import FinishedRun
+from fastsam.lab.report.document import Figure
+
+if TYPE_CHECKING:
+    import pandas
+
+_SEED = re.compile(r"-seed\d+$")
+
+
+def runs_in(directory: str | Path) -> list[FinishedRun]:
+    """The run of a run directory, or all runs below another one (a comparison's, a folder of run directories), by their paths.
+
+    A run alone is called by its algorithm, one of several by its directory, without its seed. One that is not finished has an empty summary.
+    Raises ValueError where there is none.
+    """
+    top = Path(directory)
+    places = [top] if (top / "metrics.jsonl").is_file() else sorted(p.parent for p in top.rglob("metrics.jsonl"))
+    if not places:
+        raise ValueError(f"{top} holds no run: a run directory has a file metrics.jsonl")
+    return [_read(place, top) for place in places]
+
+
+def _read(place: Path, top: Path) -> FinishedRun:
+    config, summary = (_json(place / name) for name in ("config.json", "summary.json"))
+    algorithm = short_name(str(config.get("algorithm", place.name)))
+    label = algorithm if place == top else _SEED.sub("", place.relative_to(top).as_posix())
+    history = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    return FinishedRun(label, int(config.get("seed", 0)), summary, history, place, label)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is not there yet."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def to_pandas(directory: str | Path) -> pandas.DataFrame:
+    """The records of all runs of a directory (see `runs_in`) in one data frame, with the columns `run` and `seed`. Needs pandas."""
+    import pandas
+
+    rows = [{"run": run.label, "seed": run.seed, **record} for run in runs_in(directory) for record in run.history]
+    return pandas.DataFrame(rows)
+
+
+def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
+    """curves.png and, where something was measured, measures.png and metrics.png, each as SVG and PDF too, of all runs of the directories.
+
+    out: where they go; by default into the directory, if it is one. Raises ValueError.
+    """
+    if out is None and len(directories) > 1:
+        raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")
+    found = {directory: runs_in(directory) for directory in directories}
+    if len(directories) > 1:  # their own names tell them apart
+        found = {where: [_named(run, where.name, len(runs)) for run in runs] for where, runs in found.items()}
+    place = directories[0] if out is None else out
+    make_directory(place, "choose another --out")
+    title = ", ".join(directory.resolve().name for directory in directories)
+    return report.draw_curves([run for runs in found.values() for run in runs], place, title)
+
+
+def _named(run: FinishedRun, directory: str, runs: int) -> FinishedRun:
+    """The run with the name of its directory, where there are several beside its own."""
+    label = directory if runs == 1 else f"{directory} {run.label}"
+    return replace(run, label=label, algorithm=label)
