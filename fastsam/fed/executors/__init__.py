@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 from fastsam.fed.executors.auto import AUTO, Choice, choose
-from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, Task, Work, registry
+from fastsam.fed.executors.base import ClientError, Ends, Executor, LocalOptions, Setup, Task, Work, divided, registry
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -36,6 +36,7 @@ __all__ = [
     "Task",
     "Work",
     "choose",
+    "divided",
     "names",
     "registry",
     "stacks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -94,7 +95,8 @@ class Work:
 
     shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
     seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of samples. augment: makes
-    training inputs out of stored ones, of the same shape. store: where the samples of all clients lie, if they are in one.
+    training inputs out of stored ones, of the same shape. store: where the samples of all clients lie, if they are in one. steps: local steps of
+    every client in place of its epochs. drop_last: an epoch ends with its last whole batch, if it has one.
     """
 
     round: int
@@ -107,6 +109,8 @@ class Work:
     sizes: Sequence[int]
     augment: Augment | None = None
     store: Store | None = None
+    steps: int | None = None
+    drop_last: bool = False
 
     def seed_of(self, client: int) -> int:
         """What all random numbers of a client's work derive from."""
@@ -119,7 +123,9 @@ class Work:
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
-        """The orders of the samples of some clients, one an epoch."""
+        """The orders of the samples of some clients, one an epoch; none where the clients may have other numbers of epochs."""
+        if self.steps is not None:
+            return {}
         epochs = [self.orders(clients, epoch).unbind() for epoch in range(self.epochs)]
         return {i: [order[: self.sizes[i]] for order in own] for i, *own in zip(clients, *epochs, strict=True)}
 
@@ -168,7 +174,9 @@ class Task:
 
     @property
     def epochs(self) -> int:
-        return self.work.epochs
+        """Those that it begins."""
+        steps = self.work.steps
+        return self.work.epochs if steps is None else -(-steps // len(self.epoch_sizes()))
 
     @property
     def batch_size(self) -> int:
@@ -188,15 +196,30 @@ class Task:
         return self.work.sizes[self.client]
 
     def batch_sizes(self) -> list[int]:
-        """Samples of each of the `epochs * ceil(samples / batch_size)` batches."""
-        return self._sizes(self.samples) * self.epochs
+        """Samples of each of its batches, in order."""
+        return (self.epoch_sizes() * self.epochs)[: self.work.steps]
+
+    def epoch_sizes(self) -> list[int]:
+        """Samples of each batch of an epoch."""
+        return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
-        whole, rest = divmod(samples, self.batch_size)
+        whole, rest = divided(samples, self.batch_size, self.work.drop_last)
         return [self.batch_size] * whole + [rest] * (rest > 0)
 
+    @property
+    def seen(self) -> int:
+        """Samples of all its batches."""
+        plain = self.work.steps is None and not self.work.drop_last
+        return self.samples * self.epochs if plain else sum(self.batch_sizes())
+
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All batches of all epochs, in order."""
+        """All its batches, in order."""
+        every = self._batches()
+        return every if self.work.steps is None else islice(every, self.work.steps)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of all epochs."""
         for epoch in range(self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
                 if self.augment is not None:
@@ -208,11 +231,14 @@ class Task:
 
     def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch's samples in their order, `BLOCK` batches at a time."""
-        size = BLOCK * self.batch_size
+        size, kept = BLOCK * self.batch_size, sum(self.epoch_sizes()) if self.work.drop_last else None
         if not self.shuffle:
-            yield from zip(self.x.split(size), self.y.split(size), strict=True)
+            x, y = (self.x, self.y) if kept is None else (self.x[:kept], self.y[:kept])
+            yield from zip(x.split(size), y.split(size), strict=True)
             return
         drawn = self.orders[epoch] if self.orders else self.work.orders([self.client], epoch)[0]
+        if kept is not None:
+            drawn = drawn[:kept]
         order = to_device(drawn, self.y.device)
         for block in order.split(size) if len(order) > size else (order,):
             yield self.x.index_select(0, block), self.y.index_select(0, block)
@@ -220,6 +246,12 @@ class Task:
     def pass_seed(self, step: int) -> int:
         """The seed of what the model draws (dropout) in both passes of a step."""
         return seeds.derive(self.seed, "pass", step)
+
+
+def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
+    """The whole batches of an epoch, and the samples of the one behind them: 0 for none. Fewer samples than a batch are one in any case."""
+    whole, rest = divmod(samples, batch_size)
+    return whole, 0 if drop_last and whole else rest
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import BLOCK, Task, to_device
+from fastsam.fed.executors.base import BLOCK, Task, divided, to_device
 
 Batch = tuple[Tensor, Tensor]
 
@@ -31,7 +31,8 @@ class Feed:
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
-        self.epoch = -(-tasks[0].samples // self.size)  # batches
+        whole, rest = divided(tasks[0].samples, self.size, tasks[0].work.drop_last)
+        self.epoch, self.samples = whole + (rest > 0), whole * self.size + rest  # of an epoch: batches, and what is in them
         self._orders: tuple[int, Tensor] | None = None  # of one epoch
         self._block: tuple[tuple[int, int], list[Batch]] | None = None  # of one epoch and number
 
@@ -58,9 +59,11 @@ class Feed:
     def _places(self, epoch: int) -> Tensor:
         """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the client's own data."""
         if self._orders is None or self._orders[0] != epoch:
-            first, n = self.tasks[0], self.tasks[0].samples
+            first, n = self.tasks[0], self.samples
             if first.shuffle:
                 orders = first.work.orders([task.client for task in self.tasks], epoch)
+                if n < first.samples:
+                    orders = orders[:, :n]
             else:
                 orders = torch.arange(n).expand(len(self.tasks), n)
             if (store := first.work.store) is not None:

@@ -43,7 +43,7 @@ class Epochs:
         """The crew's next epoch, in the rows of `form`, which are arranged; False where its steps have to be taken one by one."""
         if crew.k % crew.epoch or crew.feed is None or crew.tasks[0].work.store is None:
             return False
-        if any(task.snapshots for task in crew.tasks):
+        if any(task.snapshots for task in crew.tasks) or crew.k + crew.epoch > crew.steps:
             return False
         ends = form.s is not None and crew.k + crew.epoch == crew.steps
         key = (form.part.start, form.part.stop, form.kind, crew.tasks[0].samples, ends)
@@ -65,14 +65,15 @@ class Epochs:
     def _functions(self, key: Hashable, crew: Crew, replays: Replays) -> tuple[Function, ...] | None:
         """The recorded passes of an epoch that is to be captured now; None where it is not."""
         self._seen[key] = self._seen.get(key, 0) + 1
-        found = [replays.settled(size, len(crew.tasks), *crew.samples) for size in sorted(set(_sizes(crew)))]
+        sizes = crew.tasks[0].epoch_sizes()
+        found = [replays.settled(size, len(crew.tasks), *crew.samples) for size in sorted(set(sizes))]
         functions = tuple(function for function in found if function is not None)
         early = self._seen[key] <= _EAGER_EPOCHS
         return None if early or len(self._made) == KEPT or len(functions) < len(found) else functions
 
     def _captured(self, crew: Crew, places: Tensor, functions: tuple[Function, ...], step: Step) -> Epoch:
         x, y = crew.samples
-        sizes, ends = _sizes(crew), crew.k + crew.epoch == crew.steps
+        sizes, ends = crew.tasks[0].epoch_sizes(), crew.k + crew.epoch == crew.steps
 
         def work() -> None:
             at = 0
@@ -83,12 +84,6 @@ class Epochs:
                 at += size
 
         return Epoch(self.cuda.capture(work, self.stream), places, (x, y, functions))
-
-
-def _sizes(crew: Crew) -> list[int]:
-    """Of the batches of an epoch."""
-    whole, rest = divmod(crew.tasks[0].samples, crew.tasks[0].batch_size)
-    return [crew.tasks[0].batch_size] * whole + [rest] * (rest > 0)
 
 
 def epochs_of(setup: Setup) -> Epochs | None:

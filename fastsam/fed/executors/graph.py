@@ -56,7 +56,7 @@ class StaticRow(Row):
     def _make_room(self, dtype: torch.dtype) -> None:
         """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""
         task = self.task
-        steps = task.epochs * -(-max(self.longest, len(task.y)) // task.batch_size)
+        steps = task.work.steps or task.epochs * -(-max(self.longest, len(task.y)) // task.batch_size)
         self.grown = self.kept is not None
         self.kept = torch.zeros(steps, dtype=dtype, device=self.z.device)
         self.places = torch.arange(steps, device=self.z.device)

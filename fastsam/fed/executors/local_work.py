@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import ClientError, Task
+from fastsam.fed.executors.base import ClientError, Task, divided
 from fastsam.fed.executors.batches import Batch, Feed
 from fastsam.fed.executors.kernel_calls import Form, Kind
 from fastsam.fed.step.local_step import RowEnds, Snapshot
@@ -52,9 +52,10 @@ class Crew:
     @property
     def alike_steps(self) -> tuple[int, int]:
         """How many of its next steps have one shape and are of one epoch, and the samples of each."""
-        whole, rest = divmod(self.tasks[0].samples, self.tasks[0].batch_size)
+        first = self.tasks[0]
+        whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
         at = self.k % self.epoch
-        return (whole - at, self.tasks[0].batch_size) if at < whole else (1, rest)
+        return (min(whole - at, self.steps - self.k), first.batch_size) if at < whole else (1, rest)
 
     @property
     def done(self) -> bool:
@@ -89,13 +90,13 @@ class Crew:
 def crew_of(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[object, ...], int]) -> Crew:
     """Tasks of one key (see `feed_keys`), from this slot on. shapes: a number for each shape of a step that was seen so far; new ones are added."""
     first = tasks[0]
-    whole, rest = divmod(first.samples, first.batch_size)
+    whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
     sizes = (first.batch_size if whole else rest, rest or first.batch_size)
     keys = [(kind, size, first.x.shape[1:], first.y.shape[1:]) for size in sizes]
     full, last = (shapes.setdefault(key, len(shapes)) for key in keys)
     epoch = whole + (rest > 0)
     return Crew(
-        tasks, slot, slot + len(tasks), kind, epoch, (full, last), epoch * first.epochs, first.samples * first.epochs,
+        tasks, slot, slot + len(tasks), kind, epoch, (full, last), first.work.steps or epoch * first.epochs, first.seen,
         Feed(tasks) if first.augment is None else None, first.batches(), [{} for _ in tasks],
     )  # fmt: skip
 

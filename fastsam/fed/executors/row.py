@@ -106,7 +106,7 @@ class Row:
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
-            samples=(len(task.y) * task.epochs,),
+            samples=(task.seen,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             dual=None if step.mu is None else self.form.field("mu").clone(),
             eps=None if self.eps is None else self.eps.clone(),
@@ -141,7 +141,7 @@ class Row:
 
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
-        shape = (task.samples, task.batch_size, task.epochs)
+        shape = (task.samples, task.batch_size, task.epochs)  # what else there is is one for all clients of a run
         if self._sized != shape:
             self._sized, sizes = shape, task.batch_sizes()
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)

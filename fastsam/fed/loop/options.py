@@ -38,7 +38,9 @@ class Settings:
     # fmt: off
     rounds: int = option(50, "communication rounds", at_least=1, free=True)
     local_epochs: int = option(1, "passes over its data that an active client makes in a round", at_least=1)
+    local_steps: int | None = option(None, "local steps of an active client, in place of local_epochs: its epochs go on until they are done", at_least=1)
     batch_size: int = option(16, "samples in a local batch; the last of an epoch has what is left", at_least=1)
+    drop_last: bool = option(False, "leave out what is left after an epoch's last whole batch (clients with less than a batch keep it)")
     lr: Rate = option(0.1,
         "local learning rate; in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in Python also a function of t",
         above=0, formula=check_formula)
@@ -92,6 +94,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.local_steps is not None and self.local_epochs != 1:
+            raise ValueError(
+                f"local_steps={self.local_steps} stands in place of local_epochs={self.local_epochs}; name one of them"
+            )
         self._check_rates()
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
@@ -116,6 +122,11 @@ class Settings:
     def rule(self) -> Rule | None:
         """The robust rule in place of the mean; None for the mean."""
         return rule_of(self.aggregation)
+
+    def steps_of(self, samples: int) -> int:
+        """The local steps that a client with so many samples takes in a round."""
+        whole, rest = executors.divided(samples, self.batch_size, self.drop_last)
+        return self.local_steps or self.local_epochs * (whole + (rest > 0))
 
     def lr_of(self, index: int) -> float:
         """The local learning rate of round `index` (from 0)."""

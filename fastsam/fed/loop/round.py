@@ -98,7 +98,7 @@ class Cohort:
         settings, population = self.settings, self.population
         work = Work(
             self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-            population.clients, population.sizes, population.augment, population.store,
+            population.clients, population.sizes, population.augment, population.store, settings.local_steps, settings.drop_last,
         )  # fmt: skip
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
@@ -146,7 +146,7 @@ class Cohort:
 
     def _snapshots(self, client: int, measures: Measures) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
-        steps = self.settings.local_epochs * -(-self.population.sizes[client] // self.settings.batch_size)
+        steps = self.settings.steps_of(self.population.sizes[client])
         return frozenset(measures.snapshots(self.about.index, steps))
 
     def close(self, ends: Ends) -> None:
@@ -282,7 +282,7 @@ class Cohort:
     def outlier_list(self) -> list[dict[str, Any]]:
         """Who moved far beyond the cohort, by client, and how many times as far as its median."""
         sizes, settings = self.population.sizes, self.settings
-        steps = {i: settings.local_epochs * -(-sizes[i] // settings.batch_size) for i in self.norms}
+        steps = {i: settings.steps_of(sizes[i]) for i in self.norms}
         return [{"client": i, "factor": factor} for i, factor in outliers(self.norms, steps).items()]
 
     def excluded_list(self) -> list[dict[str, Any]]:

@@ -64,7 +64,9 @@ def run(
     *,
     rounds: int,
     local_epochs: int = 1,
+    local_steps: int | None = None,
     batch_size: int = 16,
+    drop_last: bool = False,
     lr: Rate = 0.1,
     lr_decay: float = 1.0,
     participation: float = 0.2,
@@ -222,7 +224,7 @@ def _loop(
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     step = _try(algorithm, population, settings, state, rows)
-    trial_step.check_smallest(model, population, settings.batch_size)
+    trial_step.check_smallest(model, population, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
         step.input_map is not None, tried.example, settings.compile, cohort,

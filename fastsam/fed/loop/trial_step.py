@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fastsam.fed import executors
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
 from fastsam.fed.executors.gradient_passes import check_scalar
 from fastsam.fed.step.model_copy import copied, trainable
@@ -146,17 +147,18 @@ def _kind(x: Tensor, y: Tensor) -> tuple[object, ...]:
     return x.dtype, x.shape[1:], y.dtype, y.shape[1:]
 
 
-def check_smallest(model: nn.Module, population: Population, batch_size: int) -> None:
+def check_smallest(model: nn.Module, population: Population, batch_size: int, drop_last: bool) -> None:
     """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may have no variance."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
-    rest = [(n - 1) % batch_size + 1 for n in population.sizes]  # samples of the last batch of an epoch
+    sizes = population.sizes
+    rest = [executors.divided(n, batch_size, drop_last)[1] or batch_size for n in sizes]  # of the last batch of an epoch
     client = min(range(len(rest)), key=rest.__getitem__)
     x = population.clients[client][0][: rest[client]]
     trial = copied(model).to(x.device).train()
     what = (
-        f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {population.sizes[client]} samples, on which "
-        "the model cannot train; no batch is dropped: choose another batch_size, or leave samples out"
+        f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {sizes[client]} samples, on which "
+        "the model cannot train; use drop_last=True (for a client with fewer samples than a batch leave it out), or another batch_size"
     )
     with _random_state_kept(x.device), torch.no_grad(), _explain(what):
         trial(x)

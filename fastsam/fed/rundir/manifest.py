@@ -20,6 +20,7 @@ _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files",
 _SINCE = {
     "memory_format": "preserve",
     "aggregation": "mean",
+    "drop_last": False,
 }  # keys of the identity that older directories lack, and what their runs did
 
 _MEANING = {  # of values of the identity that do not speak for themselves

@@ -104,7 +104,7 @@ class RowEnds:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
     clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights.
-    steps: local steps really done, `epochs * ceil(samples of the client / batch_size)`, of each. backprops: back-propagations really done,
+    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops: back-propagations really done,
     those of a full gradient included.
     losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples: those in these batches.
     buffers: float64 displacements of the model's buffers, `[n, ...]`, None for a model without.
