@@ -142,7 +142,7 @@ setup(
         "fastsam_kernels.csrc": ["*.h", "*.cpp", "*/*.h", "*/*.cpp", "*/*.cu", "*/*.cuh"],
         "fastsam": ["py.typed"],
         "fastsam_kernels": ["py.typed"],
-        "fastsam.lab.reproduce": ["tables/*.toml", "protocols/*.toml"],
+        "fastsam.lab.reproduce": ["tables/*.toml", "tables/*.json", "protocols/*.toml"],
     },
     distclass=NativeDistribution,
     cmdclass={"bdist_wheel": BdistWheel, "build": Build, "build_py": BuildPy, "build_native": BuildNative},

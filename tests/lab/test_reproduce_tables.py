@@ -13,6 +13,7 @@ from fastsam.lab import reproduce
 from fastsam.lab.config import ConfigError
 from fastsam.lab.reproduce import runner
 from fastsam.lab.reproduce.metrics import METRICS
+from tools import listing
 
 IMAGES = {"emnist", "cifar10", "cifar100", "officehome", "domainnet"}
 FIGURES = {"curves", "measures", "classes", "surfaces", "ablations"}
@@ -47,6 +48,10 @@ SPOTS = [
     ("fedlesam-table8", 0, "fedlesam", 0, "20.99 s"),
     ("fedlesam-table9", 0, "fedsmoo", 4, "0.54"),
 ]
+
+
+def test_the_list_is_that_of_the_tables() -> None:
+    assert listing.FILE.read_text() == listing.text(), "listing.json is old; write it again: python tools/listing.py"
 
 
 def test_every_table_and_figure_is_there() -> None:
