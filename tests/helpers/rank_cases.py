@@ -110,6 +110,16 @@ def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
     }
 
 
+def personal(rank: int) -> Any:
+    """Each client's accuracies before and after fine-tuning."""
+    clients = oracle.ragged_clients(torch.float32, SIZES)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"executor": "sequential", "test": clients[-1], "lr": 0.5}
+    return fed.run(
+        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=1, personalise=5, **options
+    ).personal
+
+
 def other_directories(rank: int, folder: Path) -> Any:
     """Each rank names another directory, rank 2 none."""
     named = [folder / "first", folder / "second", None][rank]

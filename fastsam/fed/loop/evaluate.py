@@ -128,6 +128,18 @@ class Evaluator:
             values |= self._measured(torch.cat(outputs), self.test[1])
         return values
 
+    @torch.no_grad()
+    def of_client(self, model: nn.Module, client: int) -> float | None:
+        """The accuracy of a model on the client's own validation samples, in 0..1; None where it has none. Only where `classifies`."""
+        assert self.test is not None and self.classifies
+        x, y = self.test
+        if self._slices is not None:
+            part = torch.from_numpy(self._slices[client]).to(y.device)
+            x, y = x[part], y[part]
+        model.eval()
+        right = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(_BATCH), y.split(_BATCH), strict=True))
+        return right / len(y) if len(y) else None
+
     def nothing(self) -> dict[str, float | None]:
         """The keys of a round without evaluation."""
         own = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))

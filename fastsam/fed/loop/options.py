@@ -75,6 +75,9 @@ class Settings:
     measure_options: Mapping[str, Any] | None = option(None, f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
     metrics: Sequence[str] | Mapping[str, Any] = option((),
         f"of the test set, over all and over clients: {', '.join(METRICS)} (or name:threshold); in Python also a dict of functions", free=True)
+    personalise: int | None = option(None,
+        "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is told; none: nothing of it",
+        at_least=1, free=True)
     target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
     buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, or as at the start", choices=("average", "keep"))
     device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: where the model is")
@@ -158,7 +161,7 @@ class Settings:
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""
-        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error")}
+        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error", "personalise")}
 
 
 # What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came to.

@@ -26,6 +26,7 @@ from fastsam.fed.common.checks import choice
 from fastsam.fed.common.fingerprints import digest, hyperparameters, structure
 from fastsam.fed.common.option import table, with_help
 from fastsam.fed.loop import client_state, trial_step
+from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop.contract import (
     asked,
     check_aggregation,
@@ -86,6 +87,7 @@ def run(
     validation: str = "prior",
     eval_every: int = 1,
     metrics: Sequence[str] | Mapping[str, Any] = (),
+    personalise: int | None = None,
     target: float | None = None,
     buffers: str | None = None,
     device: torch.device | str | None = None,
@@ -141,6 +143,7 @@ def run(
         "hyperparameters": hyperparameters(algorithm),
         "backend": backend,
     }
+    personal: list[dict[str, Any]] | None = None
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
@@ -176,12 +179,15 @@ def run(
         listeners.start(ranks, state, directory, lambda: config or _asked(facts, settings), exported)
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
+        if settings.personalise is not None:
+            personal = personalising.personalise(loop, state, settings.personalise)
+            facts["personal"] = personalising.spread(personal)
     with listeners:
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
-        result = Result(final, state.history, facts, None if directory is None else directory.path)
+        result = Result(final, state.history, facts, None if directory is None else directory.path, personal)
         if directory is not None and ranks.first:
-            directory.finish(final, result.summary())
+            directory.finish(final, result.summary(), personal)
         listeners.end(result)
     return result
 
@@ -216,6 +222,7 @@ def _loop(
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
     state = RunState(0, server, view.copy_of_buffers())
+    personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
     weights = own_weights(settings.weighting, len(population.clients))
     if getattr(algorithm, "pools_data", False):
         weights = None

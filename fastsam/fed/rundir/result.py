@@ -22,13 +22,18 @@ class Result:
     """A finished run.
 
     model: a copy of the user's model with the final global weights. history: one dict per round, as in metrics.jsonl.
-    run_dir: where it was written, or None.
+    run_dir: where it was written, or None. personal: with `personalise`, a dict per client with its accuracy `before` and `after`; else None.
     """
 
     def __init__(
-        self, model: nn.Module, history: list[dict[str, Any]], facts: Mapping[str, Any], run_dir: Path | None
+        self,
+        model: nn.Module,
+        history: list[dict[str, Any]],
+        facts: Mapping[str, Any],
+        run_dir: Path | None,
+        personal: list[dict[str, Any]] | None = None,
     ) -> None:
-        self.model, self.history, self.run_dir = model, history, run_dir
+        self.model, self.history, self.run_dir, self.personal = model, history, run_dir, personal
         self._facts = dict(facts)
 
     def summary(self) -> dict[str, Any]:
@@ -38,6 +43,7 @@ class Result:
         client_best are clients. rounds_to_target: completed rounds when the test accuracy first reached the target;
         seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation
         and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
+        personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning (`personalise`).
         measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the test set and over
         clients. state_megabytes: what server and clients keep between rounds at the end; client_state: where the clients' part of it is,
         "device" or "host" memory.
@@ -86,6 +92,7 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "megabytes": sum(map(_sent, history)),
         "backprops": sum(r["backprops"] for r in history),
         "excluded": sum(len(r["excluded"]) for r in history),
+        "personal": facts.get("personal"),
         "measures": _measured(history),
         "metrics": {key: last.get(key) for key in _metric_keys(facts["metrics"])},
         **{
