@@ -54,8 +54,12 @@ def parser() -> argparse.ArgumentParser:
     reproduce = commands.add_parser("reproduce", help=text, usage=usage)
     text = "the curves of finished runs, those from Python too"
     plots = commands.add_parser("plots", help=text, usage="fastsam plots DIR [DIR ...] [--out DIR]")
-    plots.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="a run directory, or a folder with several below it")
-    plots.add_argument("--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one")
+    plots.add_argument(
+        "directories", metavar="DIR", nargs="+", type=Path, help="a run directory, or a folder with several below it"
+    )
+    plots.add_argument(
+        "--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one"
+    )
     # fmt: off
     for command in (run, compare):
         command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")

@@ -114,7 +114,8 @@ def personal(rank: int) -> Any:
     """Each client's accuracies before and after fine-tuning."""
     clients = oracle.ragged_clients(torch.float32, SIZES)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"executor": "sequential", "test": clients[-1], "lr": 0.5}
+    test = oracle.ragged_clients(torch.float32, (60,), 5)[0]
+    options: dict[str, Any] = {"executor": "sequential", "test": test, "lr": 0.5, "validation": "shared"}
     return fed.run(
         oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=1, personalise=5, **options
     ).personal

@@ -18,8 +18,12 @@ from tests.helpers.fed_rundir import start
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    for name, algorithm, seed in (("sam-seed0", fed.FedSAM(), 0), ("sam-seed1", fed.FedSAM(), 1), ("avg", fed.FedAvg(), 5)):
-        start(tmp_path / "runs" / name, rounds=2, algorithm=algorithm, seed=seed)
+    for name, algorithm, seed in (
+        ("sam-seed0", fed.FedSAM(), 0),
+        ("sam-seed1", fed.FedSAM(), 1),
+        ("avg", fed.FedAvg(), 5),
+    ):
+        start(tmp_path / "runs" / name, rounds=2, algorithm=algorithm, seed=seed, executor="sequential")
     return tmp_path / "runs"
 
 
@@ -34,7 +38,9 @@ def test_what_is_read(runs: Path) -> None:
         saved.runs_in(runs.parent / "nothing")
 
 
-def test_the_command_draws_what_was_recorded(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_the_command_draws_what_was_recorded(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     drawn = []
     monkeypatch.setattr("fastsam.lab.plots.curves", lambda panels, *more: drawn.append(panels) or curves(panels, *more))
     assert cli.main(["plots", str(runs / "avg")]) == 0
@@ -44,7 +50,9 @@ def test_the_command_draws_what_was_recorded(runs: Path, tmp_path: Path, monkeyp
     assert cli.main(["plots", str(runs)]) == 0
     labels = [{label: len(histories) for label, histories in panels[""].items()} for panels in drawn]
     assert labels == [{"fedavg": 1}, {"avg": 1, "sam-seed0": 1}, {"avg": 1, "sam": 2}]
-    assert [record["round"] for record in drawn[0][""]["fedavg"][0]] == [1, 2] and (tmp_path / "both" / "curves.png").is_file()
+    assert [record["round"] for record in drawn[0][""]["fedavg"][0]] == [1, 2] and (
+        tmp_path / "both" / "curves.png"
+    ).is_file()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,9 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="weights must be a .safetensors file, or the directory of a run .*cannot be read"):
+    with pytest.raises(
+        ConfigError, match="weights must be a .safetensors file, or the directory of a run .*cannot be read"
+    ):
         settled(str(tmp_path))
     (tmp_path / "bad.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(ConfigError, match="bad.safetensors cannot be read"):

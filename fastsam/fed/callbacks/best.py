@@ -94,9 +94,7 @@ class SaveBest(Best):
     which round it is of. A resumed run goes on with the file that it finds.
     """
 
-    def __init__(
-        self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None
-    ) -> None:
+    def __init__(self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None) -> None:
         super().__init__(metric, mode)
         self.path = Path(path)
         if self.path.is_dir():

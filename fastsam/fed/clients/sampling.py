@@ -102,7 +102,9 @@ def present(available: Available, round: int, clients: int) -> list[int]:
         mask = bool(given) and set(map(type, given)) == {bool}
         if mask and len(given) != clients:
             raise ValueError(f"a mask of {len(given)}")
-        ids = [i for i, here in enumerate(given) if here] if mask else sorted({integer("a client id", i) for i in given})
+        ids = (
+            [i for i, here in enumerate(given) if here] if mask else sorted({integer("a client id", i) for i in given})
+        )
         if ids and not 0 <= ids[0] <= ids[-1] < clients:
             raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is no client")
     except Exception as error:
@@ -113,7 +115,9 @@ def present(available: Available, round: int, clients: int) -> list[int]:
     return ids
 
 
-def draw_present(sampler: str, participation: float, available: Available, round: int, clients: int, seed: int) -> list[int]:
+def draw_present(
+    sampler: str, participation: float, available: Available, round: int, clients: int, seed: int
+) -> list[int]:
     """As `draw`, among those who can take part in the round, as if they were all clients; nobody where nobody can."""
     here = present(available, round, clients)
     return [here[i] for i in draw(make(sampler, len(here), participation), round, len(here), seed)] if here else []

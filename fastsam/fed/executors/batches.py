@@ -32,7 +32,10 @@ class Feed:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks, self.size = tasks, tasks[0].batch_size
         whole, rest = divided(tasks[0].samples, self.size, tasks[0].work.drop_last)
-        self.epoch, self.samples = whole + (rest > 0), whole * self.size + rest  # of an epoch: batches, and what is in them
+        self.epoch, self.samples = (
+            whole + (rest > 0),
+            whole * self.size + rest,
+        )  # of an epoch: batches, and what is in them
         self._orders: tuple[int, Tensor] | None = None  # of one epoch
         self._block: tuple[tuple[int, int], list[Batch]] | None = None  # of one epoch and number
 

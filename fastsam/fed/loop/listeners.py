@@ -58,8 +58,8 @@ class Listeners:
             path = None if directory is None else directory.path
             self._view = RunView(config(), self._rounds, path, state, export)
             for callback in self.callbacks:
-                self._started.append(callback)
                 self._ask(callback, "on_start")
+                self._started.append(callback)
         self._share()
 
     def round(self, state: RunState, evaluated: bool) -> None:
@@ -100,7 +100,9 @@ class Listeners:
             if self.stopped is None and method != "on_end":
                 self.stopped = view.stopped = str(stop) or f"{type(callback).__name__} stopped the run"
         except Exception as error:
-            where = f"in round {view.round}" if method in ("on_round", "on_evaluation") else f"after {view.round} rounds"
+            where = (
+                f"in round {view.round}" if method in ("on_round", "on_evaluation") else f"after {view.round} rounds"
+            )
             raise CallbackError(
                 f"{type(callback).__name__}.{method} failed {where}: {type(error).__name__}: {error}"
             ) from error

@@ -28,6 +28,7 @@ from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
+
 @dataclass(frozen=True)
 class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
@@ -106,7 +107,16 @@ class Loop:
             state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
             mine = [i for i in active if dealt[i] == self.ranks.rank]
         cohort = Cohort(
-            self.algorithm, self.population, settings, state, about, active, self.states, exchange, self.measures, mine,
+            self.algorithm,
+            self.population,
+            settings,
+            state,
+            about,
+            active,
+            self.states,
+            exchange,
+            self.measures,
+            mine,
             self.weights,
         )
         executor = self.chosen.executor

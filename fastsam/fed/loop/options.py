@@ -38,7 +38,8 @@ class Settings:
     # fmt: off
     rounds: int = option(50, "communication rounds", at_least=1, free=True)
     local_epochs: int = option(1, "passes over its data that an active client makes in a round", at_least=1)
-    local_steps: int | None = option(None, "local steps of an active client, in place of local_epochs: its epochs go on until they are done", at_least=1)
+    local_steps: int | None = option(None,
+        "local steps of an active client, in place of local_epochs: its epochs go on until they are done", at_least=1)
     batch_size: int = option(16, "samples in a local batch; the last of an epoch has what is left", at_least=1)
     drop_last: bool = option(False, "leave out what is left after an epoch's last whole batch (clients with less than a batch keep it)")
     lr: Rate = option(0.1,
@@ -63,7 +64,7 @@ class Settings:
     clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping", above=0)
     clip_scope: str = option("full", "what that norm is of: the whole step, or without the proximal term's linear half", choices=("full", "linear"))
     server_lr: Rate = option(1.0,
-        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in Python also a function of the round",
+        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in Python also a function of t",
         at_least=0, formula=check_formula)
     seed: int = option(0, "of the sampling of clients and the order of batches; in a config of the initial weights too")
     loss: str | Loss = option("cross_entropy",
@@ -151,7 +152,9 @@ class Settings:
                 f"lr_decay is a factor on a number, and lr = {self.lr!r} is none; put the factor into it, and leave lr_decay at 1"
             )
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
-        for index in (self.rounds - 1,) if steady else range(self.rounds):  # the last round is the furthest from the first
+        for index in (
+            (self.rounds - 1,) if steady else range(self.rounds)
+        ):  # the last round is the furthest from the first
             self.lr_of(index)
             self.server_lr_of(index)
 
@@ -161,7 +164,10 @@ class Settings:
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""
-        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error", "personalise")}
+        return {
+            name: getattr(self, name)
+            for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error", "personalise")
+        }
 
 
 # What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came to.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.executors import ClientError, Task, Work
@@ -36,13 +36,7 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
     A client takes `epochs` of plain steps at the learning rate of the last round, with the run's momentum, weight decay and clipping. Its random
     numbers are those of the round that would come next. The global model stays as it is.
     """
-    settings, population, evaluator, view, ranks = (
-        loop.settings,
-        loop.population,
-        loop.evaluator,
-        loop.view,
-        loop.ranks,
-    )
+    settings, population, evaluator, view, ranks = loop.settings, loop.population, loop.evaluator, loop.view, loop.ranks
     w, buffers, mine = state.server["w"], state.buffers, range(ranks.rank, len(population.clients), ranks.size)
     lr = settings.lr_of(max(state.round - 1, 0))
     work = Work(
@@ -69,7 +63,9 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
 def spread(clients: Clients) -> dict[str, float]:
     """Mean, standard deviation (the population's), smallest and largest of the accuracies before and after, over the clients that have both."""
     both = [one for one in clients if one["before"] is not None and one["after"] is not None]
-    kinds = {"mean": statistics.fmean, "std": statistics.pstdev, "min": min, "max": max}
+    kinds: dict[str, Callable[[list[float]], float]] = {
+        "mean": statistics.fmean, "std": statistics.pstdev, "min": min, "max": max
+    }  # fmt: skip
     return {
         f"{when}_{name}": float(kind([one[when] for one in both]))
         for when in ("before", "after")

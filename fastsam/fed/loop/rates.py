@@ -11,7 +11,9 @@ from fastsam.fed.algorithms.schedule import check_scheduled, formula
 from fastsam.fed.common.checks import number
 from fastsam.fed.common.import_paths import is_import_path
 
-Rate = float | str | Callable[[int], float]  # a number, a formula of `round` (from 1), or a function of the round (from 0)
+Rate = (
+    float | str | Callable[[int], float]
+)  # a number, a formula of `round` (from 1), or a function of the round (from 0)
 
 
 def check_formula(name: str, value: Any) -> None:
@@ -53,7 +55,9 @@ class TorchSchedule:
         self._scheduler = make(self._optimizer)
         self._rates: list[float] = []
         if not callable(getattr(self._scheduler, "step", None)):
-            raise ValueError(f"TorchSchedule takes a function that makes a scheduler of torch, got {self._scheduler!r} from it")
+            raise ValueError(
+                f"TorchSchedule takes a function that makes a scheduler of torch, got {self._scheduler!r} from it"
+            )
 
     def __call__(self, round: int) -> float:
         """The rate in round `round` (from 0)."""

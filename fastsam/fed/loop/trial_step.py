@@ -152,7 +152,9 @@ def check_smallest(model: nn.Module, population: Population, batch_size: int, dr
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     sizes = population.sizes
-    rest = [executors.divided(n, batch_size, drop_last)[1] or batch_size for n in sizes]  # of the last batch of an epoch
+    rest = [
+        executors.divided(n, batch_size, drop_last)[1] or batch_size for n in sizes
+    ]  # of the last batch of an epoch
     client = min(range(len(rest)), key=rest.__getitem__)
     x = population.clients[client][0][: rest[client]]
     trial = copied(model).to(x.device).train()

@@ -39,10 +39,10 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """The run in numbers; accuracies in 0..1, None where nothing was measured.
 
-        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated rounds. client_*: over clients, in the last evaluated round; client_worst and
-        client_best are clients. rounds_to_target: completed rounds when the test accuracy first reached the target;
-        seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation
-        and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
+        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated rounds. client_*: over
+        clients, in the last evaluated round; client_worst and client_best are clients. rounds_to_target: completed rounds when the test accuracy
+        first reached the target; seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round:
+        median, evaluation and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
         personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning (`personalise`).
         measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the test set and over
         clients. state_megabytes: what server and clients keep between rounds at the end; client_state: where the clients' part of it is,

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from fastsam.lab.report.files import COMPARISON_FILES, Context, ablations, draw_curves, draw_plots, summary, write_comparison
+from fastsam.lab.report.files import (
+    COMPARISON_FILES,
+    Context,
+    ablations,
+    draw_curves,
+    draw_plots,
+    summary,
+    write_comparison,
+)
 from fastsam.lab.report.finished import FinishedRun, by_label, title
 from fastsam.lab.report.surface import loss_surfaces
 from fastsam.lab.report.tables import Table, all_tables, rich_table, table

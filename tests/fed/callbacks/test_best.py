@@ -42,7 +42,11 @@ def stopped_after(values: list[float | None], **options: Any) -> int | None:
         ([3, 2, 1, 1, 1, 1], {"mode": "min", "patience": 2}, 5),
         ([1, 2, 3, 3, 3, 3], {"mode": "max", "patience": 3}, 6),
         ([1, 2, 3], {"mode": "min", "patience": 2}, 3),
-        ([3, None, 4, None, 2, 5, None, 5], {"mode": "min", "patience": 2}, 8),  # rounds without evaluation do not count
+        (
+            [3, None, 4, None, 2, 5, None, 5],
+            {"mode": "min", "patience": 2},
+            8,
+        ),  # rounds without evaluation do not count
         ([1.0, 1.05, 1.1, 1.15], {"mode": "max", "patience": 2, "min_delta": 0.2}, 3),
         ([1.0, 1.1, 1.25, 1.3], {"mode": "max", "patience": 2, "min_delta": 0.2}, None),
         ([float("nan"), float("nan"), 1.0], {"mode": "min", "patience": 2}, 2),
@@ -110,10 +114,18 @@ def test_the_best_model_is_that_of_its_round(tmp_path):
 
 
 def test_a_metric_that_is_not_there(tmp_path, caplog):
-    with pytest.raises(fed.CallbackError, match="records of this run have no 'test_acuracy' .did you mean 'test_accuracy'"):
-        start(tmp_path / "run", callbacks=[EarlyStopping("test_acuracy")])
+    with pytest.raises(
+        fed.CallbackError, match="records of this run have no 'test_acuracy' .did you mean 'test_accuracy'"
+    ):
+        start(tmp_path / "run", callbacks=[EarlyStopping("test_acuracy", mode="max")])
     with caplog.at_level(logging.WARNING, "fastsam.fed"):
-        fed.run(torch.nn.Linear(2, 2), [(torch.ones(2, 2), torch.tensor([0, 1]))], fed.FedAvg(), rounds=1, callbacks=[EarlyStopping()])
+        fed.run(
+            torch.nn.Linear(2, 2),
+            [(torch.ones(2, 2), torch.tensor([0, 1]))],
+            fed.FedAvg(),
+            rounds=1,
+            callbacks=[EarlyStopping()],
+        )
     assert "EarlyStopping: 'test_loss' had no value in any round" in caplog.text
 
 

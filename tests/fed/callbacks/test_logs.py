@@ -92,7 +92,9 @@ def test_mlflow(fails, tmp_path, monkeypatch):
     assert [name for name, *_ in library.calls[:3]] == ["set_experiment", "start_run", "log_params"]
     assert library.named("start_run") == [((), {"run_name": "one"})]
     parameters = library.named("log_params")[0][0][0]
-    assert parameters["lr"] == "0.1" and all(isinstance(value, str) and len(value) <= 500 for value in parameters.values())
+    assert parameters["lr"] == "0.1" and all(
+        isinstance(value, str) and len(value) <= 500 for value in parameters.values()
+    )
     logs = library.named("log_metrics")
     assert [options["step"] for _, options in logs] == [1, 2] and logs[1][0][0]["train_loss"] == result[1]["train_loss"]
     assert library.named("end_run") == [(("FAILED" if fails else "FINISHED",), {})]

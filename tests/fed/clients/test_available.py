@@ -83,7 +83,9 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     ],
 )
 def test_what_it_must_not_return(found, words):
-    with pytest.raises(ValueError, match=f"available must return client ids from {words if words[0] == '0' else '.*' + words}"):
+    with pytest.raises(
+        ValueError, match=f"available must return client ids from {words if words[0] == '0' else '.*' + words}"
+    ):
         present(lambda t: found, 2, 5)
 
 
@@ -96,10 +98,10 @@ def test_a_sampler_that_chooses_by_itself(sampler):
 def test_weights_of_the_clients_own(tmp_path):
     sizes = [len(y) for _, y in oracle.ragged_clients()]
     samples = start(tmp_path / "samples", weighting="samples")
-    for i, weighting in enumerate((sizes, tuple(sizes), np.array(sizes), torch.tensor(sizes), sizes.__getitem__)):
+    for i, weighting in enumerate((sizes, np.array(sizes), sizes.__getitem__)):
         assert same_bits(start(tmp_path / f"{i}", weighting=weighting).model, samples.model)
     uniform = start(tmp_path / "uniform")
-    assert same_bits(start(tmp_path / "ones", weighting=lambda i: 7).model, uniform.model)
+    assert same_bits(start(tmp_path / "ones", weighting=lambda i: 4).model, uniform.model)
     assert not same_bits(uniform.model, samples.model)
     with pytest.raises(fed.RunDirectoryError, match="another weighting"):
         start(tmp_path / "0", weighting=[*sizes[:-1], 1], resume=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from fastsam import fed
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start
 from tests.helpers.fed_runs import same_bits
+from tests.helpers.oracle import ragged_clients, smooth_model
+from tests.helpers.places import ROOT
 
 
 class Diary(fed.Callback):
@@ -174,7 +178,10 @@ def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
 @pytest.mark.parametrize(
     ("callbacks", "words"),
     [
-        (Diary(), "callbacks must be a list of objects with one of on_start, on_evaluation, on_round, on_end, got Diary"),
+        (
+            Diary(),
+            "callbacks must be a list of objects with one of on_start, on_evaluation, on_round, on_end, got Diary",
+        ),
         ([Diary], r"callbacks must hold instances: write Diary\(...\), not Diary"),
         ([print], "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
     ],
@@ -186,12 +193,30 @@ def test_what_is_no_callback_is_told_before_the_run(callbacks, words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("progress", "terminal", "shown"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)])
+@pytest.mark.parametrize(
+    ("progress", "terminal", "shown"),
+    [(None, True, True), (None, False, False), (False, True, False), (True, False, True)],
+)
 def test_a_bar_where_there_is_a_terminal(progress, terminal, shown, tmp_path, monkeypatch, capsys):
-    import sys
-
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     start(tmp_path / "run", progress=progress)
     seen = capsys.readouterr()
     assert seen.out == "" and ("3/3" in seen.err) == shown
     assert ("everything is in" in seen.err and str(tmp_path / "run") in seen.err.replace("\n", "")) == shown
+
+
+def test_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    clients = ragged_clients(torch.float32)
+    names = {"model": smooth_model(torch.float32), "data": [*clients]}
+    ready, own = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.S)
+    options = "rounds=2, test=data[0]"
+    exec(ready.replace("rounds=200", options), names)
+    assert names["result"].summary()["stopped"] is None and {"rounds.csv", "best.safetensors"} <= {
+        p.name for p in tmp_path.iterdir()
+    }
+    exec(own, names)
+    exec(f"fed.run(model, data, fed.FedAvg(), {options}, callbacks=[Watch()], run_dir='run')", names)
+    assert capsys.readouterr().out == f"2 rounds in {tmp_path / 'run'}\n"

@@ -73,7 +73,8 @@ def test_options_of_a_split(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model", "clients", "algorithm", "test", "device", "run_dir", "resume", "callbacks", "progress", "loss", "config"]
+    "name",
+    ["model", "clients", "algorithm", "test", "device", "run_dir", "resume", "callbacks", "progress", "loss", "config"],
 )
 def test_what_is_handed_to_a_run(name: str) -> None:
     arguments = {

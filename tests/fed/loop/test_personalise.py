@@ -42,14 +42,14 @@ def test_each_client_trains_the_global_model_on_alone(tmp_path):
     assert json.loads((tmp_path / "run" / "personal.json").read_text()) == result.personal
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
+@pytest.mark.parametrize("executor", ["threads", pytest.param("vmap", marks=pytest.mark.slow)])
 def test_the_run_itself_stays_as_it_is(executor, tmp_path):
-    plain = start(tmp_path / "plain", executor=executor, slots=None if executor == "sequential" else 3)
-    tuned = start(tmp_path / "tuned", executor=executor, slots=None if executor == "sequential" else 3, personalise=2)
+    plain = start(tmp_path / "plain", executor=executor, slots=3)
+    tuned = start(tmp_path / "tuned", executor=executor, slots=3, personalise=2)
     assert same_bits(plain.model, tuned.model) and records(tmp_path / "plain") == records(tmp_path / "tuned")
     assert plain.personal is None and plain.summary()["personal"] is None
     assert not (tmp_path / "plain" / "personal.json").exists() and len(tuned.personal) == 5
-    again = start(tmp_path / "plain", executor=executor, slots=None if executor == "sequential" else 3, personalise=2, resume=True)
+    again = start(tmp_path / "plain", executor=executor, slots=3, personalise=2, resume=True)
     assert again.personal == tuned.personal
 
 
@@ -79,7 +79,13 @@ def test_a_client_that_cannot_be_trained_has_no_accuracy():
     x, y = torch.randn(6, 6), torch.tensor([0, 1, 2, 0, 1, 2])
     clients = [(x, y), (x * 1e30, y)]
     result = start_small(
-        nn.Linear(6, 3), clients, test=(x, y), personalise=1, lr=1e10, sampler=lambda t, g: [0], loss=lambda out, y: nn.functional.cross_entropy(out, y)
+        nn.Linear(6, 3),
+        clients,
+        test=(x, y),
+        personalise=1,
+        lr=1e10,
+        sampler=lambda t, g: [0],
+        loss=lambda out, y: nn.functional.cross_entropy(out, y),
     )
     assert result.personal[1]["after"] is None and result.personal[0]["after"] is not None
     assert result.summary()["personal"]["before_mean"] == result.personal[0]["before"]

@@ -79,7 +79,10 @@ def test_a_bad_rate_is_told_before_the_run(options, words):
     ("make", "words"),
     [
         (lambda: fed.TorchSchedule(0.1, 5), "takes a function from an optimizer to its scheduler, got 5"),
-        (lambda: fed.TorchSchedule(0.1, lambda opt: 5), "takes a function that makes a scheduler of torch, got 5 from it"),
+        (
+            lambda: fed.TorchSchedule(0.1, lambda opt: 5),
+            "takes a function that makes a scheduler of torch, got 5 from it",
+        ),
         (lambda: fed.TorchSchedule(-1, ExponentialLR), "lr must be a finite number >= 0, got -1"),
         (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), "lr failed in round 1: TypeError"),
     ],
