@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 from typing import Any
 
@@ -15,8 +14,6 @@ from fastsam import fed
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start
 from tests.helpers.fed_runs import same_bits
-from tests.helpers.oracle import ragged_clients, smooth_model
-from tests.helpers.places import ROOT
 
 
 class Diary(fed.Callback):
@@ -205,18 +202,3 @@ def test_a_bar_where_there_is_a_terminal(progress, terminal, shown, tmp_path, mo
     seen = capsys.readouterr()
     assert seen.out == "" and ("3/3" in seen.err) == shown
     assert ("everything is in" in seen.err and str(tmp_path / "run") in seen.err.replace("\n", "")) == shown
-
-
-def test_the_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    clients = ragged_clients(torch.float32)
-    names = {"model": smooth_model(torch.float32), "data": [*clients]}
-    ready, own = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "callbacks.md").read_text(), re.S)
-    options = "rounds=2, test=data[0]"
-    exec(ready.replace("rounds=200", options), names)
-    assert names["result"].summary()["stopped"] is None and {"rounds.csv", "best.safetensors"} <= {
-        p.name for p in tmp_path.iterdir()
-    }
-    exec(own, names)
-    exec(f"fed.run(model, data, fed.FedAvg(), {options}, callbacks=[Watch()], run_dir='run')", names)
-    assert capsys.readouterr().out == f"2 rounds in {tmp_path / 'run'}\n"
