@@ -109,7 +109,7 @@ SEED ?= 0
 attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
 	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
 
-test-slow: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets
+test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets
 	@$(BIN)/python -m pytest -q -ra -m slow
 	@$(MAKE) test-sanitize
 	@$(MAKE) test-malloc TRAINING=tests

@@ -19,6 +19,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/*.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "**/__pycache__"]
 highlight_language = "text"  # of blocks that name none: commands, equations
+smartquotes = False  # "auto" and --flag stay what one types
 default_role = "code"
 
 myst_heading_anchors = 4  # GitHub's, which the pages link to
