@@ -40,8 +40,9 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
-def test_mlflow(tmp_path: Path) -> None:
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the databases that it prefers need more packages
+    mlflow.set_tracking_uri(f"file://{tmp_path / 'mlflow'}")
     result = start(tmp_path / "run", rounds=3, callbacks=[fed.callbacks.MLflow("fed", run_name="one")])
     client = mlflow.MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("fed").experiment_id])
