@@ -79,9 +79,6 @@ def reasons(results: Sequence[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-SPECIFICATION = "fastsam_reference"
-
-
 def threads_of(number: int) -> str:
     return f"{number} thread{'s' if number > 1 else ''}"
 
@@ -113,7 +110,7 @@ def sections(record: dict[str, Any]) -> dict[str, str]:
             lambda row: figure(row, "to_copied"),
         ),
         "choices": "Time of the optimizer part of a SAM step, relative to the copied per-tensor SAM (less is faster):\n\n"
-        + _matrix(record, lambda row: figure(row, "to_copied"), leave_out=(SPECIFICATION,)),
+        + _matrix(record, lambda row: figure(row, "to_copied")),
         "flat": section(
             "Relative to one flat tensor with flat gradients and torch's fused SGD:", lambda row: figure(row, "to_flat")
         ),
@@ -167,14 +164,13 @@ def _space(name: str) -> str:
     return name[: name.rfind(":") + 1]
 
 
-def _matrix(record: dict[str, Any], cell: Callable[[dict[str, Any]], str], leave_out: tuple[str, ...] = ()) -> str:
-    """Contenders down, sizes and threads across. A contender without a figure has its state in the cell, and the reason below. In bold what is
-    ours to choose; the reference is a specification."""
+def _matrix(record: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> str:
+    """Contenders down, sizes and threads across, ours in bold. One without a figure has its state in the cell, and the reason below."""
     results = record["results"]
     heads = [f"{r['title']}, {threads_of(r['threads'])}" for r in results]
     lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
-    rows = [row for r in results for row in r["contenders"] if row["name"] not in leave_out]
-    titles = {row["name"]: (row["title"], row["ours"] and row["name"] != SPECIFICATION) for row in rows}
+    rows = [row for r in results for row in r["contenders"]]
+    titles = {row["name"]: (row["title"], row["ours"]) for row in rows}
     for name, (title, ours) in titles.items():
         cells = []
         for r in results:
