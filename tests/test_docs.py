@@ -45,11 +45,12 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a pa
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federated run, and one client after the other: nothing is recorded for so few."""
+    """Of a federated run, one client after the other, since nothing is recorded for so few; one epoch of what comes after the rounds."""
     run = fed.run
 
     def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
-        return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options))
+        after = {"personalise": 1} if options.get("personalise") else {}
+        return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options | after))
 
     monkeypatch.setattr(fed, "run", short)
 

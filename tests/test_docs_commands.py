@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -120,8 +121,7 @@ def check_fastsam(arguments: Sequence[str]) -> None:
         return
     parsed, flags = top.parse_known_args([HOLES.get(word, word) for word in bare])
     if parsed.command == "reproduce" and not parsed.list:
-        table = load(parsed.table, parsed.scale)
-        runner.plans(table, table.seeds, flags)
+        check_plans(parsed.table, parsed.scale, tuple(flags))
     elif parsed.command == "run":
         config.resolve(config.read(example(parsed.config), flags))
     elif parsed.command == "compare":
@@ -129,6 +129,12 @@ def check_fastsam(arguments: Sequence[str]) -> None:
         compare.plan(config.read(example(parsed.config), flags), *lists, parsed.sweep)
     else:
         assert not flags, f"takes no {flags}"
+
+
+@functools.cache  # pages name the same tables
+def check_plans(name: str, scale: str | None, flags: tuple[str, ...]) -> None:
+    table = load(name, scale)
+    runner.plans(table, table.seeds, flags)
 
 
 def example(path: str) -> Path:
