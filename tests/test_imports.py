@@ -57,7 +57,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam.step", ()),
     ("fastsam.batchnorm", ()),
     ("fastsam.optim", ("fastsam.ops", "fastsam.arena", "fastsam.backends", "fastsam.step", "fastsam.batchnorm")),
-    ("fastsam.integrations", ("fastsam.optim",)),
+    ("fastsam.integrations", ("fastsam.optim", "fastsam.batchnorm")),
     *_rooms(),
     ("fastsam.fed", BELOW_FED),
     ("fastsam.lab", ("fastsam.fed", *BELOW_FED, "fastsam.backends", "fastsam.__version__", "fastsam.FusedSAM")),

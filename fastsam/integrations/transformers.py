@@ -1,0 +1,109 @@
+"""Hugging Face transformers: a `Trainer` that takes both passes of a step over the same micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fastsam.batchnorm import frozen_batchnorm_stats
+from fastsam.integrations.accelerate import sam_of
+from fastsam.optim import FusedSAM
+from fastsam.optim.variants import SAM
+
+# `Trainer` with its methods where types are checked; nothing where transformers is imported only when it is asked for.
+Base: Any = object
+if TYPE_CHECKING:
+    SAMTrainer: Any
+
+# Keywords of optimizers that choose their parameters themselves (GaLore, LOMO).
+OWN_PARAMETERS = ("params", "model", "optimizer_dict")
+
+
+class SAMTraining(Base):
+    """What `SAMTrainer` has before `transformers.Trainer`; for another trainer `class Mine(SAMTraining, Seq2SeqTrainer)`.
+
+    sam
+        the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)` names becomes the base of a
+        `FusedSAM`, with the learning rate, weight decay and parameter groups of the arguments. In its place a FusedSAM of one's own may be given:
+        `optimizers=(FusedSAM(...), None)`, `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
+
+    A step's micro-batches are passed once more when the gradients of the last of them are there and the weights have moved to the perturbed point;
+    running statistics stay as they are then.
+    The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's. Checkpoints are the
+    trainer's own: training goes on from them bit for bit.
+
+    Raises ValueError for `sam` beside an optimizer, and as the training starts for DeepSpeed and for an optimizer that is no FusedSAM or cannot be
+    its base.
+    """
+
+    def __init__(self, *arguments: Any, sam: SAM | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if sam is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
+            raise ValueError("sam beside an optimizer: give the variant to the FusedSAM, as in FusedSAM(..., sam=sam)")
+        self._sam = sam
+        self._batches: list[tuple[Any, Any]] = []  # of the step that is being made
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        """`FusedSAM` around what the `TrainingArguments` name."""
+        base, options = super().get_optimizer_cls_and_kwargs(args, model)
+        by_itself = not (isinstance(base, type) and issubclass(base, Optimizer))
+        if by_itself or any(name in options for name in OWN_PARAMETERS):
+            name = getattr(args.optim, "value", args.optim)
+            raise ValueError(
+                f"optim={name!r} chooses its parameters itself, so it cannot be the base of a FusedSAM. Take another one, such as 'adamw_torch', or "
+                "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
+            )
+        return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "sam": self._sam}
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """As `Trainer` does; the optimizer is a `FusedSAM`."""
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "SAMTrainer with DeepSpeed, whose engine makes the optimizer's step by itself: train without"
+            )
+        optimizer = super().create_optimizer(model)
+        try:
+            sam_of(optimizer)
+        except TypeError as error:
+            raise ValueError(f"SAMTrainer: {error}. To have it made, give sam=fastsam.variants.SAM()") from error
+        return optimizer
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first pass's loss."""
+        sam = sam_of(self.optimizer)
+        try:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            self._batches.append((inputs, num_items_in_batch))
+            if self.accelerator.sync_gradients:
+                batches, self._batches = self._batches, []
+                if sam.two_passes:
+                    sam.first_step()
+                    model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
+                    with frozen_batchnorm_stats(model):
+                        self._pass_again(model, batches)
+        except BaseException:
+            self._batches = []
+            if sam.is_perturbed:
+                sam.restore()
+            raise
+        return loss
+
+    def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
+        """The gradients at the perturbed point; several processes average them behind the last micro-batch."""
+        for number, (inputs, count) in enumerate(batches, 1):
+            with nullcontext() if number == len(batches) else self.accelerator.no_sync(model=model):
+                super().training_step(model, inputs, count)
+
+
+def __getattr__(name: str) -> Any:
+    """`SAMTrainer` is made when it is asked for, since transformers takes seconds to import."""
+    if name != "SAMTrainer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from transformers import Trainer
+
+    made = type("SAMTrainer", (SAMTraining, Trainer), {"__doc__": SAMTraining.__doc__, "__module__": __name__})
+    globals()[name] = made
+    return made

@@ -1,0 +1,340 @@
+"""transformers' own Trainer around FusedSAM, beside the same steps in a plain loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastsam
+from fastsam import FusedSAM
+from fastsam.integrations import transformers as integration
+from fastsam.integrations.accelerate import sam_of
+from fastsam.integrations.transformers import SAMTraining
+from tests.helpers.libraries import library
+from tests.helpers.sam_oracle import same_bits
+
+transformers = library("transformers")
+library("accelerate")
+SAMTrainer = integration.SAMTrainer
+
+COUNT, SIZE = 12, 2  # samples, of a micro-batch
+GENERATOR = torch.Generator().manual_seed(0)
+SAMPLES = [
+    {"input_ids": torch.randint(16, (6,), generator=GENERATOR), "labels": torch.randint(3, (), generator=GENERATOR)}
+    for _ in range(COUNT)
+]
+
+
+def tiny_model(dropout: float = 0.0) -> nn.Module:
+    """A classifier of BERT's kind with some hundred parameters."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=3,
+        max_position_embeddings=8, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def arguments(folder: Path, **settings: Any) -> Any:
+    defaults = {
+        "max_steps": 4,
+        "weight_decay": 0.1,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+    }
+    return transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, learning_rate=0.02, optim="adamw_torch", seed=0,
+        per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **{**defaults, **settings},
+    )  # fmt: skip
+
+
+class InOrder:
+    """The samples as they stand, so that a plain loop meets the same ones; and losses as a mean over micro-batches."""
+
+    def get_batch_samples(self, *arguments: Any) -> Any:
+        batches, _ = super().get_batch_samples(*arguments)  # type: ignore[misc]
+        return (
+            batches,
+            None,
+        )  # BERT's classifier takes the number of items and makes nothing of it, which then is the loss's scale
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(SAMPLES)
+
+
+class Trainer(InOrder, SAMTrainer):
+    pass
+
+
+def trained(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, **settings: Any) -> Any:
+    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, sam=sam)
+    trainer.train()
+    return trainer
+
+
+def windows(accumulated: int) -> Iterator[list[dict[str, Tensor]]]:
+    """The micro-batches of each step of an epoch; its last step may have fewer."""
+    rows = [SAMPLES[i : i + SIZE] for i in range(0, COUNT, SIZE)]
+    batches = [{name: torch.stack([row[name] for row in group]) for name in group[0]} for group in rows]
+    for i in range(0, len(batches), accumulated):
+        yield batches[i : i + accumulated]
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As the trainer makes them: no decay of biases and of layer norms."""
+    plain = {name for name, _ in model.named_parameters() if name.endswith("bias") or "LayerNorm" in name}
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name not in plain], "weight_decay": 0.1},
+        {"params": [p for name, p in named if name in plain], "weight_decay": 0.0},
+    ]
+
+
+def plain_loop(
+    model: nn.Module,
+    steps: Iterable[list[dict[str, Tensor]]],
+    sam: fastsam.SAM | None = None,
+    clip: float = 1.0,
+    bf16: bool = False,
+) -> tuple[nn.Module, list[float], list[float]]:
+    """The same steps by hand: the model, the losses of the first passes, the norms of the second gradients."""
+    model = copy.deepcopy(model).train()
+    opt = FusedSAM(groups(model), torch.optim.AdamW, sam=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    losses, norms = [], []
+
+    def backward(batches: list[dict[str, Tensor]]) -> float:
+        opt.zero_grad()
+        total = 0.0
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                loss = model(**batch).loss / len(batches)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    for batches in steps:
+        losses.append(backward(batches))
+        if opt.two_passes:
+            opt.first_step()
+            backward(batches)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        opt.step()
+    return model, losses, norms
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return same_bits(list(a.parameters()), list(b.parameters()))
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "settings"),
+    [
+        (1, {"max_grad_norm": 0.5}),
+        (1, {"bf16": True}),
+        (2, {}),
+        (4, {"max_grad_norm": 0.5}),  # the last step of the epoch has two micro-batches
+        (2, {"bf16": True, "max_grad_norm": 0.5}),
+    ],
+)
+def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulated: int, settings: dict[str, Any]) -> None:
+    start = tiny_model()
+    steps = list(windows(accumulated))
+    model, losses, norms = plain_loop(start, steps, clip=settings.get("max_grad_norm", 1.0), bf16="bf16" in settings)
+    trainer = trained(
+        tmp_path, copy.deepcopy(start), gradient_accumulation_steps=accumulated, **{"max_steps": len(steps), **settings}
+    )
+    assert same(trainer.model, model)
+    assert trainer.state.global_step == len(steps)
+    assert logged(trainer, "loss") == pytest.approx(losses, abs=1e-4), "the first pass's, to the digits that are logged"
+    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-6), "the second gradient's"
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
+    """What the comparisons above would not notice, should both leave the second pass out."""
+    start = tiny_model()
+    with_sam, without = copy.deepcopy(start), copy.deepcopy(start)
+    trained(tmp_path, with_sam, fastsam.SAM(rho=0.5))
+
+    class Plain(InOrder, transformers.Trainer):
+        pass
+
+    Plain(model=without, args=arguments(tmp_path), train_dataset=SAMPLES).train()
+    moved = [(a - b).abs().max().item() for a, b in zip(with_sam.parameters(), without.parameters())]
+    assert max(moved) > 1e-3
+
+
+def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
+    start, sam = tiny_model(), fastsam.SAM(rho=0.3, every=2)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    model, _, _ = plain_loop(start, list(windows(1))[:4], sam)
+    start.register_forward_hook(count)
+    assert same(trained(tmp_path, start, sam).model, model)
+    assert calls == 4 + 2
+
+
+def test_a_variant_of_one_pass_evaluates_the_clean_weights(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, tiny_model(), fastsam.MSAM(rho=0.3))
+    perturbed = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.evaluate(SAMPLES)
+    assert not same_bits(perturbed, list(trainer.model.parameters()))
+    trainer.optimizer.train()
+    assert same_bits(perturbed, list(trainer.model.parameters()))
+
+
+def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -> None:
+    """Its loss is a sum over the tokens of a micro-batch, divided by the number of those of the whole step."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=8
+    )  # fmt: skip
+    start = transformers.LlamaForCausalLM(config)
+    samples = [{"input_ids": s["input_ids"], "labels": s["input_ids"].clone()} for s in SAMPLES[:4]]
+    for i, sample in enumerate(samples):
+        sample["labels"][: i + 1] = -100
+
+    expected = copy.deepcopy(start)
+    opt = FusedSAM(expected.parameters(), torch.optim.AdamW, rho=0.3, lr=0.02, weight_decay=0.0)
+    count = sum((sample["labels"][1:] != -100).sum().item() for sample in samples)
+    batches = [{n: torch.stack([a[n], b[n]]) for n in a} for a, b in (samples[:2], samples[2:])]
+    for step in (opt.first_step, opt.step):
+        opt.zero_grad()
+        for batch in batches:
+            expected(**batch, num_items_in_batch=torch.tensor(count)).loss.backward()
+        step()
+
+    args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0.0, weight_decay=0.0)
+    trainer = SAMTrainer(model=start, args=args, train_dataset=samples, sam=fastsam.SAM(rho=0.3))
+    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
+    trainer.train()
+    assert same(trainer.model, expected)
+
+
+def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
+    settings = {
+        "max_steps": 7,
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "linear",
+        "save_strategy": "steps",
+    }
+
+    def trainer(folder: str) -> Any:
+        args = arguments(tmp_path / folder, save_steps=5, **settings)
+        return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, sam=fastsam.SAM(rho=0.3))
+
+    whole, resumed = trainer("whole"), trainer("resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    assert same(whole.model, resumed.model)
+    assert logged(whole, "loss") == logged(resumed, "loss") and len(logged(whole, "loss")) == 7
+    whole_state, state = (t.optimizer.state_dict()["state"] for t in (whole, resumed))
+    assert all(same_bits(list(whole_state[i].values()), list(state[i].values())) for i in whole_state)
+
+
+def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
+    class Failing(Trainer):
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            if sam_of(self.optimizer).is_perturbed:
+                raise RuntimeError("out of memory")
+            return super().compute_loss(*arguments, **options)
+
+    start = tiny_model()
+    before = copy.deepcopy(start)
+    trainer = Failing(model=start, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert same(start, before) and not sam_of(trainer.optimizer).is_perturbed
+
+
+def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.norm(input_ids.float()))
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    model = Model()
+    trained(tmp_path, model, gradient_accumulation_steps=3, max_steps=2)
+    assert int(model.norm.num_batches_tracked) == 6
+
+
+def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    class Mine(InOrder, SAMTraining, transformers.Seq2SeqTrainer):
+        pass
+
+    start = tiny_model()
+    model, _, _ = plain_loop(start, windows(1), fastsam.SAM(rho=0.2))
+    folder = tmp_path
+    args = transformers.Seq2SeqTrainingArguments(**{**arguments(folder, max_steps=6).to_dict(), "use_cpu": True})
+    opt = FusedSAM(groups(start), torch.optim.AdamW, rho=0.2, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    trainer = Mine(model=start, args=args, train_dataset=SAMPLES, optimizers=(opt, None))
+    trainer.train()
+    assert same(trainer.model, model)
+
+
+def _adam(model: nn.Module) -> dict[str, Any]:
+    return {"optimizers": (torch.optim.AdamW(model.parameters()), None)}
+
+
+def _adam_by_class(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 0.1})}
+
+
+def _both(model: nn.Module) -> dict[str, Any]:
+    return {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "sam": fastsam.SAM()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (_adam, "SAMTrainer: expected a FusedSAM.* got AdamW"),
+        (_adam_by_class, "SAMTrainer: expected a FusedSAM.* got AdamW"),
+        (_both, "sam beside an optimizer"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_step(
+    tmp_path: Path, given: Callable[[nn.Module], dict[str, Any]], message: str
+) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, **given(model)).train()
+
+
+@pytest.mark.parametrize(
+    "chosen", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
+)
+def test_an_optimizer_that_chooses_its_parameters_is_refused(
+    tmp_path: Path, chosen: tuple[Any, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers answers for GaLore, and for its factories; neither is installed here."""
+    monkeypatch.setattr(transformers.Trainer, "get_optimizer_cls_and_kwargs", staticmethod(lambda *_: chosen))
+    with pytest.raises(ValueError, match="optim='.*adamw_torch' chooses its parameters itself"):
+        trained(tmp_path, tiny_model())
+
+
+def test_the_plain_trainer_says_that_a_pass_is_missing(tmp_path: Path) -> None:
+    model = tiny_model()
+    opt = FusedSAM(model.parameters(), torch.optim.AdamW, lr=0.02)
+    trainer = transformers.Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, optimizers=(opt, None))
+    with pytest.raises(RuntimeError, match=r"step\(\) has nothing to do: no closure"):
+        trainer.train()
