@@ -164,15 +164,15 @@ $(PEERS)/weights/.ready:
 test-peers: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/weights/.ready ## our weights beside those of pfl, FedLab and optax, in an environment of their own
 	@FASTSAM_FED_PEERS=$(abspath $(PEERS))/weights/bin/python $(BIN)/python -m pytest -q -ra tests/fed/algorithms/test_peers.py
 
-# Beside other people's trainers, in an environment that has them; their optional torchvision is left out. The compiled kernels are those of $(VENV).
+# Beside other people's trainers, in an environment that has them. The compiled kernels are those of $(VENV).
 $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	@test -x $(PEERS)/integrations/bin/python || $(PYTHON) -m venv $(PEERS)/integrations
 	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja
 	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e '.[integrations,test]'
 	@touch $@
 
-test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and Accelerate themselves, in an environment of their own
-	@FASTSAM_INTEGRATIONS=1 $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
+test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own
+	@FASTSAM_INTEGRATIONS=1 FASTSAM_COMPATIBILITY=runs/compatibility.json $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
 
 .PRECIOUS: $(PEERS)/%/.ready
 bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and four simulators: tables, JSON, PNG. ARGS=--quick

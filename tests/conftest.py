@@ -17,11 +17,15 @@ if not torch.cuda.is_available():
 import torch._subclasses.fake_tensor as fake_tensors
 
 from fastsam import backends
+from tests.helpers.libraries import with_torchvision
 from tests.helpers.op_cases import parameter
 
 # `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is deep under pytest:
 # half of the time of a short federated run.
 fake_tensors.traceback = SimpleNamespace(extract_stack=list)  # type: ignore[assignment]
+
+if os.environ.get("FASTSAM_INTEGRATIONS"):
+    with_torchvision()  # before the first of the libraries that import it
 
 # A process started in the background of a script ignores Ctrl-C, and so do its children; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
+import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 
 def library(name: str) -> ModuleType:
@@ -16,3 +19,26 @@ def library(name: str) -> ModuleType:
     return pytest.importorskip(
         name, reason=f"{name} is not installed here: make test-integrations", exc_type=ImportError
     )
+
+
+_MISSING = re.compile(r"operator torchvision::(\w+) does not exist")
+_declared: list[torch.library.Library] = []  # what is declared lasts as long as these
+
+
+def with_torchvision() -> None:
+    """Makes `import torchvision` work beside a torch without CUDA, for libraries that import it and need no operator of it. One that was built for
+    CUDA cannot load its operators there, and its import fails where it describes the first of them; the names alone are then declared."""
+    for _ in range(8):
+        try:
+            importlib.import_module("torchvision")
+            return
+        except ImportError:
+            return  # `library` says what is missing
+        except RuntimeError as error:
+            found = _MISSING.search(str(error))
+            if found is None:
+                raise
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        _declared.append(torch.library.Library("torchvision", "FRAGMENT"))
+        _declared[-1].define(f"{found[1]}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -44,6 +44,7 @@ def plain_loop(model: nn.Module, opt: FusedSAM, accumulated: int) -> None:
                 opt.first_step()
 
 
+@pytest.mark.shows("Accelerate", "`sam_of`: both halves, accumulation, clipping", "works")
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_the_steps_of_a_plain_loop(accumulated: int) -> None:
     """The recipe of the page: all micro-batches, first_step, all of them again, step."""
@@ -73,6 +74,7 @@ def test_the_steps_of_a_plain_loop(accumulated: int) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.shows("Accelerate", "`save_state`, `load_state`, bit for bit", "works")
 def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
     def steps(model: nn.Module, opt: Any, batches: Tensor) -> None:
         for batch in batches:
@@ -93,6 +95,7 @@ def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
     assert same_bits(whole, list(model.parameters()))
 
 
+@pytest.mark.shows("Accelerate", "`step(closure)` of the prepared optimizer", "works")
 def test_closures_through_the_prepared_optimizer() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     start, _ = made()
@@ -104,6 +107,7 @@ def test_closures_through_the_prepared_optimizer() -> None:
     assert same_bits(list(model.parameters()), list(expected.parameters()))
 
 
+@pytest.mark.shows("Accelerate", "`accumulate()` with a closure", "warning")
 def test_accumulate_with_a_closure_warns_of_the_lost_micro_batches() -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, opt = accelerator.prepare(*made())
@@ -119,6 +123,7 @@ def test_accumulate_with_a_closure_warns_of_the_lost_micro_batches() -> None:
         train()
 
 
+@pytest.mark.shows("Accelerate", "its GradScaler, with and without clipping", "works")
 @pytest.mark.parametrize("clip", [False, True])
 def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
     """As `mixed_precision="fp16"` wraps an optimizer; it needs a GPU for the rest, and this does not. A power of two, so nothing is rounded."""
@@ -147,6 +152,9 @@ def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.shows(
+    "Accelerate", "its GradScaler skips a step (its schedulers count it, as with torch's fused optimizers)", "works"
+)
 def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     accelerate.Accelerator(cpu=True)
     model, opt = made()
@@ -163,6 +171,7 @@ def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     assert not wrapped.step_was_skipped
 
 
+@pytest.mark.shows("Accelerate", "`sam_of` of another optimizer", "clear error")
 def test_what_has_no_fused_sam_in_it_is_refused() -> None:
     opt = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(TypeError, match="got AcceleratedOptimizer around SGD"):
@@ -171,6 +180,7 @@ def test_what_has_no_fused_sam_in_it_is_refused() -> None:
         sam_of(None)
 
 
+@pytest.mark.shows("Accelerate", "`step()` of the prepared optimizer without a first half", "clear error")
 def test_the_prepared_optimizer_alone_says_that_a_pass_is_missing() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model, opt = accelerator.prepare(*made())

@@ -93,6 +93,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return same_bits(list(a.parameters()), list(b.parameters())) and same_bits(list(a.buffers()), list(b.buffers()))
 
 
+@pytest.mark.shows("Lightning", "manual optimization through `self.optimizers()`", "works")
 def test_manual_mode_through_the_wrapped_optimizer() -> None:
     model = Model(manual=True)
     expected = plain(model)
@@ -101,6 +102,7 @@ def test_manual_mode_through_the_wrapped_optimizer() -> None:
     assert trainer.global_step == len(BATCHES), "a step, not a pass"
 
 
+@pytest.mark.shows("Lightning", "manual optimization: `max_steps`", "works")
 def test_manual_mode_keeps_max_steps() -> None:
     model = Model(manual=True)
     expected = plain(model, BATCHES[:3])
@@ -108,6 +110,7 @@ def test_manual_mode_keeps_max_steps() -> None:
     assert same(model, expected)
 
 
+@pytest.mark.shows("Lightning", "manual optimization: a closure between the halves", "clear error")
 def test_a_closure_midway_is_still_an_error() -> None:
     class Wrong(Model):
         def training_step(self, batch: Tensor, number: int) -> None:
@@ -120,6 +123,9 @@ def test_a_closure_midway_is_still_an_error() -> None:
         fit(Wrong(manual=True))
 
 
+@pytest.mark.shows(
+    "Lightning", "automatic optimization with `sam_callback()`; clipping, bf16, running statistics", "works"
+)
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.05, "precision": "bf16-mixed"}]
 )
@@ -132,6 +138,7 @@ def test_automatic_mode_with_the_callback(settings: dict[str, Any]) -> None:
     assert "log" not in vars(model), "the module is as it was"
 
 
+@pytest.mark.shows("Lightning", "`sam_callback()`: `self.log` writes in the first pass alone", "works")
 def test_the_first_pass_alone_is_logged() -> None:
     first_passes: list[Tensor] = []
 
@@ -151,6 +158,7 @@ def _adam(self: Model) -> torch.optim.Optimizer:
     return torch.optim.Adam(self.parameters())
 
 
+@pytest.mark.shows("Lightning", "`sam_callback()` with `accumulate_grad_batches`, or another optimizer", "clear error")
 @pytest.mark.parametrize(
     ("settings", "optimizer", "message"),
     [
@@ -167,6 +175,7 @@ def test_the_callback_refuses_what_cannot_work(
         fit(Model(), sam_callback(), **settings)
 
 
+@pytest.mark.shows("Lightning", "`accumulate_grad_batches` without the callback", "warning")
 def test_without_the_callback_accumulation_warns() -> None:
     with pytest.warns(UserWarning, match=r"gradients when step\(closure\) began that no step has used"):
         fit(Model(), accumulate_grad_batches=2)

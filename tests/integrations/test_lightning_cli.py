@@ -49,6 +49,7 @@ def trained_by(*arguments: str) -> dict[str, Any]:
     return {"base": type(opt.base_optimizer), **opt.param_groups[0]}
 
 
+@pytest.mark.shows("Lightning", "LightningCLI: options of FusedSAM and of its base", "works")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -137,6 +137,9 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+@pytest.mark.shows(
+    "transformers", "`SAMTrainer`: the steps, losses and norms of a plain loop; accumulation, clipping, bf16", "works"
+)
 @pytest.mark.parametrize(
     ("accumulated", "settings"),
     [
@@ -175,6 +178,7 @@ def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
     assert max(moved) > 1e-3
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer` with `every=2`", "works")
 def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
     start, sam = tiny_model(), fastsam.SAM(rho=0.3, every=2)
     calls = 0
@@ -189,6 +193,7 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
     assert calls == 4 + 2
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer` with `MSAM`: evaluation of the clean weights", "works")
 def test_a_variant_of_one_pass_evaluates_the_clean_weights(tmp_path: Path) -> None:
     trainer = trained(tmp_path, tiny_model(), fastsam.MSAM(rho=0.3))
     perturbed = [p.detach().clone() for p in trainer.model.parameters()]
@@ -198,6 +203,7 @@ def test_a_variant_of_one_pass_evaluates_the_clean_weights(tmp_path: Path) -> No
     assert same_bits(perturbed, list(trainer.model.parameters()))
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer`: a loss over the tokens of all micro-batches", "works")
 def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -> None:
     """Its loss is a sum over the tokens of a micro-batch, divided by the number of those of the whole step."""
     torch.manual_seed(0)
@@ -226,6 +232,7 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
     assert same(trainer.model, expected)
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer`: `resume_from_checkpoint`, bit for bit", "works")
 def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
     settings = {
@@ -248,6 +255,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     assert all(same_bits(list(whole_state[i].values()), list(state[i].values())) for i in whole_state)
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer`: an exception in the second pass leaves the weights", "works")
 def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     class Failing(Trainer):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
@@ -263,6 +271,7 @@ def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     assert same(start, before) and not sam_of(trainer.optimizer).is_perturbed
 
 
+@pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take the first pass alone", "works")
 def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -278,6 +287,7 @@ def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     assert int(model.norm.num_batches_tracked) == 6
 
 
+@pytest.mark.shows("transformers", "`SAMTraining` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
 def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     class Mine(InOrder, SAMTraining, transformers.Seq2SeqTrainer):
         pass
@@ -304,6 +314,9 @@ def _both(model: nn.Module) -> dict[str, Any]:
     return {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "sam": fastsam.SAM()}
 
 
+@pytest.mark.shows(
+    "transformers", "`SAMTrainer` with an optimizer that is no FusedSAM; `sam` beside an optimizer", "clear error"
+)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -320,6 +333,9 @@ def test_what_cannot_work_is_refused_before_the_first_step(
         Trainer(model=model, args=arguments(tmp_path), train_dataset=SAMPLES, **given(model)).train()
 
 
+@pytest.mark.shows(
+    "transformers", "`SAMTrainer` with an optimizer that chooses its parameters itself (GaLore)", "clear error"
+)
 @pytest.mark.parametrize(
     "chosen", [(torch.optim.SGD, {"lr": 0.1, "params": []}), (lambda: torch.optim.SGD, {"lr": 0.1})]
 )
@@ -332,6 +348,7 @@ def test_an_optimizer_that_chooses_its_parameters_is_refused(
         trained(tmp_path, tiny_model())
 
 
+@pytest.mark.shows("transformers", "`Trainer` with a FusedSAM", "clear error")
 def test_the_plain_trainer_says_that_a_pass_is_missing(tmp_path: Path) -> None:
     model = tiny_model()
     opt = FusedSAM(model.parameters(), torch.optim.AdamW, lr=0.02)

@@ -1,0 +1,55 @@
+"""The page of what works in which trainer is what the tests' last record says, and has every marked test."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.places import ROOT
+from tests.integrations.report import PACKAGES, PAGE, RESULTS, fill, read, table
+
+
+def marked() -> dict[str, tuple[str, ...]]:
+    """The marks `shows` in the sources, by test."""
+    found = {}
+    for path in sorted((ROOT / "tests" / "integrations").glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.shows":
+                    test = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
+                    found[test] = tuple(ast.literal_eval(argument) for argument in mark.args)
+    return found
+
+
+def test_the_page_is_its_record() -> None:
+    record = read(RESULTS)
+    assert PAGE.read_text() == fill(PAGE.read_text(), record)
+
+
+def test_the_record_has_every_marked_test_as_it_is_marked() -> None:
+    rows = {row["test"]: (row["library"], row["feature"], row["result"]) for row in read(RESULTS)["rows"]}
+    assert rows == marked()
+    assert {library for library, *_ in rows.values()} == set(PACKAGES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"outcome": "failed"}, "is failed: a page is made"), ({"result": "silently wrong"}, "shows .*silently wrong")],
+)
+def test_no_page_is_made_of_a_failure(change: dict[str, str], message: str, tmp_path: Path) -> None:
+    record = copy.deepcopy(read(RESULTS))
+    record["rows"][0] |= change
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "record.json")
+
+
+def test_a_row_shows_the_version_that_was_tried() -> None:
+    record = read(RESULTS)
+    row = record["rows"][0]
+    version = record["versions"][PACKAGES[row["library"]]]
+    assert f"| {row['library']} | {version} | {row['feature']} | {row['result']} |" in table(record)
