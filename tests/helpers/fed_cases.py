@@ -23,6 +23,13 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedadam": ("FedAdam", {"beta1": 0.8, "beta2": 0.95, "tau": 0.02}),
     "fedadam-corrected": ("FedAdam", {"bias_correction": True}),
     "fedadam-start": ("FedAdam", {"tau": 0.02, "V0": 4e-4}),
+    "fedadagrad": ("FedAdagrad", {"tau": 0.02}),
+    "fedadagrad-momentum": ("FedAdagrad", {"beta1": 0.6, "tau": 0.02, "V0": 4e-4}),
+    "fedyogi": ("FedYogi", {"beta1": 0.8, "beta2": 0.9, "tau": 0.02, "V0": 1e-4}),
+    "fedavgm": ("FedAvgM", {"beta": 0.6}),
+    "fednova": ("FedNova", {}),
+    "fedexp": ("FedExP", {"eps": 1e-6}),
+    "fedexp-last": ("FedExP", {"eps": 1e-5, "average": False}),
     "fedprox": ("FedProx", {"phi": 0.5}),
     "fedsam": ("FedSAM", {"rho": 0.3}),
     "fedsam-schedule": ("FedSAM", {"rho": "linear(0.3, 0.1, 3)"}),
@@ -92,7 +99,7 @@ def theirs(method: str) -> Any:
 
 def options_of(method: str, options: str) -> oracle.Options:
     """The options of a case; a FedDyn-like server has no learning rate."""
-    no_server_lr = isinstance(theirs(method), oracle.dynamic.Dynamic)
+    no_server_lr = isinstance(theirs(method), (oracle.dynamic.Dynamic, oracle.FedExP))
     return replace(OPTIONS[options], server_lr=1.0) if no_server_lr else OPTIONS[options]
 
 

@@ -38,7 +38,8 @@ class Round:
     """What a round is to an algorithm.
 
     index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. clients: N, all of them. active: clients
-    sampled for this round. rows: what a row holds, by parameter.
+    sampled for this round. rows: what a row holds, by parameter. momentum: of the local steps. seed: of the run, whose random numbers are
+    functions of it.
     """
 
     index: int
@@ -49,6 +50,8 @@ class Round:
     server_lr: float
     first_lr: float
     rows: Rows = field(repr=False, compare=False)
+    momentum: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,15 @@ class Algorithm:
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
         return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
+
+
+def no_server_lr(algorithm: object, round: Round) -> None:
+    """Raises ValueError for a run with a server's learning rate, for an algorithm whose server's step has none."""
+    if round.server_lr != 1:
+        raise ValueError(
+            f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got {round.server_lr:g}; in a "
+            "comparison, set server_lr in the table of the algorithm that uses it"
+        )
 
 
 def moved(w: Tensor, by: Tensor) -> Tensor:

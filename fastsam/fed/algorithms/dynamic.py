@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
 from fastsam.fed.common.checks import decayed, number
 
 
@@ -47,11 +47,7 @@ class DynamicRegularizer(Algorithm):
 
     def phi_of(self, round: Round) -> float:
         """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""
-        if round.server_lr != 1:
-            raise ValueError(
-                f"the server's step of {type(self).__name__} has no learning rate: leave server_lr at 1, got {round.server_lr:g}; in a "
-                "comparison, set server_lr in the table of the algorithm that uses it"
-            )
+        no_server_lr(self, round)
         return decayed("phi", self.phi, "phi_decay", self.phi_decay, round.index)
 
 

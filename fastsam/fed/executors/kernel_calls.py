@@ -133,7 +133,7 @@ class Form:
     # --- the beginning of a round ---
 
     def begin_(self, start: Tensor) -> None:
-        """The weights of the start (`[stride]`) in every row, and no momentum."""
+        """The weights of the start (`[stride]`, or `[rows, stride]`) in every row, and no momentum."""
         self.z.copy_(start)
         if self.w is not None:
             self.w.copy_(start)

@@ -13,7 +13,7 @@ from fastsam.fed.executors.gradient_passes import Gradients, Passes
 from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -45,10 +45,13 @@ class Row:
     # --- a client's round ---
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[stride]`) and the model's `buffers`. Raises ValueError for vectors that do not fit."""
+        """Begins a task from the weights `start` (`[stride]`; its step may have its own) and the model's `buffers`.
+
+        Raises ValueError for vectors that do not fit."""
         if task.step is not self._known[0]:
             check_vectors(task.step, start)
-        self.task, self.start, self.buffers = task, start, buffers
+        own = task.vector("start")
+        self.task, self.start, self.buffers = task, start if own is None else own, buffers
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
@@ -199,7 +202,7 @@ class Row:
 
 def check_vectors(step: LocalStep, start: Tensor) -> None:
     """Raises ValueError for a vector of a LocalStep, or several of them, that are not like the weights `start`."""
-    for name in ("q", "e", "mu", "s"):
+    for name in VECTORS:
         v = getattr(step, name)
         if v is None:
             continue

@@ -52,7 +52,10 @@ class StackedRows:
             self._numbered = None if crews[0].kind.surrogate else (form.part, numbers)
         form.losses.zero_()
         form.arrange(crews[0].kind)
-        form.begin_(start)
+        own = vectors_of(tasks, "start")
+        form.begin_(start if own is None else own)
+        if own is not None:
+            form.field("begin").copy_(own)
         for name in ("q", "mu", "s"):
             vectors = vectors_of(tasks, name)
             if vectors is not None:

@@ -97,9 +97,9 @@ class Vmap(Executor):
         new = list(islice(tasks, len(free)))
         opened: list[Crew] = []
         steps = {id(task.step): task.step for task in new}
-        sorts = {key: (self._kind(step), step.full_gradient) for key, step in steps.items()}
+        sorts = {key: (self._kind(step), step.full_gradient, step.start is None) for key, step in steps.items()}
         for part in runs([(free[i] - i, sorts[id(task.step)]) for i, task in enumerate(new)]):
-            these, slots, (kind, full_gradient) = new[part], free[part], sorts[id(new[part.start].step)]
+            these, slots, (kind, full_gradient, _) = new[part], free[part], sorts[id(new[part.start].step)]
             crews = [crew_of(these[own], slots[own.start], kind, self._shapes) for own in runs(feed_keys(these))]
             self.rows.begin_(crews, self.start)
             if full_gradient:
@@ -153,7 +153,9 @@ class Vmap(Executor):
         groups: dict[tuple[bool, ...], list[Crew]] = {}
         for crew in crews:
             step = crew.tasks[0].step
-            groups.setdefault((step.e is None, step.mu is None, step.full_gradient), []).append(crew)
+            groups.setdefault((step.e is None, step.start is None, step.mu is None, step.full_gradient), []).append(
+                crew
+            )
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastsam.fed.aggregation import Rule
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import State, Upload
-from fastsam.fed.step.local_step import LocalStep
+from fastsam.fed.step.local_step import VECTORS, LocalStep
 from fastsam.fed.sums.fixed_point import Problems
 
 
@@ -176,7 +176,7 @@ def check_steps(made: object, w: Tensor, n: int) -> list[tuple[LocalStep, int]]:
 
 
 def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
-    for name in ("q", "e", "mu", "s"):
+    for name in VECTORS:
         v = getattr(step, name)
         if v is None:
             continue

@@ -98,6 +98,8 @@ class Loop:
             settings.server_lr_of(t),
             settings.lr_of(0),
             self.rows,
+            settings.momentum,
+            settings.seed,
         )
         if not active:
             return self._skipped(state, about, began)

@@ -274,7 +274,8 @@ def _summary(loop: Loop) -> dict[str, Any]:
 def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr_of(0), lr, rows)
+    about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr_of(0), lr, rows,
+                  settings.momentum, settings.seed)  # fmt: skip
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
     made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)

@@ -28,6 +28,7 @@ from fastsam.step import Direction, Mix
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
 
+VECTORS = ("q", "e", "mu", "s", "start")  # of a LocalStep
 _NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",)}
 
 
@@ -35,11 +36,12 @@ _NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",)
 class LocalStep:
     """The constants of form U for some clients in one round.
 
-    q, e, mu, s: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights, or None. They are only read:
+    q, e, mu, s, start: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights, or None. They are only read:
     an executor works on its own copy of mu.
+    start: the weights from which the local steps are taken, in place of the global model; displacements are measured from there.
     With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
-    full_gradient: the gradient over the client's whole data at w^t is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
+    full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
     Raises ValueError for numbers that are not finite, a negative radius, and vectors that the direction lacks or does not use.
     """
@@ -56,6 +58,7 @@ class LocalStep:
     mu: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     s: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
+    start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     input_map: InputMap | None = None
     mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
@@ -103,13 +106,14 @@ class Snapshot:
 class RowEnds:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights.
+    clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    `LocalStep.start`, `w_K - start`.
     steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops: back-propagations really done,
     those of a full gradient included.
     losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples: those in these batches.
     buffers: float64 displacements of the model's buffers, `[n, ...]`, None for a model without.
     dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, stride]`, the mean gradient over a client's samples at w^t, where it was asked for.
+    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by local step, where the
     tasks ask for them. What is None is so for all n.
     """

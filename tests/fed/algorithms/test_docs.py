@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import OrderedDict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -117,6 +118,13 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
     for ours, built_in in (*pairs, (names["OwnHead"](mu=0.0), fed.FedAvg())):
         for p, q in zip(final(ours), final(built_in)):
             torch.testing.assert_close(p, q)
+    record = Watched(names["Averaged"]())
+    final(record)
+    for before, after in pairwise(
+        record._servers
+    ):  # from the second round on, what is evaluated is not what is trained
+        torch.testing.assert_close(after["w"], (before["w"] + after["x"]) / 2)
+    assert not torch.equal(after["w"], after["x"])
     with pytest.raises(ValueError, match=r"beta must lie in \[0, 1\)"):
         names["FedAvgM"](beta=1.0)
 

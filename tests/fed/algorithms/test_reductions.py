@@ -43,6 +43,8 @@ EXACT = {
     "FedLESAM_D, rho = 0, is FedDyn": lambda r, s, p: (fed.FedLESAM_D(rho=0.0, phi=p), fed.FedDyn(phi=p)),
     "FedSMOO, rho = 0, is FedDyn": lambda r, s, p: (fed.FedSMOO(rho=0.0, phi=p, alpha=s), fed.FedDyn(phi=p)),
     "half of FedSMOO, rho = 0, is FedAvg": lambda r, s, p: (fed.FedSMOO(rho=0.0, dyn=False), fed.FedAvg()),
+    "FedAvgM, beta = 0, is FedAvg": lambda r, s, p: (fed.FedAvgM(beta=0.0), fed.FedAvg()),
+    "FedExP, eps too large, is FedAvg": lambda r, s, p: (fed.FedExP(eps=1e9, average=False), fed.FedAvg()),
     "FedProx, phi = 0, is FedAvg": lambda r, s, p: (fed.FedProx(phi=0.0), fed.FedAvg()),
     "FedRobust with a map at rest is FedAvg": lambda r, s, p: (fed.FedRobust(eta_2=0.0, form="diag"), fed.FedAvg()),
     "FedSpeed, rho = 0, mixes nothing": lambda r, s, p: (fed.FedSpeed(0.0, 1.0, p), fed.FedSpeed(r, 0.0, p)),
@@ -153,6 +155,19 @@ def test_the_centralised_baseline_is_training_on_the_pooled_data(centralised, mo
     one = [(torch.cat([x for x, _ in clients]), torch.cat([y for _, y in clients]))]
     base = fed.FedSAM(centralised.rho) if isinstance(centralised, fed.Centralised_SAM) else fed.FedAvg()
     assert same_bits(trained, fed.run(model, one, base, participation=1.0, **keywords).model)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_fednova_with_as_many_steps_everywhere_is_fedavg(momentum):
+    clients, options = (
+        oracle.ragged_clients(sizes=(12, 11, 14)),
+        {"batch_size": 5, "momentum": momentum, "participation": 1.0},
+    )
+    a, b = (final(m, torch.float64, clients, **options) for m in (fed.FedNova(), fed.FedAvg()))
+    assert oracle.difference(a, b) < 1e-12
+    unequal = oracle.ragged_clients(sizes=(12, 31))
+    a, b = (final(m, torch.float64, unequal, **options) for m in (fed.FedNova(), fed.FedAvg()))
+    assert oracle.difference(a, b) > 1e-4
 
 
 def test_one_client_needs_no_correction():

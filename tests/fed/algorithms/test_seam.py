@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +36,68 @@ class Remembering(fed.Algorithm):
 
     def close_client(self, server, client, ends, round):
         return {"w_old": server["w"]}, fed.Upload(mean={"delta": ends.displacement})
+
+
+@dataclass(frozen=True)
+class OwnWeights(fed.Algorithm):
+    """Every client goes on from where it ended, half of them with a constant perturbation; the model is what they send on average."""
+
+    rho: float = 0.0
+
+    def init_client(self, server):
+        return {"own": server["w"]}
+
+    def local_step(self, server, client, round):
+        start = client["own"]
+        if not self.rho:
+            return fed.LocalStep(start=start)
+        away = torch.ones_like(start) * (server["w"] != 0)
+        return [
+            fed.LocalStep(fed.Direction.CONSTANT, rho=self.rho, e=e, start=row)
+            for e, row in zip(away, start, strict=True)
+        ]
+
+    def close_client(self, server, client, ends, round):
+        return {"own": client["own"] + ends.displacement}, fed.Upload(mean={"delta": ends.displacement})
+
+
+def from_their_own(model, clients, rho, rounds, lr):
+    """The same by autograd alone: a step a round on all samples, everybody there."""
+    w = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    own, copied = [w] * len(clients), copy.deepcopy(model)
+    for _ in range(rounds):
+        deltas = []
+        for i, (x, y) in enumerate(clients):
+            away = torch.full_like(w, rho / math.sqrt(len(w)))
+            torch.nn.utils.vector_to_parameters(own[i] + away, copied.parameters())
+            loss = torch.nn.functional.cross_entropy(copied(x), y)
+            gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(copied.parameters()))])
+            deltas.append(-lr * gradient)
+            own[i] = own[i] + deltas[-1]
+        w = w + sum(deltas) / len(deltas)
+    return w
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
+@pytest.mark.parametrize("rho", [0.0, 0.3])
+def test_clients_start_where_they_like(executor, rho):
+    model, clients = oracle.smooth_model(), oracle.ragged_clients()
+    options = {"batch_size": 64, "participation": 1.0, "lr": 0.2, "executor": executor}
+    final = fed.run(model, clients, OwnWeights(rho), rounds=4, **options).model
+    vector = torch.nn.utils.parameters_to_vector(final.parameters()).detach()
+    torch.testing.assert_close(
+        vector, from_their_own(model, clients, rho, 4, 0.2), rtol=1e-6 if rho else 1e-12, atol=1e-12
+    )
+
+
+def test_a_start_is_checked_before_the_run():
+    @dataclass(frozen=True)
+    class Short(fed.Algorithm):
+        def local_step(self, server, client, round):
+            return fed.LocalStep(start=server["w"][:-1])
+
+    with pytest.raises(ValueError, match=r"LocalStep.start must be torch.float64"):
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), Short(), rounds=1)
 
 
 @pytest.mark.parametrize("options", ["plain", "clip-active", "clip-linear", "momentum"])

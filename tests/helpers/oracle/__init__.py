@@ -24,23 +24,29 @@ from .problems import (
     smooth_model,
 )
 from .robust import FedRobust
+from .servers import FedAdagrad, FedAvgM, FedExP, FedNova, FedYogi
 
 __all__ = [
     "SCAFFOLD",
+    "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedCM",
     "FedDyn",
+    "FedExP",
     "FedGAMMA",
     "FedGSAM",
     "FedLESAM",
     "FedLESAM_D",
     "FedLESAM_S",
+    "FedNova",
     "FedProx",
     "FedRobust",
     "FedSAM",
     "FedSMOO",
     "FedSpeed",
+    "FedYogi",
     "MimeLite",
     "MoFedSAM",
     "Options",

@@ -64,6 +64,7 @@ class Visit:
     mine: Kept
     first_lr: float
     client: int = 0
+    momentum: float = 0.0
     steps: int = 0
     notes: Kept = field(default_factory=dict)  # constants of this round
 
@@ -89,7 +90,7 @@ class End:
     clients: int
     share: dict[int, float]  # weight of each active client in a mean; they sum to 1
     delta: dict[int, Vector]
-    sent: dict[int, dict[str, Vector]]
+    sent: dict[int, Kept]
     kept: dict[int, dict[str, Any]]  # of all clients that ever took part
 
     def mean(self, vectors: dict[int, Vector]) -> Vector:
@@ -154,7 +155,8 @@ def clipped(inside: Vector, limit: float | None) -> Vector:
 
 def local_training(visit: Visit, method: Any, options: Options) -> Vector:
     """The displacement of a client."""
-    w, velocity = [p.clone() for p in visit.anchor], zeros(visit.anchor)
+    origin = method.origin(visit)
+    w, velocity = [p.clone() for p in origin], zeros(visit.anchor)
     for epoch in range(options.epochs):
         taken = order(len(visit.y), options.seed, visit.t, visit.client, epoch, options.shuffle)
         for chosen in taken.split(options.batch):
@@ -168,7 +170,7 @@ def local_training(visit: Visit, method: Any, options: Options) -> Vector:
             velocity = add(scaled(options.momentum, velocity), v)
             w = minus(w, scaled(visit.lr, velocity))
             visit.steps += 1
-    return minus(w, visit.anchor)
+    return minus(w, origin)
 
 
 def run(
@@ -196,7 +198,7 @@ def run(
             for i in active[t]:
                 mine = kept[i] if i in kept else method.start_client(w)
                 visit = Visit(model, loss, *clients[i], t, lr, options.epochs, seeds.derive(options.seed, "client", t, i), w,
-                              server, mine, options.lr, i)  # fmt: skip
+                              server, mine, options.lr, i, options.momentum)  # fmt: skip
                 method.begin(visit)
                 end.delta[i] = local_training(visit, method, options)
                 end.sent[i] = method.finish(visit, end.delta[i])

@@ -27,6 +27,10 @@ class FedAvg:
     def begin(self, visit: Visit) -> None:
         """Before the first local step."""
 
+    def origin(self, visit: Visit) -> Vector:
+        """Where the local steps begin; displacements are measured from there."""
+        return visit.anchor
+
     def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
         """The gradient of a batch, where the method takes it."""
         return visit.gradient(w, x, y)

@@ -1,0 +1,53 @@
+"""FedExP: Jhunjhunwala, Wang and Joshi, "FedExP: Speeding Up Federated Averaging via Extrapolation", ICLR 2023 (Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
+from fastsam.fed.common.checks import choice, number
+
+
+@dataclass(frozen=True)
+class FedExP(Algorithm):
+    """FedAvg whose server goes further where clients disagree.
+
+        eta = max(1, mean_i ||Delta_i||^2 / (2*(||mean_i Delta_i||^2 + eps)))
+        x^{t+1} = x^t + eta * mean_i Delta_i,    Delta_i = x_i - x^t;    w^{t+1} = (x^{t+1} + x^t)/2
+
+    Clients train from the iterate x; what is evaluated, and the run's model, is the mean w of its last two, because x swings about the
+    minimum (average=False: w = x). eps: of the paper's grid 1e-3 to 1e-1. The authors' code has eps times the number of active clients in
+    its place, and no averaging after the first round. The server finds its own step: a run's server_lr must be 1.
+    Per round and client 1 P down and 1 P and a number up; state: w, x. One back-propagation a step.
+    """
+
+    server_vectors: ClassVar[float] = 2
+
+    eps: float = 1e-3
+    average: bool = True
+
+    def __post_init__(self) -> None:
+        number("eps", self.eps, above=0)
+        choice("average", self.average, (True, False))
+
+    def init_server(self, w0: Tensor) -> State:
+        return {"w": w0, "x": w0}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        no_server_lr(self, round)
+        return LocalStep(start=server["x"])
+
+    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+        norm = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)
+        return client, Upload(mean={"delta": ends.displacement, "square": norm**2})
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        delta = sums.mean("delta")
+        eta = (sums.mean("square") / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
+        x = moved(server["x"], eta * delta)
+        w = moved(server["x"], 0.5 * eta * delta) if self.average else x
+        return {"w": w, "x": x}

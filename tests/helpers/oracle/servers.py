@@ -1,0 +1,100 @@
+"""Methods that differ from FedAvg in the server's step: FedAvgM, FedAdagrad, FedYogi, FedNova, FedExP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .loop import End, Kept, Vector, Visit, add, norm, scaled, zeros
+from .plain import FedAvg
+
+
+@dataclass
+class FedAvgM(FedAvg):
+    """Hsu et al. 2019: v <- beta*v + Delta w, w <- w - v, with the gradient's sign."""
+
+    beta: float = 0.9
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"v": zeros(w)}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        server["v"] = [self.beta * v - d for v, d in zip(server["v"], end.mean_move())]
+        return [p - end.server_lr * v for p, v in zip(w, server["v"])]
+
+
+@dataclass
+class _Adaptive(FedAvg):
+    """Reddi et al. 2021, Algorithm 2."""
+
+    beta1: float = 0.0
+    tau: float = 0.01
+    V0: float = 0.0
+
+    def grown(self, V: Tensor, d: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"m": zeros(w), "V": [torch.full_like(p, self.V0) for p in w]}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        move, after = end.mean_move(), []
+        for i, d in enumerate(move):
+            server["m"][i] = self.beta1 * server["m"][i] + (1 - self.beta1) * d
+            server["V"][i] = self.grown(server["V"][i], d)
+            after.append(w[i] + end.server_lr * server["m"][i] / (server["V"][i] ** 0.5 + self.tau))
+        return after
+
+
+@dataclass
+class FedAdagrad(_Adaptive):
+    def grown(self, V: Tensor, d: Tensor) -> Tensor:
+        return V + d * d
+
+
+@dataclass
+class FedYogi(_Adaptive):
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def grown(self, V: Tensor, d: Tensor) -> Tensor:
+        square = d * d
+        larger = (square > V).double() - (square < V).double()  # 0 where they are equal
+        return V + (1 - self.beta2) * square * larger
+
+
+@dataclass
+class FedNova(FedAvg):
+    """Wang et al. 2020, eq. 6 with |a_i| of section 4, momentum by its closed form."""
+
+    def finish(self, visit: Visit, delta: Vector) -> Kept:
+        b, K = visit.momentum, visit.steps
+        weight = sum((1 - b**k) / (1 - b) for k in range(1, K + 1))
+        return {"weight": weight, "direction": scaled(1 / weight, delta)}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        effective = sum(end.share[i] * kept["weight"] for i, kept in end.sent.items())
+        return add(w, scaled(end.server_lr * effective, end.mean_sent("direction")))
+
+
+@dataclass
+class FedExP(FedAvg):
+    """Jhunjhunwala et al. 2023, Algorithm 1. Clients train from the iterate, the model is the mean of the last two."""
+
+    eps: float = 1e-3
+    average: bool = True
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"x": [p.clone() for p in w]}
+
+    def origin(self, visit: Visit) -> Vector:
+        return visit.server["x"]
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        mean = end.mean_move()
+        squares = sum(end.share[i] * norm(delta) ** 2 for i, delta in end.delta.items())
+        eta = max(1.0, squares / (2 * (norm(mean) ** 2 + self.eps)))
+        old, server["x"] = server["x"], add(server["x"], scaled(eta, mean))
+        return scaled(0.5, add(old, server["x"])) if self.average else server["x"]
