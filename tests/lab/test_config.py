@@ -177,6 +177,12 @@ def test_bad_files_name_the_key_and_what_would_work(tmp_path: Path, text: str, m
         resolve(tmp_path, text)
 
 
+def test_flags_that_may_be_a_word_or_a_list(tmp_path: Path) -> None:
+    for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2])):
+        assert resolve(tmp_path, FILE, "--weighting", value).weighting == wanted
+    assert resolve(tmp_path, FILE, "--lr", "cosine(0.1, 0.01, 5)").lr == "cosine(0.1, 0.01, 5)"
+
+
 def test_bad_flags(tmp_path: Path) -> None:
     for flags, message in [
         (["--rounds", "many"], "rounds must be int, got 'many'"),
