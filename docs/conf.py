@@ -53,6 +53,17 @@ def with_toctrees(text: str) -> str:
     return "\n".join(made)
 
 
+ALGORITHMS = "<!-- algorithms: here the site shows every class -->"
+
+
+def with_algorithms(text: str) -> str:
+    """The reference with every built-in algorithm, which is there by being defined, in the place marked for them."""
+    from fastsam.fed import algorithms
+
+    classes = "\n\n".join(f".. autoclass:: fastsam.fed.{made.__name__}" for made in algorithms.registry.values())
+    return text.replace(ALGORITHMS, f"```{{eval-rst}}\n{classes}\n```")
+
+
 _NAMED = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")  # "rho, eta: what they are", as docstrings list arguments
 
 
@@ -115,8 +126,7 @@ def _escaped(text: str) -> str:
 
 def setup(app: Any) -> None:
     def source_read(_: Any, page: str, source: list[str]) -> None:
-        if page == root_doc:
-            source[0] = with_toctrees(source[0])
+        source[0] = with_toctrees(source[0]) if page == root_doc else with_algorithms(source[0])
 
     def process_docstring(_: Any, what: str, name: str, it: object, options: Any, lines: list[str]) -> None:
         lines[:] = as_rst(lines)
