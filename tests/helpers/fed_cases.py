@@ -60,6 +60,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedsmoo-mu-all": ("FedSMOO", {"rho": 0.2, "phi": 0.3, "s_rule": "mu_all"}),
     "fedsmoo-alone": ("FedSMOO", {"rho": 0.2, "phi": 0.3, "alpha": 0.7, "dyn": False}),
     "fedsmoo-schedule": ("FedSMOO", {"rho": "0.3/sqrt(round)", "phi": 0.3, "phi_decay": 0.7}),
+    "fedgloss": ("FedGloSS", {"rho": 0.3, "rho_local": 0.2, "phi": 0.3}),
+    "fedgloss-sgd": ("FedGloSS", {"rho": "linear(0.1, 0.3, 3)", "rho_local": 0.0, "phi": 0.3}),
     "fedspeed": ("FedSpeed", {"rho": 0.2, "alpha": 0.6, "phi": 0.3}),
     "fedrobust": ("FedRobust", {"lam": 0.3, "eta_2": 0.2, "form": "full"}),
     "fedrobust-default": ("FedRobust", {}),
@@ -69,6 +71,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 # What the two spell differently.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "fedsam-schedule": {"rho": lambda t: (0.3, 0.2, 0.1)[min(t, 2)]},
+    "fedgloss-sgd": {"rho": lambda t: (0.1, 0.2, 0.3)[min(t, 2)]},
     "fedsmoo-schedule": {"rho": lambda t: 0.3 / math.sqrt(t + 1)},
 }
 # float64: rounding only. float32: the same, amplified by the curvature along the path.

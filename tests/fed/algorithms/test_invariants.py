@@ -93,8 +93,9 @@ def at_the_end_of(record, t, name, size):
         (lambda r, p: fed.FedDyn(phi=p), "H", "h_i"),
         (lambda r, p: fed.FedLESAM_D(rho=r, phi=p), "H", "h_i"),
         (lambda r, p: fed.FedSMOO(rho=r, phi=p, alpha=2 * r), "H", "h_i"),
+        (lambda r, p: fed.FedGloSS(rho=r, rho_local=r, phi=p), "H", "h_i"),
     ],
-    ids=["SCAFFOLD", "FedGAMMA", "FedLESAM_S", "FedDyn", "FedLESAM_D", "FedSMOO"],
+    ids=["SCAFFOLD", "FedGAMMA", "FedLESAM_S", "FedDyn", "FedLESAM_D", "FedSMOO", "FedGloSS"],
 )
 @settings(max_examples=5, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)

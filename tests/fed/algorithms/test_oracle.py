@@ -111,7 +111,7 @@ def test_the_input_maps_of_fedrobust_on_images(form):
 
 
 @pytest.mark.parametrize("executor", ["threads", "vmap"])
-@pytest.mark.parametrize("method", ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedsmoo", "fedspeed"])
+@pytest.mark.parametrize("method", ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed"])
 def test_other_executors(method, executor):
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
     final = replayed(model, clients, ours(method), options, executor=executor).model

@@ -41,6 +41,7 @@ EXACT = {
     "FedLESAM_S, rho = 0, is SCAFFOLD": lambda r, s, p: (fed.FedLESAM_S(rho=0.0), fed.SCAFFOLD()),
     "FedLESAM_S, scale 0, is FedLESAM": lambda r, s, p: (fed.FedLESAM_S(rho=r, control_scale=0.0), fed.FedLESAM(r)),
     "FedLESAM_D, rho = 0, is FedDyn": lambda r, s, p: (fed.FedLESAM_D(rho=0.0, phi=p), fed.FedDyn(phi=p)),
+    "FedGloSS without SAM is FedDyn": lambda r, s, p: (fed.FedGloSS(rho=0.0, rho_local=0.0, phi=p), fed.FedDyn(phi=p)),
     "FedSMOO, rho = 0, is FedDyn": lambda r, s, p: (fed.FedSMOO(rho=0.0, phi=p, alpha=s), fed.FedDyn(phi=p)),
     "half of FedSMOO, rho = 0, is FedAvg": lambda r, s, p: (fed.FedSMOO(rho=0.0, dyn=False), fed.FedAvg()),
     "FedAvgM, beta = 0, is FedAvg": lambda r, s, p: (fed.FedAvgM(beta=0.0), fed.FedAvg()),

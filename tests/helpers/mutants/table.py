@@ -120,6 +120,14 @@ MUTANTS = [
     Mutant(A + "fedspeed", 'client["h_i"] + ends.displacement', "ends.displacement", "fedspeed"),
     Mutant(A + "fedspeed", "ends.displacement + h_i}", 'ends.displacement + client["h_i"]}', "fedspeed"),
     Mutant(A + "fedspeed", "ends.displacement + h_i}", "ends.displacement}", "fedspeed"),
+    # FedGloSS
+    Mutant(A + "fedgloss", "d = -delta", "d = delta", "fedgloss"),
+    Mutant(A + "fedgloss", 'server["w"] + value_at("rho", self.rho, round) * server["d"]', 'server["w"]', "fedgloss"),
+    Mutant(A + "fedgloss", "phi=phi, start=start", "phi=phi", "fedgloss"),
+    Mutant(A + "fedgloss", '(client["h_i"] - start)', '(client["h_i"] - server["w"])', "fedgloss"),
+    Mutant(A + "fedgloss", '(client["h_i"] - start)', "(-start)", "fedgloss-sgd"),
+    Mutant(A + "fedgloss", "rho=rho_local", "rho=0.0", "fedgloss"),
+    Mutant(A + "fedgloss", "delta / (torch.linalg.vector_norm(delta) + NU)", "delta", "fedgloss-sgd"),
     # FedSMOO
     Mutant(A + "fedsmoo", "penalty=self.alpha", "penalty=1.0", "fedsmoo-alpha"),
     Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "ends.dual - ends.eps", "fedsmoo-alpha"),

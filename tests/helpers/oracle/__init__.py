@@ -6,7 +6,7 @@ client's batches, and the seeds of what a model draws (`loop.order`, `loop.atten
 
 from .central import central
 from .control import SCAFFOLD, FedGAMMA, FedLESAM_S
-from .dynamic import FedDyn, FedLESAM_D, FedSMOO, FedSpeed
+from .dynamic import FedDyn, FedGloSS, FedLESAM_D, FedSMOO, FedSpeed
 from .loop import Options, attendance, run
 from .momentum import FedCM, MimeLite, MoFedSAM
 from .plain import FedAdam, FedAvg, FedGSAM, FedLESAM, FedProx, FedSAM
@@ -37,6 +37,7 @@ __all__ = [
     "FedExP",
     "FedGAMMA",
     "FedGSAM",
+    "FedGloSS",
     "FedLESAM",
     "FedLESAM_D",
     "FedLESAM_S",

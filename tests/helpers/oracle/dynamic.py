@@ -146,3 +146,41 @@ class FedSpeed(FedAvg):
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
         return add(w, scaled(end.server_lr, end.mean_sent("amended")))
+
+
+@dataclass
+class FedGloSS(Dynamic, FedAvg):
+    """Caldarola et al. 2025, Algorithm 1 as printed, with beta = 1/phi."""
+
+    rho: Any = 0.15
+    rho_local: Any = 0.15
+    phi: float = 0.1
+    phi_decay: float = 1.0
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"sigma": zeros(w), "pseudo": None}
+
+    def start_client(self, w: Vector) -> Kept:
+        return {"sigma": zeros(w)}
+
+    def origin(self, visit: Visit) -> Vector:
+        pseudo = visit.server["pseudo"]
+        if pseudo is None:
+            return visit.anchor
+        return add(visit.anchor, scaled(at(visit.t, self.rho), unit(pseudo)))
+
+    def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        g = visit.gradient(w, x, y)
+        if self.rho_local != 0:
+            g = visit.gradient(add(w, scaled(at(visit.t, self.rho_local), unit(g))), x, y)
+        return minus(g, visit.mine["sigma"])
+
+    def finish(self, visit: Visit, delta: Vector) -> Kept:
+        visit.mine["sigma"] = minus(visit.mine["sigma"], scaled(self.phi, delta))
+        return {}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        total = add(*end.delta.values())
+        server["sigma"] = minus(server["sigma"], scaled(self.phi / end.clients, total))
+        server["pseudo"] = scaled(-1, end.mean_move())
+        return minus(minus(w, server["pseudo"]), scaled(1 / self.phi, server["sigma"]))

@@ -163,9 +163,9 @@ def local_training(visit: Visit, method: Any, options: Options) -> Vector:
             v = method.follow(visit, w, visit.x[chosen], visit.y[chosen])
             phi = method.proximal(visit.t)
             if options.scope == "full":
-                v = clipped(add(v, scaled(phi, minus(w, visit.anchor))), options.clip)
+                v = clipped(add(v, scaled(phi, minus(w, origin))), options.clip)
             else:  # the released code: the constant half of the proximal term is clipped with the gradient, phi*w is weight decay
-                v = add(clipped(minus(v, scaled(phi, visit.anchor)), options.clip), scaled(phi, w))
+                v = add(clipped(minus(v, scaled(phi, origin)), options.clip), scaled(phi, w))
             v = add(v, scaled(options.weight_decay, w))
             velocity = add(scaled(options.momentum, velocity), v)
             w = minus(w, scaled(visit.lr, velocity))

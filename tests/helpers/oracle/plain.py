@@ -15,7 +15,7 @@ class FedAvg:
     """McMahan et al. 2017, and the shape of every method here."""
 
     def proximal(self, t: int) -> float:
-        """Coefficient of (w - anchor) in round t."""
+        """Coefficient of (w - origin) in round t."""
         return 0.0
 
     def start_server(self, w: Vector) -> Kept:
