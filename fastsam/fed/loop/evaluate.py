@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -139,6 +139,19 @@ class Evaluator:
         model.eval()
         right = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(_BATCH), y.split(_BATCH), strict=True))
         return right / len(y) if len(y) else None
+
+    def of_own(self, models: Iterable[nn.Module]) -> dict[str, float | None]:
+        """The accuracies over the clients, each of its own model on its own validation samples. models: of all clients in their order, each
+        looked at before the next is asked for."""
+        if not self.classifies:
+            return {}
+        found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
+        if not found:
+            return {}
+        values = np.array([*found.values()])
+        spread = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
+        who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
+        return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who}
 
     def nothing(self) -> dict[str, float | None]:
         """The keys of a round without evaluation."""

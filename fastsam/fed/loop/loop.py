@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsam.fed.algorithms.base import Algorithm, Round
 from fastsam.fed.clients import sampling
@@ -20,6 +20,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
+from fastsam.fed.loop.personal import Personal
 from fastsam.fed.loop.round import BUFFERS, Cohort
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -34,7 +35,7 @@ class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
     view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row holds.
-    weights: of all clients, where the user names them.
+    weights: of all clients, where the user names them. personal: the algorithm, where parameters stay with the clients.
     """
 
     population: Population
@@ -48,6 +49,7 @@ class Loop:
     ranks: Ranks
     rows: Rows
     weights: Sequence[int] | None = None
+    personal: Personal | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
@@ -156,7 +158,7 @@ class Loop:
         """A round in which nobody was available: nothing changes, and its record says so."""
         if self.ranks.first:
             record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, "clients": 0, "samples": 0, "steps": 0}
-            record |= {"train_loss": None} | self._evaluate(state.server["w"], state.buffers, about.index + 1)
+            record |= {"train_loss": None} | self._evaluate(state, about.index + 1)
             record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
             record |= {"skipped": "nobody was available"}
             state.history.append(record | {"seconds": time.perf_counter() - began})
@@ -170,7 +172,8 @@ class Loop:
         record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, **cohort.record()}
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = about.server_lr
-        record |= self._evaluate(server["w"], buffers, about.index + 1) | self._traffic(about.active)
+        after = RunState(about.index + 1, server, buffers, cohort.clients)
+        record |= self._evaluate(after, about.index + 1) | self._traffic(about.active)
         own = {
             "backprops": cohort.backprops,
             "excluded": cohort.excluded_list(),
@@ -190,11 +193,18 @@ class Loop:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed)
 
-    def _evaluate(self, w: Tensor, buffers: list[Tensor], completed: int) -> dict[str, float | None]:
+    def _evaluate(self, state: RunState, completed: int) -> dict[str, float | None]:
         if not self._evaluates(completed):
             return self.evaluator.nothing()
-        self.view.load_(w, buffers)
-        return self.evaluator(self.view.module)
+        self.view.load_(state.server["w"], state.buffers)
+        found = self.evaluator(self.view.module)
+        return found if self.personal is None else found | self.evaluator.of_own(self._own_models(state, self.personal))
+
+    def _own_models(self, state: RunState, personal: Personal) -> Iterator[nn.Module]:
+        """The model of every client, one after the other in the same module."""
+        for i in range(len(self.population.clients)):
+            self.view.load_(personal.row(state.server["w"], state.clients.get(i)), state.buffers)
+            yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:
         """Whether the model is evaluated when so many rounds are completed."""

@@ -76,6 +76,8 @@ class Settings:
     measure_options: Mapping[str, Any] | None = option(None, f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
     metrics: Sequence[str] | Mapping[str, Any] = option((),
         f"of the test set, over all and over clients: {', '.join(METRICS)} (or name:threshold); in Python also a dict of functions", free=True)
+    personal: str | Sequence[str] | None = option(None,
+        "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are then of the clients' own models")
     personalise: int | None = option(None,
         "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is told; none: nothing of it",
         at_least=1, free=True)
@@ -101,6 +103,13 @@ class Settings:
         if self.local_steps is not None and self.local_epochs != 1:
             raise ValueError(
                 f"local_steps={self.local_steps} stands in place of local_epochs={self.local_epochs}; name one of them"
+            )
+        names = [self.personal] if isinstance(self.personal, str) else self.personal
+        if names is not None and not (
+            isinstance(names, list) and names and all(n and isinstance(n, str) for n in names)
+        ):
+            raise ValueError(
+                f"personal must be a parameter's name or pattern such as 'head.*', or a list of them, got {names!r}"
             )
         self._check_rates()
         sampling.make(self.sampler, 1, self.participation)

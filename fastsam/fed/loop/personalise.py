@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from fastsam.fed.executors import ClientError, Task, Work
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep
@@ -43,10 +45,17 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
         state.round, lr, epochs, settings.batch_size, settings.shuffle, settings.seed, population.clients, population.sizes,
         population.augment, population.store, drop_last=settings.drop_last,
     )  # fmt: skip
-    view.load_(w, buffers)
-    found = {i: {"before": evaluator.of_client(view.module, i), "after": None} for i in mine}
-    step = LocalStep()
-    for ends in loop.chosen.executor.train(w, buffers, (Task(i, work, step) for i in mine)):
+    plain, personal = LocalStep(), loop.personal
+
+    def begin(client: int) -> Tensor:
+        return w if personal is None else personal.row(w, state.clients.get(client))
+
+    found: dict[int, dict[str, float | None]] = {}
+    for i in mine:
+        view.load_(begin(i), buffers)
+        found[i] = {"before": evaluator.of_client(view.module, i), "after": None}
+    tasks = (Task(i, work, plain if personal is None else LocalStep(start=begin(i))) for i in mine)
+    for ends in loop.chosen.executor.train(w, buffers, tasks):
         if isinstance(ends, ClientError):
             continue
         for place, client in enumerate(ends.clients):
@@ -54,7 +63,7 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
             if settings.buffers == "average" and ends.buffers is not None:
                 own = move_buffers(buffers, ends.buffers[place])
             if ends.displacement[place].isfinite().all():
-                view.load_(w + ends.displacement[place], own)
+                view.load_(begin(client) + ends.displacement[place], own)
                 found[client]["after"] = evaluator.of_client(view.module, client)
     everybody = {i: one for part in ranks.gather(found) for i, one in part.items()}
     return [{"client": i, "samples": population.sizes[i], **one} for i, one in sorted(everybody.items())]

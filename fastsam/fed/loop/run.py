@@ -41,6 +41,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.personal import Personal, check_personal
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.measures import Measures, make
@@ -87,6 +88,7 @@ def run(
     validation: str = "prior",
     eval_every: int = 1,
     metrics: Sequence[str] | Mapping[str, Any] = (),
+    personal: str | Sequence[str] | None = None,
     personalise: int | None = None,
     target: float | None = None,
     buffers: str | None = None,
@@ -143,7 +145,7 @@ def run(
         "hyperparameters": hyperparameters(algorithm),
         "backend": backend,
     }
-    personal: list[dict[str, Any]] | None = None
+    tuned: list[dict[str, Any]] | None = None
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
@@ -180,14 +182,15 @@ def run(
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
         if settings.personalise is not None:
-            personal = personalising.personalise(loop, state, settings.personalise)
-            facts["personal"] = personalising.spread(personal)
+            tuned = personalising.personalise(loop, state, settings.personalise)
+            facts["personal"] = personalising.spread(tuned)
     with listeners:
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
-        result = Result(final, state.history, facts, None if directory is None else directory.path, personal)
+        theirs = None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
+        result = Result(final, state.history, facts, None if directory is None else directory.path, tuned, theirs)
         if directory is not None and ranks.first:
-            directory.finish(final, result.summary(), personal)
+            directory.finish(final, result.summary(), tuned)
         listeners.end(result)
     return result
 
@@ -195,6 +198,11 @@ def run(
 def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
     """A copy of the user's model with the global weights of a state."""
     return export(model, loop.view.layout, state.server["w"], state.buffers)
+
+
+def _client_model(model: nn.Module, layout: Layout, personal: Personal, state: RunState, client: int) -> nn.Module:
+    """A copy of the user's model with a client's own weights."""
+    return export(model, layout, personal.row(state.server["w"], state.clients.get(client)), state.buffers)
 
 
 def _loop(
@@ -218,6 +226,9 @@ def _loop(
     evaluator = Evaluator(loss, population, tried.classifies, settings.validation, settings.seed, metrics)
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
+    check_personal(settings.personal, algorithm, settings.rule, ranks.size)
+    personal = None if settings.personal is None else Personal(algorithm, rows, settings.personal)
+    algorithm = algorithm if personal is None else cast(Algorithm, personal)
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
@@ -244,7 +255,9 @@ def _loop(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
-    return Loop(population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights), state
+    return Loop(
+        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal
+    ), state
 
 
 def _check_surroundings(run_dir: Any, resume: Any) -> None:

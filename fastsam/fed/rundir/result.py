@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,10 @@ class Result:
         facts: Mapping[str, Any],
         run_dir: Path | None,
         personal: list[dict[str, Any]] | None = None,
+        own: Callable[[int], nn.Module] | None = None,
     ) -> None:
         self.model, self.history, self.run_dir, self.personal = model, history, run_dir, personal
-        self._facts = dict(facts)
+        self._facts, self._own = dict(facts), own
 
     def summary(self) -> dict[str, Any]:
         """The run in numbers; accuracies in 0..1, None where nothing was measured.
@@ -50,6 +51,14 @@ class Result:
         client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm declares.
         """
         return summary(self.history, self._facts)
+
+    def client_model(self, client: int) -> nn.Module:
+        """A copy of the model with the client's own parameters (`personal`). Raises ValueError for a run in which no parameter stays with them."""
+        if self._own is None:
+            raise ValueError(
+                "clients have models of their own where parameters stay with them: fed.run(..., personal='head.*')"
+            )
+        return self._own(client)
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame, a row per round, whose number is the index. Needs pandas."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,25 @@ class Rows:
         """New rows of vectors `[..., P]`, zero in the padding. The opposite of `vector`. Raises ValueError for another length."""
         self._check(vector, self.numel, "a vector")
         return self.flatten(self.plain.unflatten(vector))
+
+    def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
+        """Which numbers of a row are parameters with such names, bool `[length]`, on the CPU; never the padding.
+
+        patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in file names: "head.*",
+        "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that matches no trainable parameter, with their names.
+        """
+        found: set[str] = set()
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
+            if not matched:
+                raise ValueError(
+                    f"{what}: {pattern!r} matches no trainable parameter of the model; its names are {', '.join(self.names)}"
+                )
+            found |= matched
+        row = torch.zeros(self.length, dtype=torch.bool)
+        for name, view in self.unflatten(row).items():
+            view.fill_(name in found)
+        return row
 
     def model(self, row: Tensor) -> nn.Module:
         """A new copy of the user's model with these weights (`[length]`), in evaluation mode, in the memory format that it had; its buffers are

@@ -187,3 +187,22 @@ class Writing(fed.Algorithm):
 def test_views_of_the_servers_row_are_watched_too():
     with pytest.raises(ValueError, match=r"wrote into server\['w'\]"):
         run(Writing())
+
+
+def test_a_mask_by_names_and_modules(rows):
+    """True where a parameter of that name is, in whatever order it is stored; never in the padding."""
+    for patterns, wanted in (
+        ("conv", {"conv.weight", "conv.bias"}),
+        ("*.bias", {"conv.bias", "norm.bias", "out.bias"}),
+        (["out.weight", "nor?"], {"out.weight", "norm.weight", "norm.bias"}),
+    ):
+        mask = rows.mask("personal", patterns)
+        parts = rows.unflatten(mask)
+        assert {name for name, part in parts.items() if part.all()} == wanted
+        assert int(mask.sum()) == sum(parts[name].numel() for name in wanted)
+    for pattern in ("frozen", "con", "weight"):
+        with pytest.raises(
+            ValueError,
+            match=f"personal: '{pattern}' matches no trainable parameter of the model; its names are conv.weight, ",
+        ):
+            rows.mask("personal", pattern)

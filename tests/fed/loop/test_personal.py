@@ -1,0 +1,165 @@
+"""Parameters that stay with the client, beside a loop in plain torch in which every client has a head of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastsam import fed
+from tests.helpers import fed_cases as cases
+from tests.helpers import oracle
+from tests.helpers.fed_input import start as start_small
+from tests.helpers.fed_rundir import records, start
+from tests.helpers.fed_runs import digest, run, same_bits
+
+SIZES = (7, 12, 5)
+TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
+OPTIONS: dict[str, Any] = {
+    "participation": 1.0,
+    "batch_size": 4,
+    "shuffle": False,
+    "lr": 0.3,
+    "rounds": 3,
+    "test": TEST,
+}
+
+
+def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn.Module]]:
+    """Federated averaging (FedProx) of the first layer: the shared model after the rounds, and every client's."""
+    shared = oracle.smooth_model()
+    clients = oracle.ragged_clients(sizes=SIZES)
+    heads = [copy.deepcopy(shared[2].state_dict()) for _ in clients]
+    for _ in range(OPTIONS["rounds"]):
+        moved: list[list[Tensor]] = []
+        for i, (x, y) in enumerate(clients):
+            own = copy.deepcopy(shared)
+            own[2].load_state_dict(heads[i])
+            begin = [p.detach().clone() for p in own.parameters()]
+            opt = torch.optim.SGD(own.parameters(), lr=OPTIONS["lr"])
+            for a, b in zip(x.split(4), y.split(4), strict=True):
+                opt.zero_grad()
+                pull = sum(((p - q) ** 2).sum() for p, q in zip(own.parameters(), begin, strict=True))
+                (F.cross_entropy(own(a), b) + phi / 2 * pull).backward()
+                opt.step()
+            heads[i] = copy.deepcopy(own[2].state_dict())
+            moved.append([p.detach() - q for p, q in zip(own[0].parameters(), begin[:2], strict=True)])
+        with torch.no_grad():
+            for p, *parts in zip(shared[0].parameters(), *moved, strict=True):
+                p += server_lr * sum(parts) / len(parts)
+    own_models = [copy.deepcopy(shared) for _ in clients]
+    for model, head in zip(own_models, heads, strict=True):
+        model[2].load_state_dict(head)
+    return shared, own_models
+
+
+def far(a: nn.Module, b: nn.Module) -> float:
+    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "phi"), [(fed.FedAvg(), 0.0), (fed.FedProx(phi=0.5), 0.5), (fed.FedAdam(), None)], ids=repr
+)
+def test_every_client_has_a_head_of_its_own(algorithm, phi):
+    begin = oracle.smooth_model()
+    result = fed.run(begin, oracle.ragged_clients(sizes=SIZES), algorithm, personal="2", server_lr=0.7, **OPTIONS)
+    assert same_bits(result.model[2], begin[2]), "the global head stays as it was"
+    if phi is None:
+        return
+    shared, own = heads_of_their_own(phi, 0.7)
+    assert far(result.model[0], shared[0]) < 1e-12
+    for i, model in enumerate(own):
+        assert far(result.client_model(i), model) < 1e-12
+    assert far(result.client_model(0), result.client_model(1)) > 1e-2
+
+
+@pytest.mark.parametrize("validation", ["shared", "iid"])
+def test_accuracies_over_clients_are_those_of_their_own_models(validation):
+    clients = oracle.ragged_clients(sizes=SIZES)
+    options = {**OPTIONS, "validation": validation}
+    result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), personal=["2.weight", "2.bias"], **options)
+    record = result.history[-1]
+    if validation == "shared":
+        found = [
+            (result.client_model(i)(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for i in range(len(SIZES))
+        ]
+        assert record["client_accuracy_mean"] == pytest.approx(sum(found) / 3)
+        assert (record["client_accuracy_min"], record["client_accuracy_max"]) == pytest.approx((min(found), max(found)))
+        assert record["client_worst"] == found.index(min(found)) and record["client_best"] == found.index(max(found))
+    assert record["client_accuracy_std"] > 0
+    right = (result.model(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
+    assert record["test_accuracy"] == pytest.approx(right)
+
+
+def test_fine_tuning_begins_with_what_is_their_own():
+    clients = oracle.ragged_clients(sizes=SIZES)
+    options = {**OPTIONS, "validation": "shared"}
+    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), personal="2.*", personalise=4, **options)
+    for i, one in enumerate(result.personal):
+        begin = result.client_model(i)
+        assert one["before"] == (begin(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
+        alone = fed.run(begin, clients[i : i + 1], fed.FedAvg(), local_epochs=4, **{**options, "rounds": 1})
+        assert one["after"] == alone.history[-1]["test_accuracy"]
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedsmoo"])
+def test_what_servers_and_clients_keep_is_zero_there(method, tmp_path):
+    """Control variates and duals of parameters that nobody sends; resumed in the same bits."""
+    options = {"algorithm": cases.ours(method), "personal": "2.*", "checkpoint_every": 1}
+    whole = start(tmp_path / "whole", rounds=4, **options)
+    start(tmp_path / "run", rounds=2, **options)
+    parts = start(tmp_path / "run", rounds=4, resume=True, **options)
+    assert same_bits(whole.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "run")
+    assert all(same_bits(whole.client_model(i), parts.client_model(i)) for i in range(5))
+    assert same_bits(whole.model[2], oracle.smooth_model()[2])
+    assert far(whole.client_model(0)[2], whole.client_model(1)[2]) > 1e-3
+    with pytest.raises(fed.RunDirectoryError, match="another personal"):
+        start(tmp_path / "run", rounds=4, resume=True, **{**options, "personal": "0.*"})
+
+
+@pytest.mark.parametrize("method", ["fedprox", pytest.param("fedsmoo", marks=pytest.mark.slow)])
+def test_executors_agree(method):
+    plain = run(cases.ours(method), "sequential", personal="2.*")
+    assert digest(run(cases.ours(method), "threads", 3, personal="2.*")) == digest(plain)
+    stacked = run(cases.ours(method), "vmap", 3, personal="2.*")
+    assert far(plain.model, stacked.model) < 1e-5 and far(plain.client_model(3), stacked.client_model(3)) < 1e-5
+
+
+def test_only_what_is_shared_is_sent():
+    plain, own = start_small(), start_small(personal="2.*")
+    parts = {name: p.numel() for name, p in plain.model.named_parameters()}
+    share = (parts["0.weight"] + parts["0.bias"]) / sum(parts.values())
+    for way in ("megabytes_up", "megabytes_down"):
+        assert own.history[0][way] == pytest.approx(share * plain.history[0][way])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"personal": "head.*"},
+            "personal: 'head.*' matches no trainable parameter .* 0.weight, 0.bias, 2.weight, 2.bias",
+        ),
+        ({"personal": ["2", "1"]}, "personal: '1' matches no trainable parameter"),
+        ({"personal": "*"}, "are all parameters of the model, and nothing would be learnt together"),
+        ({"personal": []}, "personal must be a parameter's name or pattern .*, or a list of them, got ..$"),
+        ({"personal": "2", "algorithm": fed.Centralised_SGD()}, "is for clients, and Centralised_SGD has none"),
+        (
+            {"personal": "2", "aggregation": "median"},
+            "is served with aggregation='mean' alone: 'median' compares whole",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_stay(options, words):
+    with pytest.raises(ValueError, match=words):
+        start_small(**options)
+
+
+def test_a_run_without_them_has_no_models_of_clients():
+    with pytest.raises(ValueError, match="clients have models of their own where parameters stay with them"):
+        start_small().client_model(0)
