@@ -33,7 +33,8 @@ TIMES = 20  # calls of a trial that share its process
 
 # What a run takes, and what is next to it. Not: what compiles, or fetches.
 PLAUSIBLE: dict[str, list[Any]] = {
-    "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3], "personalise": [1], "batch_size": [1, 3, 10**6],
+    "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3], "personalise": [1], "personal": ["2", ["0.*", "2.bias"], "head"],
+    "batch_size": [1, 3, 10**6],
     "lr": [0.1, 1e-300, 1e30, 0.0, "linear(0.1, 0, 2)", lambda t: 0.1 / t],
     "lr_decay": [0.5, 1e-200],
     "participation": [1.0, 0.5, 1e-9], "sampler": ["bernoulli", "fixed", "simulator", lambda t, g: [0], lambda t, g: [], lambda t, g: [99]],
