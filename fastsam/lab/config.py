@@ -261,9 +261,9 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
                 return {"true": True, "false": False}[value.lower()]
             if kind in (int, float):
                 return kind(value)
-            if kind is list and str in allowed and "," not in value:
-                return value
             if kind is list and not value.startswith("["):
+                if str in allowed and "," not in value:
+                    return value
                 return [part.strip() for part in value.split(",") if part.strip()]
             if kind not in (str, type(None)):
                 return json.loads(value)

@@ -178,9 +178,11 @@ def test_bad_files_name_the_key_and_what_would_work(tmp_path: Path, text: str, m
 
 
 def test_flags_that_may_be_a_word_or_a_list(tmp_path: Path) -> None:
-    for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2])):
+    for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2]), ("[3]", [3])):
         assert resolve(tmp_path, FILE, "--weighting", value).weighting == wanted
     assert resolve(tmp_path, FILE, "--lr", "cosine(0.1, 0.01, 5)").lr == "cosine(0.1, 0.01, 5)"
+    assert resolve(tmp_path, FILE, "--personal", "out").personal == "out"
+    assert resolve(tmp_path, FILE, "--personal", "out,hidden").personal == ["out", "hidden"]
 
 
 def test_bad_flags(tmp_path: Path) -> None:

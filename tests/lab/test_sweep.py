@@ -88,7 +88,7 @@ def test_the_text_of_an_axis_is_read_again(name: str, values: list[str]) -> None
         (["rho="], "a sweep is written"),
         (["rho=0.1,0.1"], "names a value twice"),
         (["rho=0.1", "rho=0.2"], "the swept key 'rho' is named twice"),
-        (["beta=0.1,0.2"], "--sweep beta: none of fedavg, fedsam takes this key; it is an option of m"),
+        (["beta=0.1,0.2"], "--sweep beta: none of fedavg, fedsam takes this key; it is an option of "),
         (["fedcm.alpha=0.1"], "--sweep fedcm.alpha: none of fedavg, fedsam takes this key; fedcm is not compared\n"),
         (["rhoo=0.1"], "--sweep rhoo: none of fedavg, fedsam takes this key (did you mean 'rho'?)"),
         (

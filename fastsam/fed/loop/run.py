@@ -187,7 +187,9 @@ def run(
     with listeners:
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
-        theirs = None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
+        theirs = (
+            None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
+        )
         result = Result(final, state.history, facts, None if directory is None else directory.path, tuned, theirs)
         if directory is not None and ranks.first:
             directory.finish(final, result.summary(), tuned)
