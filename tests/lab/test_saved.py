@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from fastsam.lab.plots import curves
 from tests.helpers.fed_rundir import start
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("saved")
     for name, algorithm, seed in (
         ("sam-seed0", fed.FedSAM(), 0),
         ("sam-seed1", fed.FedSAM(), 1),
@@ -25,6 +27,11 @@ def runs(tmp_path: Path) -> Path:
     ):
         start(tmp_path / "runs" / name, rounds=2, algorithm=algorithm, seed=seed, executor="sequential")
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "runs")
 
 
 def test_what_is_read(runs: Path) -> None:
