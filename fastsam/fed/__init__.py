@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
+from fastsam.fed.clients.batch_loss import BatchLoss
+from fastsam.fed.clients.lazy import Lazy
 from fastsam.fed.executors import ClientError
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
@@ -31,11 +33,13 @@ _DATA = ("FederatedData", "digits", "dirichlet", "iid")
 
 __all__ = [
     "AlgorithmError",
+    "BatchLoss",
     "Callback",
     "CallbackError",
     "ClientError",
     "FederatedData",
     "InputMap",
+    "Lazy",
     "RankError",
     "Result",
     "RunDirectoryError",

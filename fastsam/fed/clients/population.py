@@ -1,20 +1,21 @@
-"""The clients' data and the test set, checked once and put where training reads them: all samples in one place."""
+"""The clients' data and the test set, as training reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import accumulate
-from math import gcd, lcm
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]
+from fastsam.fed.clients.batched import BatchedClients
+from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.samples import IGNORED, Samples
+from fastsam.fed.clients.store import Store
+
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and labels
 # (x [n, ...], generator) -> x' of the same shape, type and device; x is left as it is.
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -31,60 +32,14 @@ def augmented(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor
     return made
 
 
-ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
-_LARGEST = 256 * 2**20  # bytes: what there is beside the user's own tensors
-
-
-@dataclass(frozen=True)
-class Store:
-    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody. begins: each client's first."""
-
-    x: Tensor
-    y: Tensor
-    begins: Sequence[int]
-
-
-def stored(pairs: Sequence[Pair]) -> tuple[list[Pair], Store | None]:
-    """The pairs as views of one store, each at a multiple of the alignment.
-
-    As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a second copy.
-    """
-    if len({(x.shape[1:], x.dtype, y.shape[1:], y.dtype) for x, y in pairs}) > 1:
-        return list(pairs), None
-    sizes = [len(y) for _, y in pairs]
-    if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > _LARGEST:
-        return list(pairs), None
-    made = _store(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
-    return (list(pairs), None) if made is None else made
-
-
-def _store(x: Tensor, y: Tensor, sizes: Sequence[int]) -> tuple[list[Pair], Store] | None:
-    """The clients' samples, which lie behind each other in x and y, as views of a store; None where it would be too large, or holds nothing."""
-    rows = [t[0].nbytes for t in (x, y)]
-    if not all(rows):
-        return None
-    unit = lcm(*(ALIGNMENT // gcd(ALIGNMENT, row) for row in rows))
-    gaps = [-n % unit for n in sizes]
-    begins = [0, *accumulate(n + gap for n, gap in zip(sizes, gaps, strict=True))]
-    if begins[-1] * sum(rows) > _LARGEST:
-        return None
-    if any(gaps):
-        moved = torch.tensor(begins[:-1]) - torch.tensor([0, *accumulate(sizes)][:-1])
-        places = torch.arange(len(y)) + moved.repeat_interleave(torch.tensor(sizes))
-        x, y = (t.new_zeros(begins[-1], *t.shape[1:]).index_copy_(0, places.to(t.device), t) for t in (x, y))
-    parts = [n for pair in zip(sizes, gaps, strict=True) for n in pair]
-    views = (t.split_with_sizes(parts)[::2] for t in (x, y))
-    return list(zip(*views, strict=True)), Store(x, y, begins[:-1])
-
-
-IGNORED = -100  # the label that torch's losses ignore unless they are told another
-
-
 @dataclass(frozen=True)
 class Population:
     """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if one did.
 
     augment: what makes training inputs out of stored ones, or None. store: where the clients' samples lie, where they are in one.
+
+    samples: the clients, and test_samples the test set, where they are no pairs of tensors; `clients` is then empty, `test` None,
+    and `place` the device.
     """
 
     clients: list[Pair]
@@ -93,15 +48,74 @@ class Population:
     priors: np.ndarray | None
     augment: Augment | None = None
     store: Store | None = None
+    samples: BatchedClients | None = None
+    test_samples: Samples | None = None
+    place: torch.device | None = None
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sequence[int]:
         """Samples of each client."""
-        return [len(y) for _, y in self.clients]
+        return [len(y) for _, y in self.clients] if self.samples is None else self.samples.sizes
+
+    @property
+    def known_sizes(self) -> Mapping[int, int]:
+        """Samples of each client, of those of whom they are known before they are loaded."""
+        return dict(enumerate(self.sizes)) if self.samples is None else self.samples.known_sizes
+
+    @cached_property
+    def sized(self) -> bool:
+        """Whether everybody's size is known before the first round."""
+        return self.samples is None or len(self.samples.known_sizes) == len(self.samples)
+
+    @property
+    def device(self) -> torch.device:
+        """Where training runs."""
+        return self.clients[0][1].device if self.place is None else self.place
+
+    @cached_property
+    def labels(self) -> list[Tensor] | None:
+        """y of each client; None where they are in batches alone."""
+        return [y for _, y in self.clients] if self.samples is None else self.samples.labels
+
+    @property
+    def test_labels(self) -> Tensor | None:
+        """y of the test set; None where there is none, or they are in batches alone."""
+        if self.test_samples is not None:
+            return self.test_samples.labels
+        return None if self.test is None else self.test[1]
+
+    @property
+    def batched(self) -> str:
+        """Why samples come in batches of their own making, and not as pairs of tensors; "" where they do not."""
+        return (
+            ""
+            if self.samples is None
+            else (
+                "clients' samples are no pairs of tensors of one shape with a loss of outputs and labels: they come batch by batch"
+            )
+        )
+
+    @property
+    def reads_draw(self) -> bool:
+        """Whether reading a batch draws random numbers."""
+        return self.samples is not None and self.samples.draws
+
+    @property
+    def test_size(self) -> int:
+        """Samples of the test set; 0 where there is none."""
+        if self.test_samples is not None:
+            return len(self.test_samples)
+        return 0 if self.test is None else len(self.test[1])
+
+    def about_ignored(self, client: int) -> str:
+        """What an excluded client's labels may have to do with it."""
+        return ignored_labels(self.clients[client][1]) if self.samples is None else self.samples.about_ignored(client)
 
     def fingerprint(self) -> str:
-        """A hash of all samples and labels, to know the same data again."""
+        """A hash to know the same data again: of all samples in memory, and of the number and the first one of those that are read in batches."""
         digest = blake2b(digest_size=16)
+        for own in (self.samples, self.test_samples):
+            digest.update(b"" if own is None else own.digest())
         if self.store is not None:
             _add_store(digest, self.store, self.sizes)
         for pair in [*(self.clients if self.store is None else ()), *([self.test] if self.test else [])]:
@@ -129,101 +143,6 @@ def _add_store(digest: blake2b, store: Store, sizes: Sequence[int]) -> None:
             digest.update(raw[begin * row : (begin + n) * row])
 
 
-def prepare(clients: Any, test: Any, dtype: torch.dtype, device: torch.device) -> Population:
-    """Checks `clients` (a sequence of (x, y), or a FederatedData) and `test` ((x, y), or None: that of the FederatedData).
-
-    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64.
-    Raises ValueError: no clients, not pairs, x and y of different lengths, a client without samples, NaN or infinity in x.
-    """
-    if (
-        isinstance(clients, (str, bytes, Tensor, dict))
-        or not hasattr(clients, "__len__")
-        or not hasattr(clients, "__getitem__")
-    ):
-        what = "a dict (hand over list(clients.values()))" if isinstance(clients, dict) else type(clients).__name__
-        what += " (hand over list(clients))" if isinstance(clients, Iterator) else ""
-        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {what}")
-    if len(clients) == 0:
-        raise ValueError("clients is empty; a federated run needs one client at least")
-    given = [clients[i] for i in range(len(clients))]
-    made = _together(given, dtype, device)
-    pairs, store = made or stored([_pair(pair, f"client {i}", dtype, device) for i, pair in enumerate(given)])
-    if test is None:
-        test = getattr(clients, "test", None)
-    checked = None if test is None else _pair(test, "the test set", dtype, device)
-    priors = getattr(clients, "priors", None)
-    return Population(
-        pairs,
-        checked,
-        getattr(clients, "classes", None),
-        None if priors is None else np.asarray(priors),
-        getattr(clients, "augment", None),
-        store,
-    )
-
-
-def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> tuple[list[Pair], Store] | None:
-    """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong, of which the look at
-    one after the other tells whose it is, and where they are not alike."""
-    if not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
-        for pair in given
-    ):
-        return None
-    columns = [[pair[i].detach() for pair in given] for i in (0, 1)]
-    if any(
-        len({t.dtype for t in ts}) > 1 or any(t.dim() == 0 or t.layout != torch.strided for t in ts) for ts in columns
-    ):
-        return None
-    sizes, others = ([t.shape[0] for t in ts] for ts in columns)
-    if sizes != others or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > _LARGEST:
-        return None
-    if any(len({t.shape[1:] for t in ts}) > 1 or len({t.device for t in ts}) > 1 for ts in columns):
-        return None
-    try:
-        x, y = _pair(tuple(map(torch.cat, columns)), "all clients", dtype, device)
-    except ValueError:
-        return None
-    return _store(x, y, sizes)
-
-
-def _pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
-    x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
-    if len(x) != len(y):
-        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)}; they must be of one length")
-    if len(y) == 0:
-        raise ValueError(f"{who} has no samples; leave it out or give it some")
-    if x.is_floating_point():
-        x = x.to(device, dtype)
-        if not torch.isfinite(x).all():
-            raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
-    return _placed(x, device), _placed(
-        y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
-    )
-
-
-def _tensor(part: Any, who: str) -> Tensor:
-    if not isinstance(part, Tensor):
-        try:
-            part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
-            ) from error
-    if part.dim() == 0 or part.is_complex() or part.is_sparse:
-        raise ValueError(
-            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}"
-        )
-    return part.detach()
-
-
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-    placed = tensor.to(device).contiguous()
-    return placed if placed.data_ptr() % ALIGNMENT == 0 else placed.clone()
-
-
 def check_labels(population: Population, classes: int, ignored: int = IGNORED) -> None:
     """Raises ValueError for a label outside 0..classes-1 that is not `ignored` by the loss, and for a client of nothing but ignored labels.
 
@@ -232,17 +151,17 @@ def check_labels(population: Population, classes: int, ignored: int = IGNORED) -
     store = population.store
     # The padding between two clients holds zeros, which are labels too.
     good = store is not None and bool(((store.y >= 0) & (store.y < classes) & (store.y != ignored)).all())
-    for i, (_, y) in enumerate(() if good else population.clients):
+    for i, y in enumerate(() if good else population.labels or ()):
         _check_range(y, f"client {i}", classes, ignored)
         if bool((y == ignored).all()):
             raise ValueError(
                 f"client {i}: all labels are {ignored}, which the loss ignores; leave it out or give it labels"
             )
-    if population.test is None:
+    labels = population.test_labels
+    if labels is None:
         return
-    y = population.test[1]
-    _check_range(y, "the test set", classes, ignored)
-    if y.dim() == 1 and bool((y == ignored).any()):
+    _check_range(labels, "the test set", classes, ignored)
+    if labels.dim() == 1 and bool((labels == ignored).any()):
         raise ValueError(f"the test set: labels are {ignored}, which the loss ignores; leave those samples out")
 
 

@@ -6,13 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Layout
-from fastsam.fed.clients.population import Augment, Loss, Pair, Store, augmented
+from fastsam.fed.clients.batched import BatchedClients
+from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.population import Augment, Loss, augmented
+from fastsam.fed.clients.samples import Samples
+from fastsam.fed.clients.store import Store
 from fastsam.fed.common import seeds
 from fastsam.fed.step.local_step import LocalStep, RowEnds
 
@@ -60,7 +64,9 @@ class Setup:
     best. draws: whether a training pass of the model draws random numbers (dropout). changes_buffers: whether it changes the model's
     buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. example: a batch, to try the model with.
     compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely to have at most, None for
-    unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round.
+    unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round. batched:
+    why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not. reads_draw: whether
+    making such a batch draws random numbers.
     """
 
     model: nn.Module
@@ -78,6 +84,8 @@ class Setup:
     cohort: int | None = None
     sizes: tuple[int, ...] = ()
     excludes_errors: bool = False
+    batched: str = ""
+    reads_draw: bool = False
 
     def excludes(self, error: object) -> bool:
         """Whether training goes on without the clients of this error."""
@@ -96,7 +104,8 @@ class Work:
     shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
     seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of samples. augment: makes
     training inputs out of stored ones, of the same shape. store: where the samples of all clients lie, if they are in one. steps: local steps of
-    every client in place of its epochs. drop_last: an epoch ends with its last whole batch, if it has one.
+    every client in place of its epochs. drop_last: an epoch ends with its last whole batch, if it has one. samples: the
+    clients, where they are no pairs of tensors; `clients` is then empty.
     """
 
     round: int
@@ -111,6 +120,7 @@ class Work:
     store: Store | None = None
     steps: int | None = None
     drop_last: bool = False
+    samples: BatchedClients | None = None
 
     def seed_of(self, client: int) -> int:
         """What all random numbers of a client's work derive from."""
@@ -135,7 +145,8 @@ class Task:
     """One client's work in one round.
 
     row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`). snapshots: local steps before which
-    the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see `draw_orders`).
+    the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see `draw_orders`). own: its samples, where they
+    come in batches, from `open_` on.
     """
 
     client: int
@@ -144,6 +155,12 @@ class Task:
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
+    own: Samples | None = None
+
+    def open_(self) -> None:
+        """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
+        if self.work.samples is not None:
+            self.own = self.work.samples[self.client]
 
     @property
     def x(self) -> Tensor:
@@ -213,13 +230,16 @@ class Task:
         plain = self.work.steps is None and not self.work.drop_last
         return self.samples * self.epochs if plain else sum(self.batch_sizes())
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """All its batches, in order."""
+    def batches(self) -> Iterator[tuple[Any, Any]]:
+        """All its batches, in order: (x, y), or (batch, None) where samples come in batches."""
         every = self._batches()
         return every if self.work.steps is None else islice(every, self.work.steps)
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
         """Those of all epochs."""
+        if self.own is not None:
+            yield from self._own_batches(self.own)
+            return
         for epoch in range(self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
                 if self.augment is not None:
@@ -228,6 +248,25 @@ class Task:
                     x = augmented(self.augment, x, generator)
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
+
+    def _own_batches(self, own: Samples) -> Iterator[tuple[Any, None]]:
+        for epoch in range(self.epochs):
+            order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
+            for number, places in enumerate(order.split_with_sizes(self.epoch_sizes())):
+                yield own.take(places, seeds.derive(self.seed, "reading", epoch, number)), None
+
+    def _order(self, epoch: int) -> Tensor:
+        return (self.orders[epoch] if self.orders else self.work.orders([self.client], epoch)[0])[
+            : sum(self.epoch_sizes())
+        ]
+
+    def whole(self) -> Iterator[tuple[Any, Any, int]]:
+        """All samples once, in batches as those of `batches`, in the order in which they are stored, and how many each batch has."""
+        if self.own is not None:
+            yield from ((batch, None, n) for batch, n in self.own.batches(self.batch_size))
+            return
+        for x, y in zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True):
+            yield x, y, len(y)
 
     def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch's samples in their order, `BLOCK` batches at a time."""

@@ -91,6 +91,8 @@ def why_not(setup: Setup) -> str | None:
     """Why streams cannot train this; None when they can."""
     if setup.device.type != "cuda":
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
+    if setup.batched:
+        return setup.batched
     return NoRandomness.REASON if setup.draws else None
 
 

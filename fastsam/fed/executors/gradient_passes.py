@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam.arena import Layout
+from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.models.pixels import Pixels
 from fastsam.fed.step.input_map import InputMap
@@ -41,12 +43,14 @@ class Passes:
 
     def __init__(self, replica: Replica, layout: Layout, loss: Loss) -> None:
         self.replica, self.layout, self.loss = replica, layout, loss
+        self.of_batch = loss if isinstance(loss, BatchLoss) else None
         self._all = tuple(range(len(replica.parameters)))
         self._subtables: dict[tuple[int, ...], Tensor] = {self._all: layout.table}
 
-    def run(self, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """The loss (detached) and its gradients at the replica's weights."""
-        loss = check_scalar(self.loss(self.replica.module(x), y))
+    def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
+        """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that has both."""
+        module, whole = self.replica.module, self.of_batch
+        loss = check_scalar(self.loss(module(x), y) if whole is None else whole(module, x))
         loss.backward()
         return loss.detach(), self._taken()
 
@@ -74,16 +78,16 @@ class Passes:
         model = self.replica.module
         return model.normalised(x) if isinstance(model, Pixels) else x
 
-    def mean_gradient(self, batches: Iterable[tuple[Tensor, Tensor]], samples: int, out: Tensor) -> int:
+    def mean_gradient(self, batches: Iterable[tuple[Any, Any, int]], samples: int, out: Tensor) -> int:
         """The mean gradient over all samples, in evaluation mode, into `out` (`[stride]`); returns the number of batches."""
         views, done = self.layout.views(out.zero_()), 0
         training = self.replica.module.training
         self.replica.module.eval()
         try:
-            for x, y in batches:
+            for x, y, n in batches:
                 _, gradients = self.run(x, y)
                 for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
-                    views[slot].add_(g, alpha=len(y) / samples)
+                    views[slot].add_(g, alpha=n / samples)
                 done += 1
         finally:
             self.replica.module.train(training)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,9 @@ class Row:
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
+        if task.work.samples is not None:
+            with self.client_errors():
+                task.open_()
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(task.step)
@@ -69,7 +73,7 @@ class Row:
         if (e := task.vector("e")) is not None:
             self.form.shift_(e)
         self._measure(task)
-        self.batches: Iterator[tuple[Tensor, Tensor]] = task.batches()
+        self.batches: Iterator[tuple[Any, Any]] = task.batches()
         self.random.begin(task.pass_seed(0))
 
     def step_(self) -> bool:
@@ -151,13 +155,12 @@ class Row:
 
     def _full_gradient(self) -> Tensor:
         task, out = self.task, torch.zeros_like(self.z[0])
-        batches = zip(task.x.split(task.batch_size), task.y.split(task.batch_size), strict=True)
-        self.extra_backprops += self.passes.mean_gradient(batches, len(task.y), out)
+        self.extra_backprops += self.passes.mean_gradient(task.whole(), task.samples, out)
         return out
 
     # --- a step ---
 
-    def _take(self, k: int, x: Tensor, y: Tensor) -> None:
+    def _take(self, k: int, x: Any, y: Any) -> None:
         if k in self.task.snapshots:
             self._keep(k)
         if self.form.kind.two_passes:
@@ -167,7 +170,7 @@ class Row:
             self.form.update_(gradients, None)
         self.losses.append(loss)
 
-    def _pass(self, k: int, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+    def _pass(self, k: int, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """One forward and backward pass (with a map of the inputs: its ascent too)."""
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
@@ -176,7 +179,7 @@ class Row:
         loss, gradients, self.map = self.passes.run_mapped(x, y, self.map)
         return loss, gradients
 
-    def _sharp_step(self, k: int, x: Tensor, y: Tensor) -> Tensor:
+    def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
         if self.task.step.mu is not None and k == self.last:
             self.eps = self.form.field("eps").zero_()

@@ -203,6 +203,8 @@ def _memory(device: torch.device) -> int:
 
 def why_not(setup: Setup) -> str | None:
     """Why the model cannot be trained in stacked rows; None when it can. Tries a step of two rows against each row alone."""
+    if setup.batched:
+        return setup.batched
     if setup.draws:
         return "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is drawn"
     if setup.changes_buffers:

@@ -88,6 +88,8 @@ def why_not(setup: Setup) -> str | None:
     """Why threads cannot train this; None when they can."""
     if setup.device.type != "cpu":
         return f"it runs on the CPU, the run on {setup.device}"
+    if setup.reads_draw:
+        return "reading a batch draws random numbers from generators that are one for all clients that train at the same time"
     return NoRandomness.REASON if setup.draws else None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.batch_loss import BatchLoss
+from fastsam.fed.clients.population import IGNORED, Loss, Population
 from fastsam.fed.common import seeds
 from fastsam.fed.measures.metrics import Metric
 
@@ -29,13 +31,16 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     that has run out begins anew); a client none of whose classes is in the test set has no sample, and no part in the spread.
     "iid": the test set, shuffled and cut into equal slices. All are functions of the seed.
     """
-    if mode == "shared" or population.test is None:
+    if mode == "shared" or not population.test_size:
         return None
-    labels, clients = _integers(population.test[1]), len(population.clients)
+    clients = len(population.sizes)
     rng = np.random.RandomState(seeds.derive(seed, "validation") % 2**32)
     if mode == "iid":
         # With fewer test samples than clients the shuffled set is dealt out again, so that everybody has one.
-        return np.array_split(np.resize(rng.permutation(len(labels)), max(len(labels), clients)), clients)
+        count = population.test_size
+        return np.array_split(np.resize(rng.permutation(count), max(count, clients)), clients)
+    assert population.test_labels is not None
+    labels = _integers(population.test_labels)
     from fastsam.fed.data.partition import draw  # here, so that a run without it needs no data module
 
     priors = population.priors if population.priors is not None else _observed(population)
@@ -49,12 +54,13 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
 
 def _observed(population: Population) -> np.ndarray:
     """`[clients, classes]`: each client's own class frequencies."""
-    assert population.test is not None
-    labels = _integers(torch.cat([y.flatten() for _, y in population.clients]))
-    classes = 1 + max(int(labels.max()), int(_integers(population.test[1]).max()))
-    clients = np.repeat(np.arange(len(population.clients)), [y.numel() for _, y in population.clients])
+    own, test = population.labels, population.test_labels
+    assert own is not None and test is not None
+    labels = _integers(torch.cat([y.flatten() for y in own]))
+    classes = 1 + max(int(labels.max()), int(_integers(test).max()))
+    clients = np.repeat(np.arange(len(own)), [y.numel() for y in own])
     known = labels >= 0
-    counts = np.bincount(clients[known] * classes + labels[known], minlength=len(population.clients) * classes)
+    counts = np.bincount(clients[known] * classes + labels[known], minlength=len(own) * classes)
     counts = counts.reshape(-1, classes).astype(np.float64)
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
 
@@ -66,13 +72,32 @@ def _integers(y: Tensor) -> np.ndarray:
 
 def _two_classes(population: Population) -> bool:
     """Whether every sample has one label, 0 or 1 (or false or true): classes, though the model has no output for each."""
-    pairs = [*population.clients, *([population.test] if population.test else [])]
-    return all(y.numel() == len(y) and bool(((y == 0) | (y == 1)).all()) for _, y in pairs)
+    if population.labels is None or population.test_labels is None:
+        return False
+    labels = zip([*population.labels, population.test_labels], [*population.sizes, population.test_size], strict=True)
+    return all(y.numel() == n and bool(((y == 0) | (y == 1)).all()) for y, n in labels)
+
+
+def _known_labels(population: Population) -> bool:
+    """Whether each client's own classes, and those of the test set, are known before a batch is made."""
+    known = population.priors is not None or population.labels is not None
+    return known and population.test_labels is not None
+
+
+def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
+    """The batches' tensors `[n, ...]` behind each other; texts of several lengths `[n, length, ...]` filled up with `padding` behind."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        longest = max(part.shape[1] for part in parts)
+        grown = [part.new_full((len(part), longest, *part.shape[2:]), padding) for part in parts]
+        for whole, part in zip(grown, parts, strict=True):
+            whole[:, : part.shape[1]] = part
+        parts = grown
+    return torch.cat(list(parts))
 
 
 class Evaluator:
     """One pass over the test set per call, in eval mode. Accuracy only where `classifies`: outputs are one per class. metrics: by name,
-    over all test samples and over each client's.
+    over all test samples and over each client's. batch_size: of a test set whose samples come in batches.
 
     Raises ValueError for metrics without a test set.
     """
@@ -85,15 +110,23 @@ class Evaluator:
         mode: str,
         seed: int,
         metrics: Mapping[str, Metric] | None = None,
+        batch_size: int = _BATCH,
     ) -> None:
         self.loss, self.test, self.metrics = loss, population.test, dict(metrics or {})
-        if self.metrics and self.test is None:
+        self.samples, self.count = population.test_samples, population.test_size
+        if self.metrics and not self.count:
             raise ValueError(
                 f"metrics ({', '.join(self.metrics)}) are of the test set, and there is none; hand over test=(x, y)"
             )
-        self.classifies = classifies and self.test is not None
+        if self.metrics and isinstance(loss, BatchLoss) and not loss.predicts:
+            raise ValueError(
+                f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does not give; say "
+                "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
+            )
+        self.classifies, self.batch_size = classifies and self.count > 0, batch_size
         # A client's own classes need labels that are classes; equal parts of the test set need nothing.
         divided = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
+        divided = divided and (mode != "prior" or _known_labels(population))
         self.mode = mode if divided else None
         self._slices = client_slices(mode, population, seed) if divided else None
         parts = self._slices or []
@@ -110,28 +143,29 @@ class Evaluator:
         have the smallest and the largest accuracy (the first ones, where several have); None where all are validated on the same.
         """
         values = self.nothing()
-        if self.test is None:
+        if not self.count:
             return values
-        total, right, outputs = 0.0, [], []
-        model.eval()
-        for x, y in zip(self.test[0].split(_BATCH), self.test[1].split(_BATCH), strict=True):
-            output = model(x)
-            total += float(self.loss(output, y)) * len(y)
+        total, right, outputs, labels = 0.0, [], [], []
+        for loss, samples, output, y in self._passes(model.eval()):
+            total += loss * samples
             if self.classifies:
                 right.append(output.argmax(1) == y)
             if self.metrics:
                 outputs.append(output)
-        values["test_loss"] = total / len(self.test[1])
+                labels.append(y)
+        values["test_loss"] = total / self.count
         if self.classifies:
             values |= self._accuracies(right)
         if self.metrics:
-            values |= self._measured(torch.cat(outputs), self.test[1])
+            values |= self._measured(joined(outputs), joined(labels, IGNORED))
         return values
 
     @torch.no_grad()
     def of_client(self, model: nn.Module, client: int) -> float | None:
         """The accuracy of a model on the client's own validation samples, in 0..1; None where it has none. Only where `classifies`."""
-        assert self.test is not None and self.classifies
+        assert self.classifies
+        if self.test is None:
+            return self._of_client_batches(model.eval(), client)
         x, y = self.test
         if self._slices is not None:
             part = torch.from_numpy(self._slices[client]).to(y.device)
@@ -152,6 +186,27 @@ class Evaluator:
         spread = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
         who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
         return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who}
+    def _of_client_batches(self, model: nn.Module, client: int) -> float | None:
+        """`of_client` where samples come in batches."""
+        assert self.samples is not None and isinstance(self.loss, BatchLoss)
+        own = np.arange(self.count) if self._slices is None else self._slices[client]
+        right = 0
+        for part in torch.from_numpy(own).split(self.batch_size):
+            _, output, y = self.loss.evaluated(model, self.samples.take(part, int(part[0])), True)
+            right += int((output.argmax(1) == y).sum())
+        return right / len(own) if len(own) else None
+
+    def _passes(self, model: nn.Module) -> Iterator[tuple[float, int, Any, Any]]:
+        """Loss, samples, outputs and labels of each batch of the test set."""
+        if self.test is not None:
+            for x, y in zip(self.test[0].split(_BATCH), self.test[1].split(_BATCH), strict=True):
+                output = model(x)
+                yield float(self.loss(output, y)), len(y), output, y
+            return
+        assert self.samples is not None and isinstance(self.loss, BatchLoss)
+        for batch, samples in self.samples.batches(self.batch_size):
+            loss, output, y = self.loss.evaluated(model, batch, self.classifies or bool(self.metrics))
+            yield loss, samples, output, y
 
     def nothing(self) -> dict[str, float | None]:
         """The keys of a round without evaluation."""

@@ -83,11 +83,11 @@ class Loop:
     @cached_property
     def sampler(self) -> sampling.Sampler:
         """Who takes part in a round."""
-        return sampling.make(self.settings.sampler, len(self.population.clients), self.settings.participation)
+        return sampling.make(self.settings.sampler, len(self.population.sizes), self.settings.participation)
 
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
-        settings, clients, t = self.settings, len(self.population.clients), state.round
+        settings, clients, t = self.settings, len(self.population.sizes), state.round
         active = self._cohort(t)
         if callable(settings.sampler) or settings.available:  # they may draw what they like; the ranks need one cohort
             active = self.ranks.cohort(active, clients, state.server["w"])
@@ -146,7 +146,7 @@ class Loop:
 
     def _cohort(self, t: int) -> list[int]:
         """Who takes part in round t, as this rank draws it."""
-        settings, clients = self.settings, len(self.population.clients)
+        settings, clients = self.settings, len(self.population.sizes)
         if settings.available is None:
             return sampling.draw(self.sampler, t, clients, settings.seed)
         assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
@@ -191,7 +191,7 @@ class Loop:
         settings = self.settings
         if not self.states.looks_ahead or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.clients), settings.seed)
+        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed)
 
     def _evaluate(self, state: RunState, completed: int) -> dict[str, float | None]:
         if not self._evaluates(completed):

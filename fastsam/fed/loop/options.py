@@ -14,6 +14,7 @@ from fastsam.fed import executors
 from fastsam.fed.aggregation import Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
 from fastsam.fed.clients import sampling
+from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.sampling import Available, Sampler, check_available
 from fastsam.fed.clients.weights import Weighting, checked_weighting
@@ -67,9 +68,9 @@ class Settings:
         "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in Python also a function of t",
         at_least=0, formula=check_formula)
     seed: int = option(0, "of the sampling of clients and the order of batches; in a config of the initial weights too")
-    loss: str | Loss = option("cross_entropy",
+    loss: str | Loss | BatchLoss = option("cross_entropy",
         "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or your own, "
-        "in a config its import path")
+        "in a config its import path; fed.BatchLoss(f) takes f(model, batch)")
     validation: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an equal slice", choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
     measures: Sequence[str] | Measures = option((), f"what else to measure: {', '.join(NAMES)}; in Python also an object of your own", free=True)
@@ -183,7 +184,7 @@ class Settings:
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
 
 
-def _function(loss: str | Loss) -> Loss:
+def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
     """The loss of that name, or `loss` itself: the trial step says what no loss can be."""
     if not isinstance(loss, str):
         return loss

@@ -39,11 +39,11 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
     numbers are those of the round that would come next. The global model stays as it is.
     """
     settings, population, evaluator, view, ranks = loop.settings, loop.population, loop.evaluator, loop.view, loop.ranks
-    w, buffers, mine = state.server["w"], state.buffers, range(ranks.rank, len(population.clients), ranks.size)
+    w, buffers, mine = state.server["w"], state.buffers, range(ranks.rank, len(population.sizes), ranks.size)
     lr = settings.lr_of(max(state.round - 1, 0))
     work = Work(
         state.round, lr, epochs, settings.batch_size, settings.shuffle, settings.seed, population.clients, population.sizes,
-        population.augment, population.store, drop_last=settings.drop_last,
+        population.augment, population.store, drop_last=settings.drop_last, samples=population.samples,
     )  # fmt: skip
     plain, personal = LocalStep(), loop.personal
 

@@ -18,7 +18,14 @@ from fastsam.fed.common import seeds
 
 
 def pooled(population: Population, participation: float, seed: int) -> Population:
-    """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the order stays."""
+    """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the order stays.
+
+    Raises ValueError for samples that come in batches.
+    """
+    if population.samples is not None:
+        raise ValueError(
+            f"a centralised baseline pools pairs of tensors, and {population.batched}; hand over one client that holds all samples, with FedAvg()"
+        )
     x, y = (torch.cat([pair[i] for pair in population.clients]) for i in (0, 1))
     blocks = min(max(1, round(1 / participation)), len(y))
     if blocks == 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsam.fed.aggregation.robust_sums import RobustSums
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums
-from fastsam.fed.clients.population import Population, ignored_labels
+from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
 from fastsam.fed.loop.contract import (
@@ -99,13 +99,14 @@ class Cohort:
         work = Work(
             self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
             population.clients, population.sizes, population.augment, population.store, settings.local_steps, settings.drop_last,
+            population.samples,
         )  # fmt: skip
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]
-            if together == 1 and settings.shuffle and at % _DRAWN == 0:
+            if together == 1 and settings.shuffle and at % _DRAWN == 0 and population.sized:
                 orders = work.draw_orders(order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
                 kept = _NOTHING if self.measures is None else self._snapshots(i, self.measures)
@@ -142,7 +143,9 @@ class Cohort:
 
     def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
         sizes = self.population.sizes
-        return sorted(clients, key=sizes.__getitem__, reverse=True) if longest_first else clients
+        return (
+            sorted(clients, key=sizes.__getitem__, reverse=True) if longest_first and self.population.sized else clients
+        )
 
     def _snapshots(self, client: int, measures: Measures) -> frozenset[int]:
         """The local steps of a client before which its row is kept for the measures."""
@@ -217,7 +220,7 @@ class Cohort:
                 self.clients.pop(client, None)
 
     def _exclude(self, client: int, problem: str) -> None:
-        problem += ignored_labels(self.population.clients[client][1])
+        problem += self.population.about_ignored(client)
         self.excluded[client] = problem
         self.norms.pop(client, None)
         if len(self.excluded) <= _NAMED:  # the round's record names all of them

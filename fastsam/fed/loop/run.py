@@ -18,14 +18,17 @@ from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
 from fastsam.fed.algorithms.base import Algorithm, Round
 from fastsam.fed.clients import sampling
-from fastsam.fed.clients.population import Loss, Population, prepare
+from fastsam.fed.clients.batch_loss import BatchLoss
+from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler
 from fastsam.fed.clients.weights import Weighting, own_weights
 from fastsam.fed.common.atomic_files import write_json
 from fastsam.fed.common.checks import choice
-from fastsam.fed.common.fingerprints import digest, hyperparameters, structure
+from fastsam.fed.common.fingerprints import describe, digest, hyperparameters, structure
 from fastsam.fed.common.option import table, with_help
-from fastsam.fed.loop import client_state, trial_step
+from fastsam.fed.loop import client_state, trial_batch, trial_step
 from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop.contract import (
     asked,
@@ -84,7 +87,8 @@ def run(
     server_lr: Rate = 1.0,
     seed: int = 0,
     test: Any = None,
-    loss: str | Loss = "cross_entropy",
+    collate: Collate | None = None,
+    loss: str | Loss | BatchLoss = "cross_entropy",
     validation: str = "prior",
     eval_every: int = 1,
     metrics: Sequence[str] | Mapping[str, Any] = (),
@@ -115,7 +119,8 @@ def run(
 
     model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not changed: the result has
         another, in the same memory format.
-    clients: a sequence of (x, y), tensors or arrays of any sizes, or a `FederatedData`. test: (x, y), default that of the FederatedData.
+    clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`. test: one of these,
+        default that of the FederatedData. collate: a function of a list of samples that makes a batch, default torch's `default_collate`.
     algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
 
     OPTIONS
@@ -132,14 +137,15 @@ def run(
     run directory then holds the last checkpoint.
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
-    loss = cast(Loss, settings.loss)  # a name is a function by now
-    _check_surroundings(run_dir, resume)
+    given = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
+    _check_surroundings(run_dir, resume, collate)
     listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
     check_algorithm(algorithm)
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
-    population = prepare(clients, test, dtype, place)
+    population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate)
+    loss = cast(Loss, trial_batch.batch_loss(given, population))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
         "hyperparameters": hyperparameters(algorithm),
@@ -149,7 +155,11 @@ def run(
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
-        tried = trial_step.attempt(trained, population, loss, batch_size)
+        tried = (
+            trial_batch.attempt(trained, population, loss, batch_size)
+            if isinstance(loss, BatchLoss)
+            else trial_step.attempt(trained, population, loss, batch_size)
+        )
         trial_step.check_buffers(tried, buffers)
         loop, state = _loop(
             model,
@@ -171,7 +181,8 @@ def run(
             if numbers != "exact" and ranks.size > 1:  # who is stacked with whom depends on how a cohort is dealt out
                 numbers += f", {ranks.size} ranks"
             own = {"numbers": numbers, "memory_format": order(trained)}
-            identity = _identity(facts, settings, model, population, loss, place) | own
+            own |= {} if collate is None else {"collate": describe(collate)}
+            identity = _identity(facts, settings, model, population, place) | own
         if ranks.size > 1:
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
@@ -221,11 +232,13 @@ def _loop(
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
     """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another memory format perhaps."""
-    place, layout = population.clients[0][1].device, Layout.of(trainable(model))
+    place, layout = population.device, Layout.of(trainable(model))
     rows = Rows.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
     metrics = resolve(settings.metrics)
-    evaluator = Evaluator(loss, population, tried.classifies, settings.validation, settings.seed, metrics)
+    evaluator = Evaluator(
+        loss, population, tried.classifies, settings.validation, settings.seed, metrics, settings.batch_size
+    )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
     check_personal(settings.personal, algorithm, settings.rule, ranks.size)
@@ -236,22 +249,28 @@ def _loop(
     check_begin(server, "init_server")
     state = RunState(0, server, view.copy_of_buffers())
     personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
-    weights = own_weights(settings.weighting, len(population.clients))
+    weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
         weights = None
         population = pooled(population, settings.participation, settings.seed)
-        settings = replace(settings, sampler=in_turn(len(population.clients)), available=None)
+        settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
+    _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)
-    trial_step.check_smallest(model, population, settings.batch_size, settings.drop_last)
+    if population.batched and step.input_map is not None:
+        raise ValueError(
+            f"{type(algorithm).__name__} trains a map of the inputs x of pairs (x, y), and {population.batched}"
+        )
+    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
         step.input_map is not None, tried.example, settings.compile, cohort,
-        tuple(population.sizes), settings.on_client_error == "exclude",
+        tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
+        population.batched, population.reads_draw,
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
-    nbytes = len(population.clients) * client_state.vectors(algorithm, state.server) * w0.nbytes
+    nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
     made = make(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
@@ -262,12 +281,29 @@ def _loop(
     ), state
 
 
-def _check_surroundings(run_dir: Any, resume: Any) -> None:
+def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
     """Raises ValueError for a place that would be found useless after the first round, or never."""
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")
     if choice("resume", resume, (True, False)) and run_dir is None:
         raise ValueError("resume=True continues what is in run_dir; name the directory")
+    if collate is not None and (not callable(collate) or isinstance(collate, type)):
+        raise ValueError(f"collate must be a function of a list of samples that returns a batch, got {collate!r}")
+
+
+def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
+    """Raises ValueError for what needs to know the sizes of clients that have not been loaded."""
+    needs = {
+        "weighting='samples'": settings.weighting == "samples",
+        "measures": not isinstance(measures, Sequence) or len(measures) > 0,
+        "personalise": settings.personalise is not None,
+        "a run of several processes": ranks.size > 1,
+    }
+    wanting = [what for what, needed in needs.items() if needed]
+    if wanting and not population.sized:
+        raise ValueError(
+            f"{wanting[0]}: the clients' sizes must be known before they are loaded; say fed.Lazy(n, load, sizes=[...])"
+        )
 
 
 def _summary(loop: Loop) -> dict[str, Any]:
@@ -289,7 +325,7 @@ def _summary(loop: Loop) -> dict[str, Any]:
 def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.clients), 1, settings.server_lr_of(0), lr, rows,
+    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
                   settings.momentum, settings.seed)  # fmt: skip
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
@@ -345,7 +381,7 @@ def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], sett
 
 
 def _identity(
-    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, loss: Loss, place: torch.device
+    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, place: torch.device
 ) -> dict[str, Any]:
     """What must be the same when the run is resumed."""
     own = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastsam.fed import executors
+from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
 from fastsam.fed.executors.gradient_passes import check_scalar
 from fastsam.fed.step.model_copy import copied, trainable
@@ -25,12 +26,12 @@ _KINDS = 64  # of samples, that are tried
 @dataclass(frozen=True)
 class Trial:
     """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training changes, and whether a
-    training pass draws random numbers (dropout). example: the batch it was made with."""
+    training pass draws random numbers (dropout). example: the batch it was made with, None for a tree."""
 
     classifies: bool
     changed_buffers: tuple[str, ...]
     draws: bool
-    example: tuple[Tensor, Tensor]
+    example: tuple[Tensor, Tensor] | None
 
 
 def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
@@ -41,38 +42,40 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     a client with samples of another dtype or shape on which they do not work; an `augment` that returns something else than a batch like
     its input, or writes into that.
     """
-    _check_function(loss)
+    check_function(loss)
     client = max(range(len(population.sizes)), key=population.sizes.__getitem__)
     x, y = (t[:batch_size] for t in population.clients[client])
     trial = copied(model).to(x.device)
     failed = f"a trial step on client {client} ({_about(x, y)}) failed"
-    with _random_state_kept(x.device):
+    with random_state_kept(x.device):
         if population.augment is not None:
             _check_augment(population.augment, x)
-        with torch.no_grad(), _explain(failed):
+        with torch.no_grad(), explain(failed):
             output = trial.eval()(x[:1])
-        labels = _are_labels(output, y)
-        of_classes = loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-        if labels and of_classes:
-            _check_outputs(output.shape[1], population.classes)
+        labels = are_labels(output, y)
+        classes = of_classes(loss)
+        if labels and classes:
+            check_outputs(output.shape[1], population.classes)
             check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
-        before = {name: b.detach().clone() for name, b in trial.named_buffers()}
-        states = _generator_states(x.device)
-        with _explain(failed):
+        before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
+        states = generator_states(x.device)
+        with explain(failed):
             value = loss(trial.train()(x), y)
-        _check_loss(value)
-        with _explain(failed):
+        check_loss(value)
+        with explain(failed):
             value.backward()
-        _check_gradients(trainable(trial))
-        classifies = labels and y.dim() == 1 and (of_classes or _one_per_class(output, population, loss))
-        draws = not all(map(torch.equal, states, _generator_states(x.device)))
-        changed = tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
+        check_gradients(trainable(trial))
+        check_frozen(trial, frozen)
+        known = [*(population.labels or ()), *([] if population.test is None else [population.test[1]])]
+        classifies = labels and y.dim() == 1 and (classes or one_per_class(output, known, loss))
+        draws = not all(map(torch.equal, states, generator_states(x.device)))
+        changed = changed_buffers(trial, before)
         _check_others(trial.eval(), population, client, loss, batch_size)
     return Trial(classifies, changed, draws, (x, y))
 
 
 @contextmanager
-def _explain(what: str) -> Iterator[None]:
+def explain(what: str) -> Iterator[None]:
     """Whatever the model or the loss raises inside becomes a ValueError that says what failed."""
     try:
         yield
@@ -80,24 +83,28 @@ def _explain(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def _random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
-def _are_labels(output: object, y: Tensor) -> bool:
+def of_classes(loss: Loss) -> bool:
+    """Whether it is one of torch's losses of one output per class."""
+    return loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+
+
+def are_labels(output: object, y: Tensor) -> bool:
     """Whether y numbers classes of the model's outputs."""
     return isinstance(output, Tensor) and output.dim() >= 2 and y.dtype == torch.int64 and y.dim() == output.dim() - 1
 
 
-def _one_per_class(output: Tensor, population: Population, loss: Loss) -> bool:
+def one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
     """Whether a loss of the user's own reads `output` `[n, classes]` as one number per class, the larger the likelier.
 
     There must be several, every label must be the number of one, and the loss must be lowest where the largest output is the label's own: a
     regression on one of the outputs, or on a mean and a variance, is not. (A loss that works on no made-up batch is not asked.)
     """
     classes = output.shape[1]
-    pairs = [*population.clients, *([population.test] if population.test else [])]
-    known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for _, y in pairs)
+    known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
     if classes < 2 or not known:
         return False
     own = torch.arange(min(classes, _KINDS), device=output.device)
@@ -112,12 +119,12 @@ def _one_per_class(output: Tensor, population: Population, loss: Loss) -> bool:
     return all(values[0] < other for other in values[1:])
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
+def generator_states(device: torch.device) -> list[Tensor]:
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]
 
 
-def _check_outputs(outputs: int, classes: int | None) -> None:
+def check_outputs(outputs: int, classes: int | None) -> None:
     if classes is not None and outputs != classes:
         raise ValueError(
             f"the model has {outputs} outputs and the data {classes} classes; a model class or function with a parameter 'classes' "
@@ -133,13 +140,13 @@ def _check_others(trial: nn.Module, population: Population, client: int, loss: L
             known.add(_kind(x, y))
             with (
                 torch.no_grad(),
-                _explain(f"the model and the loss work on client {client}, but not on client {i} ({_about(x, y)})"),
+                explain(f"the model and the loss work on client {client}, but not on client {i} ({_about(x, y)})"),
             ):
                 loss(trial(x[:1]), y[:1])
     if population.test is not None:
         x, y = (t[:batch_size] for t in population.test)
         what = f"the model and the loss work on the clients' data, but not on the test set ({_about(x, y)})"
-        with torch.no_grad(), _explain(what):
+        with torch.no_grad(), explain(what):
             float(loss(trial(x), y))
 
 
@@ -147,23 +154,29 @@ def _kind(x: Tensor, y: Tensor) -> tuple[object, ...]:
     return x.dtype, x.shape[1:], y.dtype, y.shape[1:]
 
 
-def check_smallest(model: nn.Module, population: Population, batch_size: int, drop_last: bool) -> None:
+def check_smallest(
+    model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
+) -> None:
     """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may have no variance."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
-    sizes = population.sizes
-    rest = [
-        executors.divided(n, batch_size, drop_last)[1] or batch_size for n in sizes
-    ]  # of the last batch of an epoch
-    client = min(range(len(rest)), key=rest.__getitem__)
-    x = population.clients[client][0][: rest[client]]
-    trial = copied(model).to(x.device).train()
+    sizes = population.known_sizes
+    # Of the last batch of an epoch.
+    rest = {i: executors.divided(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
+    if not rest:
+        return
+    client = min(rest, key=rest.__getitem__)
+    trial = copied(model).to(population.device).train()
     what = (
-        f"the last batch of client {client}, with batch_size={batch_size}, has {len(x)} of its {sizes[client]} samples, on which "
+        f"the last batch of client {client}, with batch_size={batch_size}, has {rest[client]} of its {sizes[client]} samples, on which "
         "the model cannot train; use drop_last=True (for a client with fewer samples than a batch leave it out), or another batch_size"
     )
-    with _random_state_kept(x.device), torch.no_grad(), _explain(what):
-        trial(x)
+    with random_state_kept(population.device), torch.no_grad(), explain(what):
+        if isinstance(loss, BatchLoss):
+            assert population.samples is not None
+            loss(trial, population.samples[client].take(torch.arange(rest[client]), 0))
+        else:
+            trial(population.clients[client][0][: rest[client]])
 
 
 def _about(x: Tensor, y: Tensor) -> str:
@@ -175,7 +188,7 @@ def _about(x: Tensor, y: Tensor) -> str:
 def _check_augment(augment: Augment, x: Tensor) -> None:
     """It must make a batch like `x` and leave `x` alone: in stored order that is the data itself, changed again in every epoch."""
     given, generator = x.clone(), torch.Generator(x.device)
-    with _explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
+    with explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
         augmented(augment, given, generator.manual_seed(0))
     if given._version:
         raise ValueError(
@@ -183,7 +196,7 @@ def _check_augment(augment: Augment, x: Tensor) -> None:
         )
 
 
-def _check_function(loss: object) -> None:
+def check_function(loss: object) -> None:
     if not callable(loss) or isinstance(loss, type):
         hint = f"; write {loss.__name__}()" if isinstance(loss, type) else ""
         raise ValueError(f"loss must be a function loss(model(x), y) -> scalar tensor, got {loss!r}{hint}")
@@ -192,7 +205,7 @@ def _check_function(loss: object) -> None:
         raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
 
 
-def _check_loss(value: object) -> None:
+def check_loss(value: object) -> None:
     if not check_scalar(value).requires_grad:
         if not torch.is_grad_enabled():
             raise ValueError(
@@ -201,7 +214,7 @@ def _check_loss(value: object) -> None:
         raise ValueError("the loss does not depend on the model's trainable parameters (it has no gradient)")
 
 
-def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def check_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """What a backward pass left: nothing would be trained without gradients, nor with some that cannot be read."""
     # Of a scripted model's copy the parameters are no leaves: asking for their gradients would warn.
     gradients = [p.grad for p in parameters if p.is_leaf]
@@ -215,8 +228,28 @@ def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
         )
 
 
+def frozen_versions(trial: nn.Module) -> dict[str, int]:
+    """How often each parameter that is not trained was written."""
+    return {name: p._version for name, p in trial.named_parameters() if not p.requires_grad}
+
+
+def check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
+    """Raises ValueError for a training pass that writes a parameter that is not trained: all clients have it in common."""
+    name = next((name for name, version in frozen_versions(trial).items() if before.get(name) != version), None)
+    if name is not None:
+        raise ValueError(
+            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for all clients; make it a "
+            "buffer (register_buffer), for which buffers='average' or 'keep' says what becomes of it"
+        )
+
+
 def _same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and a.shape == b.shape and torch.equal(a, b)
+
+
+def changed_buffers(trial: nn.Module, before: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of the buffers that are no longer what they were."""
+    return tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:

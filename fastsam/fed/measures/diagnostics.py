@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsam.arena import Layout
-from fastsam.fed.clients.population import Pair
+from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.measures.drift import mean_row
 from fastsam.fed.measures.objective import Objective, random_unit, unit
 from fastsam.fed.step.model_copy import Replica

@@ -64,7 +64,12 @@ class RoundMeasures:
         self.names, self.options, self.rounds, self.batch_size = tuple(names), options, rounds, batch_size
         self.classifies, self.loss = classifies, loss
         first = trainable(model)[0]
-        device = population.clients[0][1].device
+        if population.batched:
+            raise ValueError(
+                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; metrics and measures of your "
+                "own (an object) serve here"
+            )
+        device = population.device
         self.replica = Replica(model, layout, Arena(layout, device=device).field("w", first.dtype)[0])
         self.pairs = subset(population.clients, options.samples, seed)
         self.pooled = Objective.pooled(self.replica, loss, self.pairs)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastsam.fed.clients.population import Loss, Pair
+from fastsam.fed.clients.pairs import Pair
+from fastsam.fed.clients.population import Loss
 from fastsam.fed.common import seeds
 from fastsam.fed.step.model_copy import Replica
 

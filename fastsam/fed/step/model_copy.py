@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +45,10 @@ def check_model(model: nn.Module) -> torch.dtype:
     return dtypes.pop()
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy. Raises ValueError for a model that has none, with the reason."""
+def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
+    """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with the reason."""
     try:
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, {id(t): t for t in shared})
     except Exception as error:
         raise ValueError(
             f"the model cannot be copied (copy.deepcopy), and clients train on copies: {type(error).__name__}: {error}"
@@ -56,10 +56,15 @@ def copied(model: nn.Module) -> nn.Module:
 
 
 class Replica:
-    """A deep copy of a model on `device`, with the trainable parameters in `row` (`[stride]`, of the layout)."""
+    """A deep copy of a model on `device`, with the trainable parameters in `row` (`[stride]`, of the layout).
+
+    Parameters that are not trained are the model's own where they are on that device: nobody writes them, and replicas may be many.
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
-        self.module = copied(model).to(row.device)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        there = all(p.device == row.device for p in frozen)
+        self.module = copied(model, frozen if there else ()).to(row.device)
         self.row, self.layout = row, layout
         self.parameters = trainable(self.module)
         self.buffers = list(self.module.buffers())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from fastsam.fed import models
-from fastsam.fed.clients.population import prepare
+from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from tests.helpers.fed_watch import Watched
 

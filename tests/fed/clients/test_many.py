@@ -8,7 +8,10 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed.clients import population
-from fastsam.fed.clients.population import Population, check_labels, prepare
+from fastsam.fed.clients import prepare as preparing
+from fastsam.fed.clients.pairs import ALIGNMENT
+from fastsam.fed.clients.population import Population, check_labels
+from fastsam.fed.clients.prepare import prepare
 from tests.helpers import oracle
 
 MANY = 2000
@@ -22,14 +25,16 @@ def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch) -> Population:
     with monkeypatch.context() as patch:
-        patch.setattr(population, "_together", lambda *arguments: None)
+        patch.setattr(preparing, "_together", lambda *arguments: None)
         return prepare(pairs, None, torch.float32, CPU)
 
 
 def test_clients_are_checked_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    checked, ranges = population._pair, population._check_range
-    monkeypatch.setattr(population, "_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest))
+    checked, ranges = preparing.checked_pair, population._check_range
+    monkeypatch.setattr(
+        population, "checked_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest)
+    )
     monkeypatch.setattr(population, "_check_range", lambda y, who, *rest: calls.append(who) or ranges(y, who, *rest))
     data = clients([4] * MANY)
     check_labels(prepare(data, data[0], torch.float32, CPU), 3)
@@ -47,7 +52,7 @@ def test_together_they_are_what_they_are_one_by_one(
     assert list(ours.store.begins) == list(theirs.store.begins) and ours.sizes == theirs.sizes
     for mine, other in zip(ours.clients, theirs.clients, strict=True):
         for a, b in zip(mine, other, strict=True):
-            assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % population.ALIGNMENT == 0
+            assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
     assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
     assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), (
         "as in checkpoints of before"
@@ -76,7 +81,7 @@ def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest
     data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
     options = {"rounds": 2, "participation": 0.3, "test": data[0]}
     ours = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
-    monkeypatch.setattr(population, "_together", lambda *arguments: None)
+    monkeypatch.setattr(preparing, "_together", lambda *arguments: None)
     theirs = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
     assert [r["client_accuracy_mean"] for r in ours.history] == [r["client_accuracy_mean"] for r in theirs.history]
     assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))

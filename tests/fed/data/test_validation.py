@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fastsam.fed import data
-from fastsam.fed.clients.population import Population, prepare
+from fastsam.fed.clients.population import Population
+from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.common import seeds
 from fastsam.fed.loop.evaluate import client_slices
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.clients.population import stored as store_of
+from fastsam.fed.clients.store import stored as store_of
 from fastsam.fed.executors import Task, Work, compiler, stacked
 from fastsam.fed.executors.batches import Feed
 from tests.helpers import fed_cases as cases

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam import fed
-from fastsam.fed.clients import population as stores
-from fastsam.fed.clients.population import ALIGNMENT, stored
+from fastsam.fed.clients import store as stores
+from fastsam.fed.clients.pairs import ALIGNMENT
+from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
 from fastsam.fed.step.local_step import RowEnds
@@ -262,9 +263,9 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
     views, store = stored(pairs)
     assert store is None and views[0][0] is pairs[0][0]
     assert stored([(torch.randn(4, 0), torch.zeros(4))])[1] is None
-    monkeypatch.setattr(stores, "_LARGEST", 2 * 16 * 16 - 1)  # two clients with 16 samples of 16 bytes
+    monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16 - 1)  # two clients with 16 samples of 16 bytes
     assert stored([pairs[0]] * 2)[1] is None
-    monkeypatch.setattr(stores, "_LARGEST", 2 * 16 * 16)
+    monkeypatch.setattr(stores, "LARGEST", 2 * 16 * 16)
     assert stored([pairs[0]] * 2)[1] is not None
 
 

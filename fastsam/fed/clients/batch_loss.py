@@ -1,0 +1,95 @@
+"""Losses of a whole batch: of the model and what a `collate` made, where `loss(outputs, y)` of pairs does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """`model(x)` of a tensor, `model(*x)` of a tuple or list, `model(**x)` of a dict."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, (tuple, list)) else model(x)
+
+
+class BatchLoss:
+    """A loss of the form `loss(model, batch) -> scalar tensor`, the mean over the batch: `fed.run(..., loss=fed.BatchLoss(f))`.
+
+    batch: what a `DataLoader` over the client's data would give, on the run's device: a dict, a list `[x, y, ...]`, a tensor; floating-point
+    tensors in the dtype of the model. predict: `predict(model, batch) -> (outputs, labels)`, of which metrics are made, and the accuracy where
+    outputs are `[n, classes]`, one per class, and labels int64 `[n]`; without it a run has the loss alone. It runs in evaluation only.
+
+    Raises ValueError for what is no function.
+    """
+
+    def __init__(
+        self, loss: Callable[[Any, Any], Tensor], predict: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    ) -> None:
+        for name, function in (("loss", loss), ("predict", predict)):
+            if (not callable(function) or isinstance(function, type)) and (function is not None or name == "loss"):
+                raise ValueError(f"BatchLoss: {name} must be a function ({name}(model, batch)), got {function!r}")
+        self.loss, self.predict = loss, predict
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        return self.loss(model, batch)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there are outputs and labels of a batch."""
+        return self.predict is not None
+
+    def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
+        """The loss and, where they are asked for, outputs and labels. Raises ValueError for a `predict` that gives something else."""
+        value = float(self(model, batch))
+        if not predicted or self.predict is None:
+            return value, None, None
+        made = self.predict(model, batch)
+        if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(t, Tensor) for t in made):
+            raise ValueError(f"predict(model, batch) must return two tensors, (outputs, labels), got {_brief(made)}")
+        return value, *made
+
+
+class PairLoss(BatchLoss):
+    """`loss(outputs, y)` of batches (x, y) whose x is a tree, or whose samples are fetched batch by batch."""
+
+    predicts = True
+
+    def __init__(self, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(loss)
+        self.of_outputs = loss
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = parted(batch)
+        return self.of_outputs(call(model, x), y)
+
+    def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
+        x, y = parted(batch)
+        outputs = call(model, x)
+        return float(self.of_outputs(outputs, y)), outputs, y
+
+
+def parted(batch: Any) -> tuple[Any, Any]:
+    """x and y of a batch that is a pair. Raises ValueError for another."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(
+            f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, batch) -> scalar, "
+            "or hand over samples (x, y)"
+        )
+    return batch[0], batch[1]
+
+
+def _brief(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with {', '.join(map(str, batch))}"
+    kind = type(batch).__name__
+    return (
+        f"a {kind} of {len(batch)}" if isinstance(batch, (tuple, list)) else f"{kind} {describe_shape(batch)}".strip()
+    )
+
+
+def describe_shape(value: Any) -> str:
+    """Dtype and shape of a tensor, nothing of something else."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""

@@ -1,0 +1,86 @@
+"""All clients of a run whose samples come in batches: what the loop asks of them together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.clients.batch_loss import parted
+from fastsam.fed.clients.samples import Samples
+
+
+class BatchedClients(Sequence[Samples]):
+    """Client i is `clients[i]`. sizes: samples of each; known_sizes: of those of whom it is known before they are loaded. draws: whether
+    reading a batch draws random numbers. labels: y of each client, where they are in memory."""
+
+    sizes: Sequence[int]
+    draws: bool
+    labels: list[Tensor] | None = None
+
+    @property
+    @abstractmethod
+    def known_sizes(self) -> Mapping[int, int]: ...
+
+    @abstractmethod
+    def digest(self) -> bytes:
+        """A hash by which they are known again."""
+
+    def about_ignored(self, client: int) -> str:
+        """What the labels of a client may have to do with a loss that is not finite."""
+        return ""
+
+    @abstractmethod
+    def __getitem__(self, client: int) -> Samples: ...  # type: ignore[override]
+
+
+class Held(BatchedClients):
+    """Clients that are there from the start."""
+
+    def __init__(self, clients: Sequence[Samples]) -> None:
+        self.clients, self.sizes = list(clients), [len(own) for own in clients]
+        self.draws = any(own.draws for own in clients)
+        labels = [y for own in clients if (y := own.labels) is not None]
+        self.labels = labels if len(labels) == len(clients) else None
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __getitem__(self, client: int) -> Samples:  # type: ignore[override]
+        return self.clients[client]
+
+    @property
+    def known_sizes(self) -> Mapping[int, int]:
+        return dict(enumerate(self.sizes))
+
+    def digest(self) -> bytes:
+        made = blake2b(digest_size=16)
+        for own in self.clients:
+            made.update(own.digest())
+        return made.digest()
+
+    def about_ignored(self, client: int) -> str:
+        return self.clients[client].ignored()
+
+
+def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
+    """Raises ValueError for samples that the loss cannot take apart (whole: it takes any batch), or that are built otherwise than those of
+    client 0, whose `kinds` are `first`."""
+    if not whole:
+        try:
+            parted(own.take(torch.zeros(1, dtype=torch.int64), 0))
+        except ValueError as error:
+            raise ValueError(
+                f"{who} must be a pair (x, y) of tensors or arrays, or have samples (x, y): {error}"
+            ) from None
+    if first is not None and own.kinds != first:
+        raise ValueError(
+            f"{who}: a batch has {_words(own.kinds)}, that of client 0 {_words(first)}; clients' samples must be built alike"
+        )
+
+
+def _words(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{path or 'a tensor'} ({kind})" for path, kind in kinds.items()) or "nothing"

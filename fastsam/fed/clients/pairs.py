@@ -1,0 +1,55 @@
+"""A client as a pair of tensors: checked, in the dtypes that training reads, on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may depend on where its input starts
+
+
+def is_array(given: Any) -> bool:
+    """Whether it is a tensor, or an array of numpy or another library."""
+    return isinstance(given, Tensor) or hasattr(given, "__array__")
+
+
+def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
+    """Tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError, naming `who`, for what is no good pair."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
+    x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
+    if len(x) != len(y):
+        raise ValueError(f"{who}: x has {len(x)} samples and y {len(y)}; they must be of one length")
+    if len(y) == 0:
+        raise ValueError(f"{who} has no samples; leave it out or give it some")
+    if x.is_floating_point():
+        x = x.to(device, dtype)
+        if not torch.isfinite(x).all():
+            raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
+    return _placed(x, device), _placed(
+        y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
+    )
+
+
+def _tensor(part: Any, who: str) -> Tensor:
+    if not isinstance(part, Tensor):
+        try:
+            part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{who} must be a tensor or an array of numbers, got {type(part).__name__} ({error})"
+            ) from error
+    if part.dim() == 0 or part.is_complex() or part.is_sparse:
+        raise ValueError(
+            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}"
+        )
+    return part.detach()
+
+
+def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+    placed = tensor.to(device).contiguous()
+    return placed if placed.data_ptr() % ALIGNMENT == 0 else placed.clone()

@@ -1,0 +1,131 @@
+"""What `fastsam.fed.run` is given as clients and test set, checked once and put where training reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastsam.fed.clients.batched import Held, check_kind
+from fastsam.fed.clients.lazy import Lazy, LazyClients
+from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
+from fastsam.fed.clients.population import Population
+from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
+from fastsam.fed.clients.samples import Collate, Samples
+from fastsam.fed.clients.store import LARGEST, Store, store_of, stored
+
+
+def prepare(
+    clients: Any,
+    test: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    whole: bool = False,
+    collate: Collate | None = None,
+) -> Population:
+    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may be, or None: the data's).
+
+    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64. whole: the loss
+    takes batches, of pairs too. collate: makes batches of lists of samples.
+    Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples, NaN or infinity in x.
+    """
+    if isinstance(clients, Lazy):
+        return _lazy(clients, test, collate, dtype, device, whole)
+    if (
+        isinstance(clients, (str, bytes, Tensor, dict))
+        or not hasattr(clients, "__len__")
+        or not hasattr(clients, "__getitem__")
+    ):
+        what = "a dict (hand over list(clients.values()))" if isinstance(clients, dict) else type(clients).__name__
+        what += " (hand over list(clients))" if isinstance(clients, Iterator) else ""
+        raise ValueError(f"clients must be a sequence of (x, y) pairs or a federated data set, got {what}")
+    if len(clients) == 0:
+        raise ValueError("clients is empty; a federated run needs one client at least")
+    given = [clients[i] for i in range(len(clients))]
+    test = getattr(clients, "test", None) if test is None else test
+    priors = getattr(clients, "priors", None)
+    about: dict[str, Any] = {
+        "classes": getattr(clients, "classes", None),
+        "priors": None if priors is None else np.asarray(priors),
+        "augment": getattr(clients, "augment", None),
+    }
+    made = None if whole or collate is not None else _together(given, dtype, device)
+    if made is not None and (test is None or _is_pair(test)):
+        checked = None if test is None else checked_pair(test, "the test set", dtype, device)
+        return Population(made[0], checked, store=made[1], **about)
+    found, tested = _read(given, test, collate, dtype, device)
+    if not whole and not any(isinstance(own, Samples) for own in (*found, tested)):
+        pairs, store = made or stored(cast(list[Pair], found))
+        return Population(pairs, cast("Pair | None", tested), store=store, **about)
+    if about["augment"] is not None:
+        raise ValueError(
+            "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the samples are read, or in the model"
+        )
+    samples = [as_samples(own) for own in found]
+    for i, own in enumerate(samples):
+        check_kind(own, f"client {i}", samples[0].kinds if i else None, whole)
+    return Population([], None, samples=Held(samples), test_samples=_test_samples(tested, whole), place=device, **about)
+
+
+def _lazy(
+    clients: Lazy, test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device, whole: bool
+) -> Population:
+    tested = _read([], test, collate, dtype, device)[1]
+    samples = LazyClients(clients, whole, collate, dtype, device)
+    return Population([], None, None, None, samples=samples, test_samples=_test_samples(tested, whole), place=device)
+
+
+def _test_samples(tested: Pair | Samples | None, whole: bool) -> Samples | None:
+    if tested is None:
+        return None
+    made = as_samples(tested)
+    check_kind(made, "the test set", None, whole)
+    return made
+
+
+def _is_pair(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) == 2 and all(map(is_array, given))
+
+
+def _read(
+    given: Sequence[Any], test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Pair | Samples], Pair | Samples | None]:
+    collated = collate is not None
+    sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(given)]
+    if collated and sources and not any(isinstance(one, Source) for one, _ in sources):
+        raise ValueError(
+            "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it out, or hand over data sets"
+        )
+    if test is not None:
+        sources.append((source(test, "the test set", collated), "the test set"))
+    share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, Source)))
+    found = [read(one, who, collate, dtype, device, share) for one, who in sources]
+    return found[: len(given)], found[-1] if test is not None else None
+
+
+def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> tuple[list[Pair], Store] | None:
+    """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong, of which the look at
+    one after the other tells whose it is, and where they are not alike."""
+    if not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
+        for pair in given
+    ):
+        return None
+    columns = [[pair[i].detach() for pair in given] for i in (0, 1)]
+    if any(
+        len({t.dtype for t in ts}) > 1 or any(t.dim() == 0 or t.layout != torch.strided for t in ts) for ts in columns
+    ):
+        return None
+    sizes, others = ([t.shape[0] for t in ts] for ts in columns)
+    if sizes != others or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > LARGEST:
+        return None
+    if any(len({t.shape[1:] for t in ts}) > 1 or len({t.device for t in ts}) > 1 for ts in columns):
+        return None
+    try:
+        x, y = checked_pair(tuple(map(torch.cat, columns)), "all clients", dtype, device)
+    except ValueError:
+        return None
+    return store_of(x, y, sizes)

@@ -1,0 +1,249 @@
+"""What a client may be, read: a pair, a tree of columns, a data set, a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
+from fastsam.fed.clients.samples import Collate, Fetched, Samples, Stacked, fetch, generators, leaves, placed, seeded
+
+LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
+WANTED = "a pair (x, y) of tensors or arrays, a dict of columns [n, ...], a data set (anything with __len__ and __getitem__) or a DataLoader"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of samples, and the collate of the loader that it came in."""
+
+    data: Any
+    collate: Collate | None = None
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def source(given: Any, who: str, collated: bool = False) -> Any:
+    """A `Source` of a data set, a list of samples or a loader; what holds columns comes back as it is. collated: a `collate` wants samples.
+
+    Raises ValueError for neither.
+    """
+    if isinstance(given, DataLoader):
+        return _of_loader(given, who, collated)
+    if isinstance(given, (IterableDataset, Iterator)):
+        raise ValueError(
+            f"{who} is {type(given).__name__}, which has no samples by number; hand over {WANTED} (list(...) of it, say)"
+        )
+    if type(given) is TensorDataset and not collated:
+        return _columns(list(given.tensors))
+    if type(given) is Subset and type(given.dataset) is TensorDataset and not collated:
+        places = torch.as_tensor(given.indices, dtype=torch.int64)
+        return _columns([t.index_select(0, places.to(t.device)) for t in given.dataset.tensors])
+    if isinstance(given, (str, bytes)) or not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise ValueError(f"{who} must be {WANTED}, got {type(given).__name__}")
+    if isinstance(given, Mapping) or is_array(given):
+        return given
+    if isinstance(given, tuple):
+        if len(given) != 2:
+            raise ValueError(f"{who} must be {WANTED}, got a tuple of {len(given)}")
+        return given
+    if isinstance(given, list) and given and not isinstance(given[0], (tuple, Mapping)):
+        if len(given) != 2:
+            raise ValueError(
+                f"{who} must be {WANTED}, got a list of {len(given)} that are no samples (tuples or dicts)"
+            )
+        return tuple(given)
+    return Source(given)
+
+
+def _columns(tensors: list[Tensor]) -> Any:
+    return tuple(tensors) if len(tensors) == 2 else tensors
+
+
+def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
+    """The loader's data set, the part that its sampler takes, and its collate."""
+    data, sampler = loader.dataset, loader.sampler
+    whole = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)  # type: ignore[arg-type]
+    )
+    if isinstance(data, IterableDataset) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        whole = False
+    elif type(sampler) is SubsetRandomSampler:
+        data, whole = Subset(data, list(sampler.indices)), True
+    if not whole:
+        raise ValueError(
+            f"{who} is a DataLoader with a sampler of its own ({type(loader.batch_sampler or sampler).__name__}, "
+            f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, indices)"
+        )
+    own = loader.collate_fn if loader.batch_size is not None else None
+    if own is default_collate or own is None:
+        return source(data, who, collated)
+    return Source(data, own)
+
+
+def read(
+    given: Any,
+    who: str,
+    collate: Collate | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    per_sample: float,
+    draws: bool | None = None,
+) -> Pair | Samples:
+    """What `source` gave, as a pair of tensors or as samples.
+
+    collate: of the run, before that of a loader. per_sample: bytes that a sample may take in memory. draws: whether reading draws random
+    numbers; None where that is to be found out (which looks at generators that other threads might use).
+    Raises ValueError for data that cannot be read, naming client and sample.
+    """
+    if not isinstance(given, Source):
+        return _of_columns(given, who, dtype, device)
+    if len(given) == 0:
+        raise ValueError(f"{who} has no samples; leave it out or give it some")
+    chosen = collate or given.collate
+    with seeded(0) if draws is not False else nullcontext():
+        found, size = _look(given.data, who) if draws is None else (draws, 0)
+        if chosen is None and not found and size <= per_sample:
+            before = generators() if draws is None else b""
+            items = _items(given.data, range(len(given)), who)
+            found = draws is None and generators() != before
+            tree = None if found else _stacked(items, who, dtype, device)
+            if tree is not None:
+                return tree
+        made = Fetched(given.data, chosen or default_collate, who, dtype, device)
+        made.draws = found or (draws is None and _collate_draws(made))
+        return made
+
+
+def as_samples(own: Pair | Samples) -> Samples:
+    """A pair as samples, too."""
+    return own if isinstance(own, Samples) else Stacked(list(own), len(own[1]))
+
+
+def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples:
+    """Of tensors or arrays that hold all samples: x and y, or a tree of them."""
+    if isinstance(given, tuple) and not isinstance(given[0], (Mapping, tuple)):
+        return checked_pair(given, who, dtype, device)
+    return _tree(given, who, dtype, device)
+
+
+def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Samples:
+    tree = placed(given, dtype, device)
+    wrong = [path for path, leaf in leaves(tree) if not isinstance(leaf, Tensor) or leaf.dim() == 0]
+    if wrong:
+        raise ValueError(f"{who}: {wrong[0] or 'it'} must be a tensor or an array [n, ...] of all samples")
+    sizes = {path: len(leaf) for path, leaf in leaves(tree)}
+    if len(set(sizes.values())) > 1:
+        counts = ", ".join(f"{path} has {n}" for path, n in sizes.items())
+        raise ValueError(f"{who}: columns must have one number of samples, {counts}")
+    count = next(iter(sizes.values()), 0)
+    if count == 0:
+        raise ValueError(f"{who} has no samples; leave it out or give it some")
+    for path, leaf in leaves(tree):
+        if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+            raise ValueError(f"{who}: {path} holds NaN or infinity (in {dtype}); remove or replace those values")
+    return Stacked(tree, count)
+
+
+def _items(data: Any, places: Sequence[int], who: str) -> list[Any]:
+    try:
+        return fetch(data, places)
+    except Exception as error:
+        which = f"sample {places[0]}" if len(places) == 1 else "its samples"
+        raise ValueError(f"{who}: reading {which} failed: {type(error).__name__}: {error}") from error
+
+
+def _look(data: Any, who: str) -> tuple[bool, int]:
+    """Whether reading a sample draws from the generators that can be seeded, and a sample's bytes in memory."""
+    before = generators()
+    (first,) = _items(data, [0], who)
+    draws = generators() != before
+    if not draws and not _same(first, _items(data, [0], who)[0]):
+        raise ValueError(
+            f"{who}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or Python's own generators, "
+            "which a run seeds for every batch; draw from one of these"
+        )
+    sizes = (np.asarray(leaf).nbytes if not isinstance(leaf, Tensor) else leaf.nbytes for _, leaf in leaves(first))
+    return draws, sum(sizes)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two readings of a sample agree, as far as they are tensors, arrays and numbers."""
+    for (_, one), (_, other) in zip(leaves(a), leaves(b), strict=False):
+        if isinstance(one, (Tensor, np.ndarray, int, float)):
+            x, y = (torch.as_tensor(leaf) for leaf in (one, other))
+            if x.shape != y.shape or not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                return False
+    return True
+
+
+def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples | None:
+    """All samples behind each other; None where parts of them are no numbers, which are collated batch by batch."""
+    _check_alike(items, who)
+    if any(isinstance(leaf, (str, bytes)) for _, leaf in leaves(items[0])):
+        return None
+    try:
+        tree = default_collate(items)
+    except Exception as error:
+        raise ValueError(
+            f"{who}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of a list of samples "
+            "that returns tensors, or samples of tensors, arrays and numbers"
+        ) from error
+    if isinstance(tree, (tuple, list)) and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
+        return checked_pair(tree, who, dtype, device)
+    return _tree(tree, who, dtype, device)
+
+
+def _check_alike(items: list[Any], who: str) -> None:
+    """Raises ValueError for the first sample that is not of the structure and the shapes of the first one."""
+    wanted = _structure(items[0])
+    for i, item in enumerate(items):
+        if (found := _structure(item)) != wanted:
+            part = next((path for path in {**wanted, **found} if wanted.get(path) != found.get(path)), "")
+            said = [s.get(part, "missing") for s in (found, wanted)]
+            raise ValueError(
+                f"{who}: sample {i} differs from sample 0: {_named(part)} is {said[0]}, there {said[1]}; samples of variable length need "
+                "collate=, a function of a list of samples that pads them to a batch"
+            )
+
+
+def _named(part: str) -> str:
+    return f"its part {part}" if part else "it"
+
+
+def _structure(item: Any) -> dict[str, str]:
+    return {
+        path: str(list(leaf.shape)) if isinstance(leaf, (Tensor, np.ndarray)) and leaf.ndim else "one value"
+        for path, leaf in leaves(item)
+    }
+
+
+def _collate_draws(samples: Fetched) -> bool:
+    """Whether making a batch draws, as language models' collates do that mask words."""
+    before = generators()
+    try:
+        samples.take(torch.arange(min(len(samples), 2)), 0)
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{samples.who}: the collate failed on its first samples: {type(error).__name__}: {error}"
+        ) from error
+    return generators() != before

@@ -1,0 +1,194 @@
+"""A client's samples that are no pair of tensors: trees of tensors in memory, or a data set that is read batch by batch."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100  # the label that torch's losses ignore unless they are told another
+Collate = Callable[[list[Any]], Any]  # samples -> batch
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree (dicts, lists, tuples, named ones too) with `function` of each leaf; other mappings become dicts."""
+    if isinstance(tree, Mapping):
+        return {key: mapped(function, part) for key, part in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(function, part) for part in tree))
+    if isinstance(tree, (tuple, list)):
+        made = [mapped(function, part) for part in tree]
+        return tuple(made) if isinstance(tree, tuple) else made
+    return function(tree)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves, each with its path: `input_ids`, `0.mask`."""
+    if isinstance(tree, Mapping):
+        parts: Any = tree.items()
+    elif isinstance(tree, (tuple, list)):
+        parts = enumerate(tree)
+    else:
+        yield path, tree
+        return
+    for key, part in parts:
+        yield from leaves(part, f"{path}.{key}" if path else str(key))
+
+
+def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The tree with its tensors on `device`: floating-point ones in `dtype`, small integers int64, bytes and bools as they are."""
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype != object and leaf.dtype.kind not in "US":
+            leaf = torch.from_numpy(np.array(leaf, order="C"))
+        if not isinstance(leaf, Tensor):
+            return leaf
+        kept = leaf.dtype in (torch.bool, torch.uint8)
+        return leaf.detach().to(device, dtype if leaf.is_floating_point() else leaf.dtype if kept else torch.int64)
+
+    return mapped(put, tree)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch's, numpy's and Python's generators with a seed inside, as they were behind it."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def generators() -> bytes:
+    """The states of these generators, to see whether something drew."""
+    of_numpy: Any = np.random.get_state()
+    return (
+        torch.get_rng_state().numpy().tobytes()
+        + of_numpy[1].tobytes()
+        + repr((of_numpy[2:], random.getstate())).encode()
+    )
+
+
+class Samples(ABC):
+    """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a seed."""
+
+    draws = False
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def take(self, places: Tensor, seed: int) -> Any:
+        """The batch of the samples at `places` (int64 `[n]`, on the CPU). seed: of what reading draws, where it does."""
+
+    @property
+    def labels(self) -> Tensor | None:
+        """y of all samples, where they are pairs (x, y) in memory."""
+        return None
+
+    def batches(self, size: int) -> Iterator[tuple[Any, int]]:
+        """All samples in their order, and how many each batch has."""
+        for at in range(0, len(self), size):
+            places = torch.arange(at, min(at + size, len(self)))
+            yield self.take(places, at), len(places)
+
+    @cached_property
+    def kinds(self) -> dict[str, str]:
+        """The leaves of a batch of the first sample: what two clients must have in common."""
+        return {
+            path: str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+            for path, leaf in leaves(self.take(torch.zeros(1, dtype=torch.int64), 0))
+        }
+
+    def digest(self) -> bytes:
+        """A hash by which they are known again: here of their number and of the first one."""
+        return hashed(len(self), self.take(torch.zeros(1, dtype=torch.int64), 0))
+
+    def ignored(self) -> str:
+        """What labels may have to do with a loss that is not finite."""
+        return ""
+
+
+def hashed(count: int, tree: Any) -> bytes:
+    """Of a number of samples and all leaves of a tree."""
+    made = blake2b(repr(count).encode(), digest_size=16)
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, Tensor):
+            made.update(repr((path, leaf.dtype, tuple(leaf.shape))).encode())
+            made.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            made.update(repr((path, leaf)).encode())
+    return made.digest()
+
+
+class Stacked(Samples):
+    """A tree whose leaves are tensors `[n, ...]`, on the device."""
+
+    def __init__(self, tree: Any, samples: int) -> None:
+        self.tree, self.samples = tree, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def take(self, places: Tensor, seed: int) -> Any:
+        first = next(leaf for _, leaf in leaves(self.tree))
+        index = places.to(first.device)
+        return mapped(lambda t: t.index_select(0, index), self.tree)
+
+    @property
+    def labels(self) -> Tensor | None:
+        pair = isinstance(self.tree, (tuple, list)) and len(self.tree) == 2
+        y = self.tree[1] if pair else None
+        return y if isinstance(y, Tensor) else None
+
+    def digest(self) -> bytes:
+        return hashed(self.samples, self.tree)
+
+    def ignored(self) -> str:
+        own = [t for _, t in leaves(self.tree) if t.dtype == torch.int64 and bool((t == IGNORED).any())]
+        if not own:
+            return ""
+        count = int((own[0] == IGNORED).sum())
+        return f" ({count} of its {own[0].numel()} labels are {IGNORED}, and a batch of nothing else has no loss)"
+
+
+class Fetched(Samples):
+    """A data set that is read where it lies, a batch at a time, as a `DataLoader` without workers reads it."""
+
+    def __init__(self, data: Any, collate: Collate, who: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.data, self.collate, self.who, self.dtype, self.device = data, collate, who, dtype, device
+        self._count = len(data)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def take(self, places: Tensor, seed: int) -> Any:
+        with seeded(seed) if self.draws else nullcontext():
+            items = fetch(self.data, places.tolist())
+            batch = self.collate(items)
+        made = placed(batch, self.dtype, self.device)
+        if not any(isinstance(leaf, Tensor) for _, leaf in leaves(made)):
+            raise ValueError(
+                f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) of a list of "
+                f"{len(items)} samples, got {type(batch).__name__}"
+            )
+        return made
+
+
+def fetch(data: Any, places: Sequence[int]) -> list[Any]:
+    """The samples at some places, in one call where the data set has one for that."""
+    many = getattr(data, "__getitems__", None)
+    return list(many(places)) if many else [data[i] for i in places]

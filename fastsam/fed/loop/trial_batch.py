@@ -1,0 +1,103 @@
+"""The trial step where samples come in batches: trees, data sets that are read, losses of a whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
+from fastsam.fed.clients.population import IGNORED, Loss, Population, check_labels
+from fastsam.fed.clients.samples import Samples, leaves
+from fastsam.fed.loop.trial_step import (
+    Trial,
+    are_labels,
+    changed_buffers,
+    check_frozen,
+    check_function,
+    check_gradients,
+    check_loss,
+    check_outputs,
+    explain,
+    frozen_versions,
+    generator_states,
+    of_classes,
+    one_per_class,
+    random_state_kept,
+)
+from fastsam.fed.step.model_copy import copied, trainable
+
+
+def batch_loss(loss: Loss | BatchLoss, population: Population) -> Loss | BatchLoss:
+    """The loss as steps take it: where samples come in batches, of a batch."""
+    return PairLoss(loss) if population.samples is not None and not isinstance(loss, BatchLoss) else loss
+
+
+def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_size: int) -> Trial:
+    """As `trial_step.attempt`: takes a step on the client with most samples, then a look at the test set.
+
+    Raises ValueError for what does not work, naming client and batch.
+    """
+    check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
+    assert population.samples is not None
+    sizes = population.known_sizes
+    client = max(sizes, key=lambda i: (sizes[i], -i)) if sizes else 0
+    batch = _first(population.samples[client], f"client {client}", batch_size)
+    trial = copied(model).to(population.device)
+    failed = f"a trial step on client {client} ({_about(batch)}) failed"
+    with random_state_kept(population.device):
+        before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
+        states = generator_states(population.device)
+        with explain(failed):
+            value = loss(trial.train(), batch)
+        check_loss(value)
+        with explain(failed):
+            value.backward()
+        check_gradients(trainable(trial))
+        check_frozen(trial, frozen)
+        draws = not all(map(torch.equal, states, generator_states(population.device)))
+        changed = changed_buffers(trial, before)
+        classifies = _classifies(trial.eval(), population, loss, batch, failed)
+        if population.test_samples is not None:
+            first = _first(population.test_samples, "the test set", batch_size)
+            what = f"the model and the loss work on the clients' data, but not on the test set ({_about(first)})"
+            with torch.no_grad(), explain(what):
+                loss.evaluated(trial, first, loss.predicts)
+    return Trial(classifies, changed, draws, None)
+
+
+def _first(samples: Samples, who: str, batch_size: int) -> Any:
+    with explain(f"{who}: its first batch cannot be made"):
+        return samples.take(torch.arange(min(batch_size, len(samples))), 0)
+
+
+def _about(batch: Any) -> str:
+    """Names, dtypes and shapes."""
+    parts = (
+        f"{path or 'batch'} {leaf.dtype} {list(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else f"{path} {type(leaf).__name__}"
+        for path, leaf in leaves(batch)
+    )
+    return ", ".join(parts)
+
+
+@torch.no_grad()
+def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failed: str) -> bool:
+    """Whether outputs are one per class, and there are labels of the test set to compare them with."""
+    if not loss.predicts:
+        return False
+    with explain(failed):
+        _, outputs, labels = loss.evaluated(trial, batch, True)
+    if not isinstance(labels, Tensor) or not are_labels(outputs, labels):
+        return False
+    if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are what it says: one per class
+        known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
+        return labels.dim() == 1 and outputs.shape[1] > 1 and known
+    function = loss.of_outputs
+    if of_classes(function):
+        check_outputs(outputs.shape[1], population.classes)
+        check_labels(population, outputs.shape[1], getattr(function, "ignore_index", IGNORED))
+        return labels.dim() == 1
+    return labels.dim() == 1 and one_per_class(outputs, [labels, *(population.labels or [])], function)
