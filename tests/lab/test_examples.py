@@ -80,3 +80,26 @@ def test_the_demo_is_what_it_says_it_is() -> None:
 def test_fused_sam_learns() -> None:
     accuracy = re.search(r"test accuracy (0\.\d+)", run("fused_sam.py"))
     assert accuracy is not None and float(accuracy.group(1)) > 0.95
+
+
+@pytest.fixture
+def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is recorded for so few rounds."""
+    train = fed.run
+    monkeypatch.setattr(fed, "run", lambda *given, **options: train(*given, **options, executor="sequential"))
+
+
+def test_text_is_padded_and_learnt(one_after_the_other: None) -> None:
+    made = runpy.run_path(str(EXAMPLES / "text.py"))["train"](rounds=4)
+    losses = [line["test_loss"] for line in made.history]
+    assert losses[-1] < losses[0] - 0.05 and made.history[-1]["test_accuracy"] > 0.3
+    assert made.history[-1]["client_accuracy_std"] > 0
+
+
+def test_lora_trains_and_sends_the_adapters_alone(one_after_the_other: None) -> None:
+    made, parameters = runpy.run_path(str(EXAMPLES / "lora.py"))["train"](rounds=6)
+    assert made.history[-1]["test_accuracy"] > made.history[0]["test_accuracy"] + 0.2
+    adapters = sum(p.numel() for name, p in made.model.named_parameters() if name.endswith(("up", "down")))
+    assert made.summary()["parameters"] == adapters < parameters / 5
+    active = made.history[0]["clients"]
+    assert made.history[0]["megabytes_up"] == pytest.approx(active * adapters * 4 / 1e6)

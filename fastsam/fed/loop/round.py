@@ -276,7 +276,7 @@ class Cohort:
         sizes = self.population.sizes
         about = {
             "clients": len(self.active),
-            "samples": sum(sizes[i] for i in self.active),
+            "samples": sum(sizes[i] for i in self.active if self.population.sized or i in self.population.known_sizes),
             "steps": self.steps,
             "train_loss": self.sums.number("loss") / self.sums.number("samples"),
         }

@@ -33,7 +33,7 @@ def test_clients_are_checked_once_together(monkeypatch: pytest.MonkeyPatch) -> N
     calls: list[str] = []
     checked, ranges = preparing.checked_pair, population._check_range
     monkeypatch.setattr(
-        population, "checked_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest)
+        preparing, "checked_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest)
     )
     monkeypatch.setattr(population, "_check_range", lambda y, who, *rest: calls.append(who) or ranges(y, who, *rest))
     data = clients([4] * MANY)

@@ -1,0 +1,127 @@
+"""Clients that a function loads when they are sampled."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from fastsam import fed
+from tests.helpers.fed_kinds import Rows, in_another_collate, model, pairs, run, weights
+
+SIZES = [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+@pytest.mark.parametrize("sizes", [None, SIZES])
+def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list[int] | None) -> None:
+    plain = run(pairs(), executor="sequential", local_steps=5)
+    made = run(fed.Lazy(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
+    assert torch.equal(weights(made), weights(plain))
+    read = run(fed.Lazy(4, lambda i: Rows(*pairs()[i])), executor=executor, collate=in_another_collate, local_steps=5)
+    assert torch.equal(weights(read), weights(plain))
+    assert made.history[-1]["samples"] == plain.history[-1]["samples"]
+
+
+def test_a_client_is_loaded_when_it_is_sampled_and_forgotten_when_it_has_trained() -> None:
+    loads: list[int] = []
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+
+    def load(i: int) -> Any:
+        nonlocal most
+        most = max(most, len(alive))
+        loads.append(i)
+        g = torch.Generator().manual_seed(i)
+        x = torch.randn(5, 6, generator=g)
+        alive.add(x)
+        return x, torch.arange(5) % 3
+
+    made = run(fed.Lazy(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
+    trained = 3 * 5
+    assert sum(line["clients"] for line in made.history) == trained
+    assert len(loads) == trained + 2, "and the first client twice before the run, for the trial"
+    assert most <= 2, f"{most} clients in memory at once"
+
+
+def test_random_data_are_functions_of_the_client() -> None:
+    def load(i: int) -> Any:
+        return torch.randn(8, 6) + random.random(), torch.arange(8) % 3
+
+    state = torch.get_rng_state()
+    first = run(fed.Lazy(4, load))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(9)
+    assert torch.equal(weights(run(fed.Lazy(4, load))), weights(first))
+    with pytest.raises(ValueError, match="reading a batch draws random numbers"):
+        run(fed.Lazy(4, load), executor="threads")
+
+
+def test_other_data_at_a_later_call_are_noticed() -> None:
+    calls = 0
+
+    def load(i: int) -> Any:
+        nonlocal calls
+        calls += i == 2
+        x, y = pairs()[i]
+        return (x + 1e-3 * (calls > 2), y)
+
+    with pytest.raises(fed.ClientError, match=r"client 2 failed in round 3.*load\(2\) gives other data"):
+        run(fed.Lazy(4, load), rounds=4)
+    g = torch.Generator()
+    with pytest.raises(ValueError, match=r"client 0: load\(0\) gives other data than at its first call"):
+        run(fed.Lazy(4, lambda i: (torch.randn(8, 6, generator=g), torch.arange(8) % 3)))
+    with pytest.raises(ValueError, match="client 3 has 13 samples, sizes says 14"):
+        run(fed.Lazy(4, pairs().__getitem__, [10, 11, 12, 14]))
+
+
+def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
+    def load(i: int) -> Any:
+        if i == 2:
+            raise OSError("no such disk")
+        return pairs()[i]
+
+    words = r"client 2 failed in round 1, local step 0: .*load\(2\) failed: OSError: no such disk"
+    for executor in ("sequential", "threads"):
+        with pytest.raises(fed.ClientError, match=words):
+            run(fed.Lazy(4, load), executor=executor)
+        made = run(fed.Lazy(4, load), executor=executor, on_client_error="exclude")
+        assert [[e["client"] for e in line["excluded"]] for line in made.history] == [[2], [2]]
+    with pytest.raises(ValueError, match=r"client 0: load\(0\) failed: ZeroDivisionError"):
+        run(fed.Lazy(4, lambda i: 1 / 0))
+    with pytest.raises(fed.ClientError, match="client 1: a batch has .*that of client 0"):
+        run(fed.Lazy(2, lambda i: pairs()[i] if i == 0 else (pairs()[i][0], pairs()[i][1].float())))
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: fed.Lazy(0, pairs().__getitem__), "clients must be an integer >= 1"),
+        (lambda: fed.Lazy(2, pairs()), "load must be a function"),  # type: ignore[arg-type]
+        (lambda: fed.Lazy(2, pairs().__getitem__, [3]), "sizes must have a number for each of the 2 clients, got 1"),
+        (lambda: fed.Lazy(2, pairs().__getitem__, [3, 0]), r"sizes\[1\] must be an integer >= 1"),
+        (lambda: run(fed.Lazy(4, pairs().__getitem__), weighting="samples"), "weighting='samples': .*sizes="),
+        (lambda: run(fed.Lazy(4, pairs().__getitem__), measures=["sharpness"]), "measures: .*sizes="),
+        (lambda: run(fed.Lazy(4, pairs().__getitem__, SIZES), measures=["sharpness"]), "sharpness .*batch by batch"),
+        (lambda: run(fed.Lazy(4, pairs().__getitem__), personalise=1), "personalise: .*sizes="),
+    ],
+    ids=["none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss", "personalise"],
+)
+def test_bad_ones(made: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        made()
+
+
+def test_weights_by_samples_and_a_resume(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"weighting": "samples", "executor": "sequential"}
+    plain = run(pairs(), rounds=3, **options)
+    lazy = fed.Lazy(4, pairs().__getitem__, SIZES)
+    run(lazy, rounds=1, run_dir=tmp_path / "run", **options)
+    made = run(lazy, rounds=3, run_dir=tmp_path / "run", resume=True, **options)
+    assert torch.equal(weights(made), weights(plain))
+    other = fed.Lazy(4, lambda i: (pairs()[i][0] * 2, pairs()[i][1]), SIZES)
+    with pytest.raises(fed.RunDirectoryError, match="data"):
+        run(other, rounds=4, run_dir=tmp_path / "run", resume=True, model=model(), **options)

@@ -1,0 +1,157 @@
+"""Losses of a whole batch, models of several inputs, and parameters that are not trained."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.arena import Arena, Layout
+from fastsam.fed.step.model_copy import Replica, trainable
+from tests.helpers.fed_kinds import OfParts, Rows, model, pairs, run, weights
+
+
+def cross_entropy(m: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(m(batch[0]), batch[1])
+
+
+def predict(m: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    return m(batch[0]), batch[1]
+
+
+class WithLoss(nn.Module):
+    """As Hugging Face's models: keywords in, an object out that has the loss when there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(x)
+        return SimpleNamespace(loss=None if labels is None else F.cross_entropy(logits, labels), logits=logits)
+
+
+def test_it_gives_the_bits_and_records_of_the_loss_of_outputs() -> None:
+    plain = run(pairs(), executor="sequential", metrics={"first": lambda out, y: float(out[0, 0])})
+    made = run(pairs(), loss=fed.BatchLoss(cross_entropy, predict), metrics={"first": lambda out, y: float(out[0, 0])})
+    assert torch.equal(weights(made), weights(plain))
+    for ours, theirs in zip(made.history, plain.history, strict=True):
+        for key in set(theirs) - {"seconds", "seconds_training"}:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-6) if isinstance(ours[key], float) else True, key
+    assert made.history[-1]["client_accuracy_std"] == plain.history[-1]["client_accuracy_std"]
+    fine = run(pairs(), loss=fed.BatchLoss(cross_entropy, predict), personalise=1)
+    assert fine.summary()["personal"] == run(pairs(), executor="sequential", personalise=1).summary()["personal"]
+
+
+def test_models_that_put_out_an_object_with_the_loss() -> None:
+    plain = run(pairs(), executor="sequential")
+    columns = [{"x": x, "labels": y} for x, y in pairs()]
+    loss = fed.BatchLoss(lambda m, batch: m(**batch).loss, lambda m, batch: (m(**batch).logits, batch["labels"]))
+    made = run(columns, loss=loss, model=WithLoss(), test=columns[3])
+    assert torch.equal(weights(made), weights(plain))
+    assert made.history[-1]["test_accuracy"] == plain.history[-1]["test_accuracy"]
+    without = run(columns, loss=fed.BatchLoss(loss.loss), model=WithLoss(), test=columns[3])
+    assert without.history[-1]["test_accuracy"] is None
+    assert without.history[-1]["test_loss"] == pytest.approx(plain.history[-1]["test_loss"], rel=1e-6)
+
+
+def test_a_full_gradient_over_batches_is_that_of_all_samples() -> None:
+    options: dict[str, Any] = {"rounds": 3, "participation": 1.0, "lr": 0.1, "batch_size": 4}
+    results = []
+    for clients, own in ((pairs(), model()), ([Rows(x, y, "nested") for x, y in pairs()], OfParts())):
+        results.append(fed.run(own, clients, fed.MimeLite(), executor="sequential", **options))
+    assert torch.equal(weights(results[0]), weights(results[1]))
+
+
+class Half(nn.Module):
+    """A large part that is not trained, and a head."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.base(x)))
+        return out
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", pytest.param("vmap", marks=pytest.mark.slow)])
+def test_frozen_parameters_are_neither_trained_nor_sent_nor_copied(executor: str) -> None:
+    torch.manual_seed(0)
+    own = Half()
+    made = run(pairs(), model=own, executor=executor)
+    assert torch.equal(made.model.base.weight, own.base.weight) and made.model.base.weight is not own.base.weight
+    assert not torch.equal(made.model.head.weight, own.head.weight)
+    assert not made.model.base.weight.requires_grad
+    sent = sum(p.numel() for p in own.head.parameters())
+    assert made.summary()["parameters"] == sent
+    assert made.history[-1]["megabytes_up"] == pytest.approx(4 * sent * 4 / 1e6)
+
+
+def test_replicas_have_what_is_not_trained_in_common() -> None:
+    own = Half()
+    layout = Layout.of(trainable(own))
+    replicas = [Replica(own, layout, Arena(layout).field("w", torch.float32)[0]) for _ in range(2)]
+    for replica in replicas:
+        assert replica.module.base.weight is own.base.weight
+        assert replica.module.head.weight.data_ptr() != own.head.weight.data_ptr()
+
+
+def test_a_pass_that_writes_what_is_not_trained_is_refused() -> None:
+    class Momentum(Half):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.base.weight.mul_(0.9)
+            return super().forward(x)
+
+    for loss in ("cross_entropy", fed.BatchLoss(cross_entropy)):
+        with pytest.raises(ValueError, match="writes the parameter 'base.weight', which is not trained"):
+            run(pairs(), model=Momentum(), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss": fed.BatchLoss(lambda m, batch: m(batch[0]))}, r"must be a scalar tensor .*\[4, 3\]"),
+        (
+            {"loss": fed.BatchLoss(lambda m, batch: batch[2])},
+            r"trial step on client 3 .0 torch.float32 \[4, 6\], 1 .*failed",
+        ),
+        (
+            {"loss": fed.BatchLoss(lambda m, batch: torch.ones(()))},
+            "does not depend on the model's trainable parameters",
+        ),
+        ({"loss": fed.BatchLoss(cross_entropy), "metrics": ["binary_accuracy"]}, "say fed.BatchLoss.loss, predict"),
+        ({"loss": fed.BatchLoss(cross_entropy, lambda m, b: m(b[0]))}, r"predict.* must return two tensors"),
+        ({"loss": fed.BatchLoss(cross_entropy), "executor": "vmap"}, "'vmap' cannot serve here"),
+        ({"loss": fed.BatchLoss(cross_entropy), "measures": ["sharpness"]}, "sharpness read the loss over pairs"),
+        ({"loss": fed.BatchLoss(cross_entropy), "test": [{"a": 1.0}] * 3}, "not on the test set .a torch.float32"),
+    ],
+    ids=["not scalar", "raises", "constant", "no predict", "predict", "vmap", "measures", "test"],
+)
+def test_bad_losses(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        run(pairs(), **options)
+
+
+def test_what_is_no_function_is_no_batch_loss() -> None:
+    for bad in (None, 3, nn.Linear):
+        with pytest.raises(ValueError, match="BatchLoss: loss must be a function"):
+            fed.BatchLoss(bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="BatchLoss: predict must be a function"):
+        fed.BatchLoss(cross_entropy, 3)  # type: ignore[arg-type]
+
+
+def test_algorithms_that_pool_or_map_inputs_say_what_they_need() -> None:
+    columns = [{"x": x, "y": y} for x, y in pairs()]
+    loss = fed.BatchLoss(lambda m, batch: F.cross_entropy(m(batch["x"]), batch["y"]))
+    for algorithm, words in ((fed.Centralised_SGD(), "pools pairs of tensors"), (fed.FedRobust(), "map of the inputs")):
+        with pytest.raises(ValueError, match=words):
+            fed.run(model(), columns, algorithm, rounds=1, loss=loss)
