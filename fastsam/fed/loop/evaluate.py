@@ -186,6 +186,7 @@ class Evaluator:
         spread = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
         who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
         return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who}
+
     def _of_client_batches(self, model: nn.Module, client: int) -> float | None:
         """`of_client` where samples come in batches."""
         assert self.samples is not None and isinstance(self.loss, BatchLoss)

@@ -202,7 +202,7 @@ class Loop:
 
     def _own_models(self, state: RunState, personal: Personal) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
-        for i in range(len(self.population.clients)):
+        for i in range(len(self.population.sizes)):
             self.view.load_(personal.row(state.server["w"], state.clients.get(i)), state.buffers)
             yield self.view.module
 
