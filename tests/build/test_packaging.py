@@ -92,6 +92,7 @@ def test_missing_or_failing_compiler_gives_the_pure_wheel_and_says_so(
     assert reason in printed and reason in read(wheel, "native.json")
 
 
+@pytest.mark.slow
 def test_a_compiler_error_is_shown(checkout: Path, tmp_path: Path) -> None:
     (checkout / "csrc" / "ops.cpp").write_text("int one() { return undeclared_name; }\n")
     wheel, printed = build_wheel(checkout, tmp_path / "out")
@@ -99,6 +100,7 @@ def test_a_compiler_error_is_shown(checkout: Path, tmp_path: Path) -> None:
     assert "undeclared_name" in read(wheel, "native.json") and "ops.cpp" in printed
 
 
+@pytest.mark.slow
 def test_asking_for_native_makes_a_failure_an_error(checkout: Path) -> None:
     argv = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", ".")
     assert "FASTSAM_NATIVE=1 and the libraries cannot be built" in run(

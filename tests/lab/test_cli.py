@@ -245,7 +245,9 @@ def test_a_run_directory_that_cannot_be_made_is_told(
     assert "file/new cannot be made (Not a directory); choose another run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["run"], ["compare", "--algorithms", "scaffold"]])
+@pytest.mark.parametrize(
+    "command", [pytest.param(["run"], marks=pytest.mark.slow), ["compare", "--algorithms", "scaffold"]]
+)
 def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     here: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
@@ -310,6 +312,7 @@ def test_ctrl_c_leaves_a_state_from_which_resume_ends_in_the_same_bits(here: Pat
     assert (here / "stopped" / "model.safetensors").read_bytes() == (here / "whole" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_comparison_resumes_with_the_command_it_prints(here: Path) -> None:
     arguments = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--rounds", "40"]
     stopped = interrupt([*arguments, "--run-dir", "cmp"], here / "cmp" / "fedsam-seed0", 2)

@@ -112,6 +112,7 @@ def test_what_the_command_says_of_wrong_words(capsys: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     start = experiment.start
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastsam import fed
 from tests.helpers import oracle
+from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
 
 # In the normal suite each algorithm meets two of these, and its further options one of them. Fifty steps a round: one of each way to keep a state.
@@ -61,6 +62,7 @@ def test_the_unfused_loop_tells_the_methods_and_options_apart():
             assert oracle.difference(one, other) > 1e-3, (method, a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     method=st.sampled_from(sorted(METHODS)),
@@ -110,8 +112,10 @@ def test_the_input_maps_of_fedrobust_on_images(form):
     assert oracle.difference(final, oracle.run(model, clients, twin, options, ACTIVE)) < 1e-12
 
 
-@pytest.mark.parametrize("executor", ["threads", "vmap"])
-@pytest.mark.parametrize("method", ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed"])
+@pytest.mark.parametrize(
+    ("method", "executor"),
+    one_in(2, ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed"], ["threads", "vmap"]),
+)
 def test_other_executors(method, executor):
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
     final = replayed(model, clients, ours(method), options, executor=executor).model

@@ -96,6 +96,7 @@ def test_a_silent_server_is_given_up(tmp_path: Path, server_folder: Path, monkey
     assert socket.getdefaulttimeout() is None
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """From nothing to a finished run; then without the server; then with an archive that is cut."""
     monkeypatch.chdir(tmp_path)

@@ -155,6 +155,7 @@ def trained(executor: str, **options: float) -> fed.Result:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap on the CPU
 def test_its_attention_in_federated_rounds_on_every_executor(two_layers: None) -> None:
     one, *others = (trained(executor) for executor in ("sequential", "threads", "vmap"))

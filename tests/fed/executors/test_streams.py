@@ -112,7 +112,7 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(name: str, executor: 
         *(pytest.param(name, "graph", 3, marks=[] if name == "fedlesam-d" else pytest.mark.slow) for name in CASES),
         pytest.param("fedsmoo", "graph", 1, marks=pytest.mark.slow),
         ("fedsmoo", "streams", 3),
-        ("mimelite", "streams", 2),
+        pytest.param("mimelite", "streams", 2, marks=pytest.mark.slow),
     ],
 )
 def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, executor: str, slots: int) -> None:

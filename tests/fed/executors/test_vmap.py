@@ -114,6 +114,7 @@ class Tied(nn.Module):
         return self.out(self.mask * torch.tanh(self.conv(x.view(-1, 2, 1, 3).expand(-1, 2, 2, 3))).flatten(1))
 
 
+@pytest.mark.slow
 def test_unusual_parameters():
     model = Tied
     for algorithm in (fed.FedSAM(rho=0.2, adaptive=True), fed.SCAFFOLD()):
@@ -266,6 +267,7 @@ def test_compiled_steps_agree_with_options(uncompiled, options, methods):
     assert uncompiled
 
 
+@pytest.mark.slow
 def test_ragged_clients_are_not_compiled(uncompiled):
     assert agree(fed.FedSAM(), slots=4, sizes=(50,) * 5, batch_size=5, compile=True) < TOLERANCE[torch.float64]
     assert set(uncompiled) == {(4, 5)}
@@ -299,7 +301,9 @@ def test_really_compiled(method):
     assert found < TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize(("activation", "compiles"), [(nn.GELU, True), (nn.Tanh, False)])
+@pytest.mark.parametrize(
+    ("activation", "compiles"), [(nn.GELU, True), pytest.param(nn.Tanh, False, marks=pytest.mark.slow)]
+)
 def test_passes_are_compiled_where_they_have_no_row_program(activation, compiles, monkeypatch):
     """Really compiled, in single precision."""
     made, compile_graph = [], compiler.compile_graph

@@ -113,8 +113,14 @@ def test_with_every_executor(where: str, executor: str, slots: int | None) -> No
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", ["scaffold", "fedsmoo", "fedlesam-s"])
-@pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("streams", 2)])
+@pytest.mark.parametrize(
+    ("name", "executor", "slots"),
+    [
+        ("scaffold", "streams", 2),
+        ("fedsmoo", "sequential", None),
+        *(pytest.param(name, "streams", 2, marks=pytest.mark.slow) for name in ("fedsmoo", "fedlesam-s")),
+    ],
+)
 def test_copies_are_ordered_with_the_work_that_they_are_for(
     name: str, executor: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,9 @@ def test_the_same_bits_twice(algorithm):
     assert not same_bits(runs[0].model, other.model)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedsam", "mofedsam"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "mofedsam")), "fedsam"]
+)
 def test_digits_are_learnt(name):
     algorithm = fed.algorithms.registry[name]() if name != "mofedsam" else fed.MoFedSAM(beta=0.5)
     seen = []
@@ -164,7 +166,8 @@ def test_numbers_of_other_types_give_the_same_bits():
     assert json.dumps(other.summary()["hyperparameters"]) == json.dumps(plain.summary()["hyperparameters"])
 
 
-@pytest.mark.parametrize("executor", ["vmap", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["vmap", "threads"])
 def test_nothing_heavy_is_imported_in_a_round(executor):
     """The first run of a process, often that of the baseline, would seem slower than the others."""
     code = f"""

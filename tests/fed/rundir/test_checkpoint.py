@@ -84,9 +84,9 @@ def killed(mode, directory, *arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(40, marks=pytest.mark.slow)])
-def test_killed_at_random_instants(tmp_path, kills):
-    seen = killed("random", tmp_path, kills, 0)
+@pytest.mark.slow
+def test_killed_at_random_instants(tmp_path):
+    seen = killed("random", tmp_path, 40, 0)
     assert set(seen["resumed"]) == {seen["whole"]}
 
 
