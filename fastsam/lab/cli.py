@@ -146,7 +146,7 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Versions, those of the optional packages too, and the table of backends. 1 when torch cannot be imported."""
+    """Versions, those of the optional packages too, and the table of backends, and what to do next. 1 when torch cannot be imported."""
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {"fastsam": _version("fastsam"), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
@@ -157,6 +157,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     import torch
 
     from fastsam import backends
+    from fastsam.lab import advice
 
     print(f"{'cuda':<12} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
@@ -164,7 +165,9 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         print(
             f"{backend.name:<11}{backend.device:<8}{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
         )
-    print(f"\n`auto` on this machine: {backends.backend()}")
+    print(f"\n`auto` on this machine: {backends.backend()}\n")
+    unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
+    print(*advice.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available()), sep="\n")
     return 0
 
 

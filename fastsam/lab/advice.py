@@ -1,0 +1,45 @@
+"""What `fastsam info` ends with: what is missing on this machine, and where to begin."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+BUILD = "python -m fastsam_kernels.build"
+START = (
+    "begin: opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1) in a loop of your own, or `fastsam reproduce --list` for\n"
+    "       federated runs on data that come along"
+)
+
+
+def steps(
+    unavailable: dict[tuple[str, str], str],
+    *,
+    torch_cuda: str | None,
+    gpu: bool,
+    which: Callable[[str], str | None] = shutil.which,
+) -> list[str]:
+    """At most two lines, or paragraphs: the one thing worth doing first, where there is one, and where to begin.
+
+    unavailable: why backends cannot serve, by (name, device). torch_cuda: the CUDA that torch is built for; gpu: whether it sees one.
+    """
+    native, cuda = (unavailable.get(("native", device)) for device in ("cpu", "cuda"))
+    if native is not None:
+        compilers = [os.environ.get("CXX", "").split(" ")[0], "g++", "clang++", "c++"]
+        if any(name and which(name) for name in compilers):
+            todo = f"`{BUILD}` compiles the CPU kernels, in some minutes"
+        else:
+            todo = f"install a C++ compiler (`apt-get install g++`), then `{BUILD}`"
+        return [f"next:  {todo}; without them steps are the same, and slower", START]
+    if not gpu and torch_cuda is None and which("nvidia-smi"):
+        return [
+            "next:  this torch is built without CUDA, and there is a GPU: https://pytorch.org/get-started has the one for it",
+            START,
+        ]
+    if gpu and cuda is not None:
+        triton = ("triton", "cuda") not in unavailable
+        lead = "Triton serves the GPU; for the compiled kernels " if triton else "for the GPU `pip install triton`, or "
+        nvcc = "" if which("nvcc") else "install nvcc (the CUDA toolkit), then "
+        return [f"next:  {lead}{nvcc}`{BUILD} --cuda`", START]
+    return [START]
