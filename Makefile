@@ -22,7 +22,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed gpu clean
+.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed wheels gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -179,6 +179,10 @@ bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.re
 	@$(BIN)/python -m bench.federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
 	@$(BIN)/python -m bench.fed.report $(or $(OUT),runs/bench-fed)/federated.json
+
+PLAT ?= auto
+wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one, checked by auditwheel
+	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) --plat $(PLAT)
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.

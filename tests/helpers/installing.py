@@ -64,7 +64,7 @@ def environ(**settings: Any) -> dict[str, str]:
     return {**clean, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **settings}
 
 
-def run(*argv: str | Path, cwd: Path, ok: bool = True, **settings: Any) -> str:
+def run(*argv: str | Path, cwd: Path, ok: bool = True, timeout: float = 600, **settings: Any) -> str:
     """stdout and stderr of a command; asserts that it succeeds, or, with `ok=False`, that it fails."""
     command = [str(argument) for argument in argv]
     done = subprocess.run(
@@ -74,7 +74,7 @@ def run(*argv: str | Path, cwd: Path, ok: bool = True, **settings: Any) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=timeout,
     )
     assert (done.returncode == 0) == ok, f"{command} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout

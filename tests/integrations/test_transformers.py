@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from fastsam.integrations import transformers as integration
 from fastsam.integrations.accelerate import sam_of
 from fastsam.integrations.transformers import SAMTraining
 from tests.helpers.libraries import library
+from tests.helpers.places import ROOT
 from tests.helpers.sam_oracle import same_bits
 
 transformers = library("transformers")
@@ -253,6 +257,41 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     assert logged(whole, "loss") == logged(resumed, "loss") and len(logged(whole, "loss")) == 7
     whole_state, state = (t.optimizer.state_dict()["state"] for t in (whole, resumed))
     assert all(same_bits(list(whole_state[i].values()), list(state[i].values())) for i in whole_state)
+
+
+RANK = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.helpers.libraries import with_torchvision
+
+with_torchvision()
+from tests.integrations.test_transformers import fastsam, tiny_model, trained
+
+folder = Path(sys.argv[1])
+trainer = trained(folder, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=2)
+torch.save((list(trainer.model.state_dict().values()), trainer.args.world_size), folder / f"{trainer.args.process_index}.pt")
+"""
+
+
+@pytest.mark.shows("transformers", "`SAMTrainer` in two processes (DistributedDataParallel)", "works")
+def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
+    """Micro-batches of two, two of them, in two processes are a batch of eight; both ranks have the same weights."""
+    (tmp_path / "rank.py").write_text(RANK)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "rank.py"), str(tmp_path)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (first, ranks), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert ranks == 2 and same_bits(first, second)
+    alone = trained(tmp_path, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=4)
+    for ours, theirs in zip(first, alone.model.state_dict().values()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: an exception in the second pass leaves the weights", "works")

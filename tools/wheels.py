@@ -1,0 +1,94 @@
+"""Makes what is published, in one folder: the sdist, the pure wheel, and the compiled wheel, checked and tagged by auditwheel.
+
+    python tools/wheels.py dist [--plat manylinux_2_28_x86_64]
+
+The compiled wheel has the CPU kernels, and those for CUDA where nvcc is (`FASTSAM_CUDA=0` leaves them out). It uses no symbols of Python and only
+torch's stable ABI, so that one serves every Python from 3.10 and every torch from 2.10 on. Its tag says the oldest glibc that its symbols
+allow, which follows from the machine: manylinux_2_28 comes out of the container of that name (`.github/workflows/wheels.yml`). With `--plat`
+another one is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FROM_TORCH = (
+    "libtorch.so",
+    "libtorch_cpu.so",
+    "libtorch_cuda.so",
+    "libc10.so",
+)  # loaded by `import torch`, and never copied into a wheel
+LARGEST = 20_000_000  # bytes of a wheel
+
+
+def run(argv: Sequence[str], **settings: str) -> None:
+    """A command in the checkout, with the programs beside this Python on its path. Ends this program where it fails."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    code = subprocess.run(argv, cwd=ROOT, env={**os.environ, "PATH": path, **settings}).returncode
+    if code:
+        raise SystemExit(f"{' '.join(argv)} ended with {code}")
+
+
+def build(kind: str, out: Path, **settings: str) -> None:
+    """kind: "sdist" or "wheel". In this environment, since the compiled wheel needs its torch."""
+    run([sys.executable, "-m", "build", "--no-isolation", f"--{kind}", "--outdir", str(out)], **settings)
+
+
+def compiled(out: Path, plat: str) -> None:
+    """The compiled wheel. Its libraries are stripped of symbols for debugging, and every library that they need is torch's or the platform's."""
+    cuda = os.environ.get("FASTSAM_CUDA", "1" if shutil.which("nvcc") else "0")
+    with tempfile.TemporaryDirectory() as scratch:
+        build("wheel", Path(scratch), FASTSAM_NATIVE="1", FASTSAM_CUDA=cuda)
+        (wheel,) = Path(scratch).glob("*.whl")
+        excluded = [option for name in FROM_TORCH for option in ("--exclude", name)]
+        command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "--plat", plat]
+        run([*command, "--wheel-dir", str(out), str(wheel)])
+
+
+def wrong(out: Path) -> list[str]:
+    """What a folder of packages has too much of, or too little."""
+    found = [f"{path.name} has {path.stat().st_size:,} bytes, more than {LARGEST:,}"
+             for path in sorted(out.iterdir()) if path.stat().st_size > LARGEST]  # fmt: skip
+    for pattern in ("*.tar.gz", "*-py3-none-any.whl", "*-abi3-manylinux_*.whl"):
+        count = len(list(out.glob(pattern)))
+        found += [f"{count} of {pattern}, not one"] if count != 1 else []
+    return found
+
+
+def clear(out: Path) -> None:
+    """Removes the packages of an earlier run; anything else is not ours."""
+    out.mkdir(parents=True, exist_ok=True)
+    others = [path.name for path in out.iterdir() if not path.name.startswith("fastsam-")]
+    if others:
+        raise SystemExit(f"{out} has other files than packages of fastsam: {', '.join(sorted(others)[:3])}")
+    for path in out.iterdir():
+        path.unlink()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python tools/wheels.py", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder of the packages; earlier ones in it are removed")
+    parser.add_argument("--plat", default="auto", help="tag of the compiled wheel; default: the oldest that it allows")
+    options = parser.parse_args(argv)
+    out = options.out.resolve()
+    clear(out)
+    build("sdist", out)
+    build("wheel", out, FASTSAM_NATIVE="0")
+    compiled(out, options.plat)
+    if problems := wrong(out):
+        raise SystemExit("\n".join(problems))
+    for path in sorted(out.iterdir()):
+        print(f"{path.stat().st_size / 1e6:6.2f} MB  {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
