@@ -24,6 +24,7 @@ from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.step.input_map import InputMap
+from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ __all__ = [
     "Result",
     "RunDirectoryError",
     "Stop",
+    "Teacher",
     "TorchSchedule",
     "algorithms",
     "callbacks",
     "digits",
     "dirichlet",
+    "divergence",
     "iid",
     "run",
     *algorithms.__all__,

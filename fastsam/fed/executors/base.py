@@ -62,7 +62,8 @@ class Setup:
 
     model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None for as many as serve
     best. draws: whether a training pass of the model draws random numbers (dropout). changes_buffers: whether it changes the model's
-    buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. example: a batch, to try the model with.
+    buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
+    teacher. example: a batch, to try the model with.
     compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely to have at most, None for
     unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round. batched:
     why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not. reads_draw: whether
@@ -86,6 +87,7 @@ class Setup:
     excludes_errors: bool = False
     batched: str = ""
     reads_draw: bool = False
+    taught: bool = False
 
     def excludes(self, error: object) -> bool:
         """Whether training goes on without the clients of this error."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds
 
 
 class CaptureError(RuntimeError):
@@ -98,7 +98,8 @@ def why_not(setup: Setup) -> str | None:
 
 def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
     """The vectors of a LocalStep."""
-    return step.q, step.e, step.mu, step.s
+    taught = None if step.teacher is None else step.teacher.weights
+    return *(getattr(step, name) for name in VECTORS), taught
 
 
 def tensors(ends: RowEnds) -> list[Tensor]:

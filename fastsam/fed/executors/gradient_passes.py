@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
@@ -14,6 +14,7 @@ from fastsam.fed.clients.population import Loss
 from fastsam.fed.models.pixels import Pixels
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.model_copy import Replica
+from fastsam.fed.step.teacher import Teacher
 
 
 def check_scalar(loss: object) -> Tensor:
@@ -52,6 +53,15 @@ class Passes:
         module, whole = self.replica.module, self.of_batch
         loss = check_scalar(self.loss(module(x), y) if whole is None else whole(module, x))
         loss.backward()
+        return loss.detach(), self._taken()
+
+    def run_taught(self, x: Tensor, y: Tensor, teacher: Teacher, model: nn.Module) -> tuple[Tensor, Gradients]:
+        """As `run`, with gradients of the teacher's term too; the loss is that of the data alone. model: the teacher."""
+        outputs = self.replica.module(x)
+        with torch.no_grad():
+            told = model(x)
+        loss = check_scalar(self.loss(outputs, y))
+        (loss + teacher.weight * check_scalar(teacher.term(outputs, told, y))).backward()
         return loss.detach(), self._taken()
 
     def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:

@@ -151,6 +151,8 @@ class Graph(Streams):
     def why_not(setup: Setup) -> str | None:
         if setup.maps_inputs:
             return "the algorithm trains a map of the inputs, whose tensors change from step to step"
+        if setup.taught:
+            return "the algorithm has a teacher, whose part in the loss a captured graph would freeze"
         if setup.excludes_errors:
             return "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; 'streams' can"
         return Streams.why_not(setup) or looks_at_values(setup, streams.Cuda(setup.device))

@@ -16,6 +16,7 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
+from fastsam.fed.step.teacher import Teacher
 
 
 class Row:
@@ -31,12 +32,13 @@ class Row:
     """
 
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
-        self.rows = Rows(setup, 1)
+        self.setup, self.rows = setup, Rows(setup, 1)
         self.form = Form(self.rows, slice(0, 1))
         self.z = self.form.z
         self.replica = Replica(setup.model, setup.layout, self.z[0])
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
+        self._run, self._teacher = self.passes.run, _Taught()
         self._filled: tuple[float, ...] = ()
         self._known: tuple[LocalStep | None, float] = None, 0.0
         self._kind = self.form.kind
@@ -129,6 +131,8 @@ class Row:
         form = self.form
         if self._known[0] is not step or self._known[1] != self.task.lr or step.surrogate_gap:
             self._fill(step, self.task.lr)
+        if step.teacher is not None:
+            self._teacher.listen_(step.teacher, self.buffers, self.setup, self.form)
         form.arrange(self._kind)
         form.begin_(self.start)
         q, mu, s = (self.task.vector(name) for name in ("q", "mu", "s"))
@@ -145,6 +149,7 @@ class Row:
             # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
             self._filled = () if step.surrogate_gap else numbers
         self._known, self._kind = (step, lr), Kind.of(step)
+        self._run = self.passes.run if step.teacher is None else self._run_taught
 
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
@@ -175,9 +180,14 @@ class Row:
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
         if self.map is None:
-            return self.passes.run(x, y)
+            return self._run(x, y)
         loss, gradients, self.map = self.passes.run_mapped(x, y, self.map)
         return loss, gradients
+
+    def _run_taught(self, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
+        teacher, replica = self.task.step.teacher, self._teacher.replica
+        assert teacher is not None and replica is not None  # _begin() saw to it
+        return self.passes.run_taught(x, y, teacher, replica.module)
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
@@ -201,6 +211,23 @@ class Row:
         self.snapshots[k] = Snapshot(
             (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
         )
+
+
+class _Taught:
+    """The teacher of a row: a model of its own, made when the first step with one comes."""
+
+    def __init__(self) -> None:
+        self.replica: Replica | None = None
+        self._loaded: tuple[Tensor | None, Sequence[Tensor]] = None, ()
+
+    def listen_(self, teacher: Teacher, buffers: Sequence[Tensor], setup: Setup, form: Form) -> None:
+        """Takes the teacher's weights, and the buffers of the round's start; those that it has already are not copied again."""
+        if self.replica is None:
+            self.replica = Replica(setup.model, setup.layout, form.field("teacher")[0])
+            self.replica.module.eval()
+        if self._loaded[0] is not teacher.weights or self._loaded[1] is not buffers:
+            self.replica.load_(teacher.weights, buffers)
+            self._loaded = teacher.weights, buffers
 
 
 def check_vectors(step: LocalStep, start: Tensor) -> None:

@@ -25,6 +25,7 @@ from fastsam.fed.executors.replay import Replays, Ways
 from fastsam.fed.step.model_copy import Replica
 
 MAPS_INPUTS = "the algorithm trains a map of each client's inputs, which is not stacked"
+TAUGHT = "the algorithm has a teacher, whose outputs are not stacked"
 _CACHE = 4 * 2**20  # bytes of weights
 # a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
 _SHARE, _FIELDS = 4, 16
@@ -211,6 +212,8 @@ def why_not(setup: Setup) -> str | None:
         return "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains one client a row"
     if setup.maps_inputs:
         return MAPS_INPUTS
+    if setup.taught:
+        return TAUGHT
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:

@@ -114,6 +114,8 @@ class Vmap(Executor):
         check_vectors(step, self.start)
         if step.input_map is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
+        if step.teacher is not None:
+            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.TAUGHT}. Use executor='sequential'")
         kind = Kind.of(step)
         return self._kinds.setdefault(kind, kind)
 

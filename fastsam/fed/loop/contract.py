@@ -190,6 +190,16 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
                 f"LocalStep.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) on {w.device}, like "
                 f"the server's w; got {got}"
             )
+    teacher = step.teacher
+    if teacher is not None and (teacher.weights.shape, teacher.weights.dtype, teacher.weights.device) != (
+        w.shape,
+        w.dtype,
+        w.device,
+    ):
+        raise ValueError(
+            f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w; got {teacher.weights.dtype} "
+            f"{list(teacher.weights.shape)} on {teacher.weights.device}"
+        )
     return step
 
 

@@ -57,6 +57,7 @@ from fastsam.fed.step.local_step import LocalStep
 from fastsam.fed.step.memory_format import keep_freed, order, reorder
 from fastsam.fed.step.model_copy import Replica, check_model, export, trainable
 from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 
 
@@ -258,16 +259,17 @@ def _loop(
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)
-    if population.batched and step.input_map is not None:
-        raise ValueError(
-            f"{type(algorithm).__name__} trains a map of the inputs x of pairs (x, y), and {population.batched}"
-        )
+    if population.batched and not (step.input_map is None and step.teacher is None):
+        part = "trains a map" if step.teacher is None else "compares two models' outputs"
+        raise ValueError(f"{type(algorithm).__name__} {part} of the inputs x of pairs (x, y), and {population.batched}")
+    if step.teacher is not None and tried.example is not None:
+        check_term(step.teacher, rows.model(step.teacher.weights), *tried.example)
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
         step.input_map is not None, tried.example, settings.compile, cohort,
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw,
+        population.batched, population.reads_draw, step.teacher is not None,
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
     nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.input_map import InputMap
+from fastsam.fed.step.teacher import Teacher
 from fastsam.step import Direction, Mix
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
@@ -43,6 +44,7 @@ class LocalStep:
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
     full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
+    teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one for all clients.
     Raises ValueError for numbers that are not finite, a negative radius, and vectors that the direction lacks or does not use.
     """
 
@@ -61,6 +63,7 @@ class LocalStep:
     start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     input_map: InputMap | None = None
+    teacher: Teacher | None = None
     mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
 
     def __post_init__(self) -> None:
@@ -76,6 +79,8 @@ class LocalStep:
                     f"LocalStep: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the vectors e, mu, s; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
+        if self.teacher is not None and self.input_map is not None:
+            raise ValueError("LocalStep: a step has a teacher or a map of the inputs, not both")
         if (self.b or self.surrogate_gap) and self.backprops == 1:
             raise ValueError(
                 "LocalStep: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the perturbed one; "

@@ -19,7 +19,7 @@ from tests.helpers.fed_runs import FIRST, digest
 RULES = [name for name in names() if name != "mean"]
 OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}
 SERVED = [
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedExP", "FedGSAM", "FedLESAM", "FedNova", "FedProx", "FedRobust",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedExP", "FedGSAM", "FedLESAM", "FedNTD", "FedNova", "FedProx", "FedRobust",
     "FedSAM", "FedSpeed", "FedYogi", "MimeLite", "MoFedSAM",
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ OTHER = {
     "rho": 0.9, "alpha": 0.35, "beta": 0.35, "phi": 0.55, "beta1": 0.3, "beta2": 0.4, "tau": 0.5, "V0": 0.2, "bias_correction": True,
     "lam": 0.1, "eta_2": 0.7, "ascent_steps": 3, "form": "diag", "radius": [0.02, 0.01], "momentum_K": "epochs",
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active", "dyn": False, "first": "none",
-    "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "average": False,
+    "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
 }  # fmt: skip
 NEEDS = {"eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05}}
 CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
@@ -132,7 +132,7 @@ def test_options_of_another_algorithm_in_python(make, words):
     [
         (
             ["--algorithm", "feddyn", "--beta", "0.1"],
-            r"beta is an option of fedavgm, mimelite, mofedsam, not of feddyn",
+            r"beta is an option of fedavgm, fedntd, mimelite, mofedsam, not of feddyn",
         ),
         (["--algorithm", "fedlesam-s", "--fedlesam-s.phi", "0.1"], "phi is an option of feddyn"),
         (["--algorithm", "fedlesam-s", "--control-scal", "0.1"], "did you mean 'control_scale'"),

@@ -18,7 +18,8 @@ from tests.helpers import oracle
 from tests.helpers.fed_runs import FIRST, SIZES, digest, run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
-STACKED = [method for method in FIRST.values() if method != "fedrobust"]
+REFUSED = ("fedrobust", "fedgmt", "fedntd")
+STACKED = [method for method in FIRST.values() if method not in REFUSED]
 FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step: the other algorithms are slow tests
 EVEN = (20,) * 6
 
@@ -53,11 +54,7 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(m, marks=[] if m in FORMS else pytest.mark.slow)
-        for m in cases.METHODS
-        if not m.startswith("fedrobust")
-    ],
+    [pytest.param(m, marks=[] if m in FORMS else pytest.mark.slow) for m in cases.METHODS if not m.startswith(REFUSED)],
 )
 def test_every_algorithm_agrees_with_the_plain_executor(method):
     """Ragged clients in three rows: partial batches, rows that are refilled, rows that are not neighbours."""

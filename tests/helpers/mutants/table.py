@@ -128,6 +128,18 @@ MUTANTS = [
     Mutant(A + "fedgloss", '(client["h_i"] - start)', "(-start)", "fedgloss-sgd"),
     Mutant(A + "fedgloss", "rho=rho_local", "rho=0.0", "fedgloss"),
     Mutant(A + "fedgloss", "delta / (torch.linalg.vector_norm(delta) + NU)", "delta", "fedgloss-sgd"),
+    # FedGMT, FedNTD
+    Mutant(A + "fedgmt", '* client["h_i"]', '* -client["h_i"]', "fedgmt"),
+    Mutant(A + "fedgmt", "self.tau), self.gamma)", "self.tau), 1.0)", "fedgmt"),
+    Mutant(A + "fedgmt", 'Teacher(server["e"]', 'Teacher(server["w"]', "fedgmt"),
+    Mutant(A + "fedgmt", '(1 - self.alpha) * after["w"]', '(1 - self.alpha) * server["w"]', "fedgmt"),
+    Mutant(A + "fedgmt", "divergence(outputs, told, tau)", "divergence(told, outputs, tau)", "fedgmt"),
+    Mutant(A + "fedntd", "left_out=classes == y.unsqueeze(1)", "left_out=None", "fedntd"),
+    Mutant(A + "fedntd", "self.tau), self.beta)", "self.tau), 1.0)", "fedntd"),
+    Mutant("step.teacher", "temperature**2 * ", "", "fedgmt"),
+    Mutant("step.teacher", "outputs / temperature, told / temperature", "outputs, told", "fedntd"),
+    Mutant("step.teacher", ".sum(1).mean()", ".mean()", "fedntd"),
+    Mutant("executors.gradient_passes", "teacher.weight * check", "check", "fedgmt"),
     # FedSMOO
     Mutant(A + "fedsmoo", "penalty=self.alpha", "penalty=1.0", "fedsmoo-alpha"),
     Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "ends.dual - ends.eps", "fedsmoo-alpha"),

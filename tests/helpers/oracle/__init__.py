@@ -25,6 +25,7 @@ from .problems import (
 )
 from .robust import FedRobust
 from .servers import FedAdagrad, FedAvgM, FedExP, FedNova, FedYogi
+from .taught import FedGMT, FedNTD
 
 __all__ = [
     "SCAFFOLD",
@@ -36,11 +37,13 @@ __all__ = [
     "FedDyn",
     "FedExP",
     "FedGAMMA",
+    "FedGMT",
     "FedGSAM",
     "FedGloSS",
     "FedLESAM",
     "FedLESAM_D",
     "FedLESAM_S",
+    "FedNTD",
     "FedNova",
     "FedProx",
     "FedRobust",

@@ -1,0 +1,64 @@
+"""FedGMT: Li, Liu, Cui, Hu and Li, "One Arrow, Two Hawks: Sharpness-aware Minimization for Federated Learning via Global Model Trajectory",
+ICML 2025; https://github.com/harrylee999/FL-SAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import LocalStep, Round, State, Sums
+from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
+from fastsam.fed.common.checks import number
+from fastsam.fed.step.teacher import Teacher, divergence
+
+
+@dataclass(frozen=True)
+class FedGMT(DynamicRegularizer):
+    """Clients stay close, in their outputs, to a moving average e of the global model: its loss less theirs stands in for the global sharpness.
+
+        f_i = loss(w) + gamma * tau^2 * KL(softmax(out_e/tau) || softmax(out_w/tau))
+        w <- w - lr * (grad f_i + phi*h_i + weight_decay*w)
+        h_i <- h_i + Delta_i,   H <- H + 1/N * sum_i Delta_i;   w^{t+1} = w^t + mean_i Delta_i + H
+        e^{t+1} = alpha*e^t + (1 - alpha)*w^{t+1},   e^0 = w^0
+
+    phi is the paper's 1/beta, h_i = -beta*u_i; there is no proximal term beside the dual one. H, the mean of h_i over all clients, and the
+    numbers are those of the authors' code; a published transcription of the paper has the mean over the active clients in its place. The
+    server has no learning rate: a run's server_lr must be 1.
+    Per round and client 2 P down (w, e) and 1 P up; state: w, e, H, and h_i on every client. One back-propagation and a further forward
+    pass a step.
+    """
+
+    down: ClassVar[float] = 2
+    server_vectors: ClassVar[float] = 3
+    working_vectors: ClassVar[float] = 2
+
+    gamma: float = 1.0
+    alpha: float = 0.95
+    tau: float = 3.0
+    phi: float = 0.1
+    phi_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        number("gamma", self.gamma, at_least=0)
+        number("alpha", self.alpha, at_least=0, at_most=1)
+        number("tau", self.tau, above=0)
+        check_phi(self.phi, self.phi_decay)
+
+    def init_server(self, w0: Tensor) -> State:
+        return {**super().init_server(w0), "e": w0}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        teacher = Teacher(server["e"], partial(_term, self.tau), self.gamma)
+        return LocalStep(q=self.phi_of(round) * client["h_i"], teacher=teacher)
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        after = super().step_server(server, sums, round)
+        e = self.alpha * server["e"].double() + (1 - self.alpha) * after["w"].double()
+        return {**after, "e": e.to(server["e"].dtype)}
+
+
+def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:
+    return divergence(outputs, told, tau)

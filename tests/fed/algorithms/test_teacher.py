@@ -1,0 +1,180 @@
+"""A second model in the local steps (`fed.Teacher`): in every executor that takes it, with perturbations, buffers and dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastsam import fed
+from fastsam.fed.executors import Setup, cuda
+from fastsam.fed.executors.graph import Graph
+from fastsam.fed.step.teacher import divergence
+from tests.helpers import oracle
+from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs, unfused
+from tests.helpers.fed_runs import same_bits
+from tests.helpers.oracle.loop import add, scaled, unit
+
+
+@dataclass(frozen=True)
+class Sharp(fed.FedNTD):
+    """FedNTD with SAM steps; both gradients are those of the whole loss."""
+
+    rho: float = 0.2
+
+    def local_step(self, server, client, round):
+        taught = super().local_step(server, client, round).teacher
+        return fed.LocalStep(fed.Direction.GRADIENT, rho=self.rho, teacher=taught)
+
+
+@dataclass
+class UnfusedSharp(oracle.FedNTD):
+    rho: float = 0.2
+
+    def gradient(self, visit, w, x, y):
+        eps = scaled(self.rho, unit(super().gradient(visit, w, x, y)))
+        return super().gradient(visit, add(w, eps), x, y)
+
+
+@dataclass(frozen=True)
+class Listening(fed.Algorithm):
+    """Hands what the teacher said to a list."""
+
+    said: Any = None
+
+    def local_step(self, server, client, round):
+        def term(outputs, told, y):
+            if outputs.requires_grad:
+                self.said.append((round.index, outputs.detach().clone(), told.clone()))
+            return 0.0 * F.mse_loss(outputs, told)
+
+        return fed.LocalStep(teacher=fed.Teacher(server["w"], term))
+
+
+def run(algorithm, **options):
+    return fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **{"rounds": 2, **options})
+
+
+def test_both_gradients_of_a_sharp_step_are_taught():
+    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
+    final = replayed(model, clients, Sharp(beta=0.8), options).model
+    assert oracle.difference(final, oracle.run(model, clients, UnfusedSharp(beta=0.8), options, ACTIVE)) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["fedgmt", "fedntd"])
+def test_threads_have_the_bits_of_the_plain_executor(method):
+    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
+    one, other = (
+        replayed(model, clients, ours(method), options, executor=executor).model
+        for executor in ("sequential", "threads")
+    )
+    assert same_bits(one, other)
+    assert oracle.difference(one, unfused(method, "clip-active", torch.float64)) < 1e-12
+
+
+def test_a_model_with_convolutions():
+    model, clients, options = oracle.pooling_model(), oracle.ragged_images(), options_of("fedgmt", "momentum")
+    final = replayed(model, clients, ours("fedgmt"), options).model
+    assert oracle.difference(final, oracle.run(model, clients, theirs("fedgmt"), options, ACTIVE)) < 1e-12
+
+
+def test_the_teacher_is_in_evaluation_mode_with_the_buffers_of_the_round():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Dropout(0.5), torch.nn.Linear(7, 3)
+    ).double()
+    clients = oracle.ragged_clients(sizes=(8, 8))
+    options = {
+        "participation": 1.0,
+        "buffers": "average",
+        "shuffle": False,
+        "batch_size": 8,
+        "lr": 0.3,
+        "executor": "sequential",
+    }
+    said: list[Any] = []
+    fed.run(model, clients, Listening(said), rounds=2, **options)
+    received = [model, fed.run(model, clients, fed.FedAvg(), rounds=1, **options).model]
+    assert {t for t, _, _ in said} == {0, 1}
+    for t, outputs, told in said:
+        expected = [received[t].eval()(x).detach() for x, _ in clients]
+        assert any(torch.allclose(told, wanted, rtol=1e-12, atol=1e-12) for wanted in expected)
+        assert not torch.allclose(outputs, told)  # dropout, and the batch's own statistics
+
+
+def test_the_records_tell_the_loss_of_the_data():
+    assert run(fed.FedNTD(beta=50.0), rounds=1, local_epochs=1, batch_size=64).history[0][
+        "train_loss"
+    ] == pytest.approx(run(fed.FedAvg(), rounds=1, local_epochs=1, batch_size=64).history[0]["train_loss"])
+
+
+def test_the_divergence_is_torchs():
+    torch.manual_seed(0)
+    outputs, told = torch.randn(2, 6, 4, dtype=torch.float64)
+    outputs.requires_grad_()
+    wanted = 9 * F.kl_div(F.log_softmax(outputs / 3, 1), F.softmax(told / 3, 1), reduction="batchmean")
+    made = divergence(outputs, told, 3.0)
+    torch.testing.assert_close(made, wanted)
+    torch.testing.assert_close(torch.autograd.grad(made, outputs), torch.autograd.grad(wanted, outputs))
+    assert divergence(told, told, 2.0) == 0
+    # Classes on the second dimension, whatever follows; of what is left out no gradient comes.
+    left = torch.zeros(6, 4, dtype=torch.bool)
+    left[:, 0] = True
+    outputs = outputs.detach().requires_grad_()
+    torch.testing.assert_close(divergence(outputs, told, 1.0, left), divergence(outputs[:, 1:], told[:, 1:]))
+    (slope,) = torch.autograd.grad(divergence(outputs, told, 1.0, left), outputs)
+    assert slope.isfinite().all() and (slope[:, 0] == 0).all() and (slope[:, 1:] != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("teacher", "words"),
+    [
+        (lambda w: fed.Teacher(w[:-1], divergence), r"Teacher.weights must be torch.float64"),
+        (lambda w: fed.Teacher(w, lambda o, t, y: (o - t).sum(1)), "term must be a finite scalar tensor"),
+        (lambda w: fed.Teacher(w, lambda o, t, y: o @ t), "term cannot be made of outputs .*RuntimeError"),
+        (lambda w: fed.Teacher(w, lambda o, t, y: o.mean() / 0), "finite scalar"),
+        (lambda w: fed.Teacher(w, None), "term must be a function"),
+        (lambda w: fed.Teacher(w, divergence, weight=float("nan")), "weight must be a finite number"),
+    ],
+)
+def test_a_teacher_is_checked_before_the_run(teacher, words, tmp_path):
+    @dataclass(frozen=True)
+    class Own(fed.Algorithm):
+        def local_step(self, server, client, round):
+            return fed.LocalStep(teacher=teacher(server["w"]))
+
+    with pytest.raises(ValueError, match=words):
+        run(Own(), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*.json*"))
+
+
+def test_fedntd_needs_labels():
+    model = torch.nn.Linear(6, 1).double()
+    clients = [(x, y.double()[:, None]) for x, y in oracle.ragged_clients()]
+    with pytest.raises(ValueError, match="FedNTD needs labels that number the model's outputs"):
+        fed.run(model, clients, fed.FedNTD(), loss=F.mse_loss, rounds=1)
+
+
+def test_executors_that_do_not_take_one_say_so():
+    with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm has a teacher"):
+        run(fed.FedGMT(), executor="vmap")
+    assert "teacher" in (Graph.why_not(Setup(None, None, None, None, torch.device("cpu"), "auto", taught=True)) or "")
+    with pytest.raises(ValueError, match="a teacher or a map of the inputs, not both"):
+        fed.LocalStep(teacher=fed.Teacher(torch.zeros(3), divergence), input_map=fed.InputMap())
+
+
+def test_a_stream_is_lent_every_vector_of_a_step():
+    """Memory that another stream still reads must not be given away: of all tensors in a LocalStep."""
+    q, e, start, weights = torch.zeros(4, 3).unbind()
+    step = fed.LocalStep(fed.Direction.CONSTANT, e=e, q=q, start=start, teacher=fed.Teacher(weights, divergence))
+    lent = {id(t) for t in cuda.vectors(step)}
+    assert {id(q), id(e), id(start), id(weights)} <= lent
+
+
+def test_samples_that_come_in_batches_have_no_teacher():
+    clients = [({"input": x}, y) for x, y in oracle.ragged_clients()]
+    with pytest.raises(ValueError, match=r"FedNTD compares two models' outputs of the inputs x of pairs \(x, y\), and"):
+        fed.run(torch.nn.Linear(6, 3).double(), clients, fed.FedNTD(), rounds=1)

@@ -1,0 +1,91 @@
+"""Methods whose loss has a term of another model's outputs: FedGMT, FedNTD."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dynamic import Dynamic
+from .loop import End, Kept, Vector, Visit, add, scaled
+from .plain import FedAvg
+
+
+class Taught(FedAvg):
+    """loss(w) + strength * term(outputs at w, outputs of the teacher)."""
+
+    tau: float
+
+    def strength(self) -> float:
+        raise NotImplementedError
+
+    def teacher(self, visit: Visit) -> Vector:
+        raise NotImplementedError
+
+    def kept(self, out: Tensor, y: Tensor) -> Tensor:
+        """The logits that are compared."""
+        return out
+
+    def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        parameters = list(visit.model.parameters())
+        with torch.no_grad():
+            for p, value in zip(parameters, self.teacher(visit), strict=True):
+                p.copy_(value)
+            told = F.softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+        loss = visit.loss(w, x, y)
+        own = F.log_softmax(self.kept(visit.model(x), y) / self.tau, dim=1)
+        term = self.tau**2 * F.kl_div(own, told, reduction="batchmean")
+        return list(torch.autograd.grad(loss + self.strength() * term, parameters))
+
+
+@dataclass
+class FedGMT(Dynamic, Taught):
+    """Li et al. 2025; the server's dual is the mean over all clients, as in the authors' code."""
+
+    gamma: float = 1.0
+    alpha: float = 0.95
+    tau: float = 3.0
+    phi: float = 0.1
+    phi_decay: float = 1.0
+
+    def strength(self) -> float:
+        return self.gamma
+
+    def teacher(self, visit: Visit) -> Vector:
+        return visit.server["EMA"]
+
+    def start_server(self, w: Vector) -> Kept:
+        return {**super().start_server(w), "EMA": [p.clone() for p in w]}
+
+    def proximal(self, t: int) -> float:
+        return 0.0
+
+    def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        beta = 1 / (self.phi * self.phi_decay**visit.t)
+        return add(self.gradient(visit, w, x, y), scaled(1 / beta, visit.mine["h"]))
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        after = super().serve(server, w, end)
+        server["EMA"] = add(scaled(self.alpha, server["EMA"]), scaled(1 - self.alpha, after))
+        return after
+
+
+@dataclass
+class FedNTD(Taught):
+    """Lee et al. 2022: the logits of all classes but the sample's own."""
+
+    beta: float = 1.0
+    tau: float = 1.0
+
+    def strength(self) -> float:
+        return self.beta
+
+    def teacher(self, visit: Visit) -> Vector:
+        return visit.anchor
+
+    def kept(self, out: Tensor, y: Tensor) -> Tensor:
+        classes = out.shape[1]
+        others = torch.tensor([[c for c in range(classes) if c != label] for label in y.tolist()])
+        return out.gather(1, others)
