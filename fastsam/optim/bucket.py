@@ -13,6 +13,7 @@ from fastsam.ops import Kernels, bind, compute_dtype
 from fastsam.optim.exclusive import Exchange, pays
 from fastsam.optim.gradients import present
 from fastsam.optim.parameters import has_memory
+from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
 from fastsam.optim.variants.sam import Places
 
 FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
@@ -45,7 +46,7 @@ class Selection:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
             # Aliases made outside would be inputs of their own to a compiled step.
-            return [self._bucket.params[i].detach() for i in self.slots]
+            return [local(self._bucket.params[i]).detach() for i in self.slots]
         return self._z
 
     def load(self) -> None:
@@ -78,6 +79,7 @@ class Bucket:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
         self.kernels, self.hyper = kernels, hyper
         self.dtype, self.device = params[0].dtype, params[0].device
+        self.axes, self.sharded = axes_of(params[0]), any(map(is_sharded, params))
         self.compute = compute_dtype(self.dtype)
         self.masters = fused and self.dtype != self.compute
         self._attach()
@@ -101,7 +103,7 @@ class Bucket:
 
     def _attach(self) -> None:
         """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's dispatch."""
-        self.aliases = [p.detach() for p in self.params]
+        self.aliases = [local(p).detach() for p in self.params]
         self.z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases]
         self._strides = [z.stride() for z in self.z]
         self._contiguous = all(z.is_contiguous() for z in self.z)
@@ -120,8 +122,8 @@ class Bucket:
 
     def fits(self) -> bool:
         """True when the parameters are of the kind that the layout was made for."""
-        kinds = zip(self.params, self.layout.segments, self.z, strict=True)
-        return all(
+        kinds = zip(map(local, self.params), self.layout.segments, self.z, strict=True)
+        return all(axes_of(p) == self.axes for p in self.params) and all(
             p.dtype == self.dtype
             and p.device == self.device
             and p.shape == s.shape
@@ -148,7 +150,7 @@ class Bucket:
 
         Raises RuntimeError for a gradient that the kernels cannot read.
         """
-        grads: list[Any] = [p.grad for p in self.params]
+        grads: list[Any] = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
         try:
             # These find absent and sparse gradients too: they have no such properties.
             ordered = (
@@ -278,6 +280,8 @@ class Bucket:
 
     def versions_now(self) -> list[int]:
         """The version counters of the weights, which writes bump."""
+        if self.sharded:  # torch's own writes count in the DTensor
+            return [p._version + local(p)._version for p in self.params]
         return [p._version for p in self.params]
 
     @property
@@ -352,7 +356,7 @@ class Bucket:
             return
         saved = self.layout.views(self.origin[0])
         for i in self.held.slots:
-            p = self.params[i].detach()
+            p = local(self.params[i]).detach()
             if p.shape == saved[i].shape and has_memory(p):
                 p.copy_(saved[i])
 
@@ -402,17 +406,17 @@ def buckets_of(
     fused: bool,
     exclusive: bool,
 ) -> list[Bucket]:
-    """The parameters by dtype, in order, without those in `left_out`."""
+    """The parameters by dtype and by the ranks that share their elements, in order, without those in `left_out`."""
     absent = set(map(id, left_out))
-    members: dict[torch.dtype, list[tuple[Tensor, int, int]]] = {}
+    members: dict[tuple[torch.dtype, Axes], list[tuple[Tensor, int, int]]] = {}
     number = 0
     for group_number, group in enumerate(groups):
         for p in group["params"]:
             if id(p) not in absent:
-                members.setdefault(p.dtype, []).append((p, number, group_number))
+                members.setdefault((p.dtype, axes_of(p)), []).append((p, number, group_number))
             number += 1
     buckets = []
-    for dtype, found in members.items():
+    for (dtype, _), found in members.items():
         params, numbers, group_numbers = zip(*found, strict=True)
         kernels = bind(backend, device, dtype)
         buckets.append(Bucket(params, numbers, group_numbers, kernels, hyper, fused, exclusive))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from operator import is_
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
 from fastsam.optim.mixing import Call
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
+from fastsam.optim.sharded import drop_gathered, gathering, local
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 from fastsam.optim.watch import Steady, Watch, any_gradient, parameters_of, steady_of
@@ -49,6 +50,8 @@ class Buffers:
         self.phase = Phase.IDLE
         self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
         self.buckets: list[Bucket] = []
+        self.split = False  # some parameters are split among ranks
+        self._gathering: list[Any] = []  # modules that gather parameters for a pass
         self.left_out: list[Tensor] = []  # parameters that have no buffers
         self._decided: set[int] = set()  # ids of the parameters of which this is known
         self._updates: list[FusedUpdate] = []
@@ -187,6 +190,8 @@ class Buffers:
         # From here on nothing can fail.
         self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
         self._watch, self._carried = watch, {}
+        self.split = any(bucket.axes for bucket in buckets)
+        self._gathering = gathering(members) if any(bucket.sharded for bucket in buckets) else []
         self.left_out, self._decided = left_out, set(map(id, params))
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
@@ -205,9 +210,10 @@ class Buffers:
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
             for number, p, segment in zip(bucket.numbers, bucket.params, bucket.layout.segments, strict=True):
-                if p.shape != segment.shape:
+                shape = local(p).shape
+                if shape != segment.shape:
                     raise RuntimeError(
-                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has {tuple(p.shape)} now; its state "
+                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has {tuple(shape)} now; its state "
                         "does not fit. Build a new FusedSAM"
                     )
 
@@ -234,6 +240,20 @@ class Buffers:
         params = parameters_of(self.base.param_groups)
         self.left_out = [params[i] for i in left_out or ()]
         self._decided = set() if left_out is None else set(map(id, params))
+
+    @torch._disable_dynamo
+    def make_state_(self) -> None:
+        """The state that the base optimizer has after its first step, as it is before it: for those who fill it with one that was saved. Of the
+        parameters that have a gradient."""
+        self._follow()
+        self._admit()
+        for update in self._updates:
+            update.begin(self._scalars.kinds, self.base.state)
+
+    def _written(self) -> None:
+        """Weights were written."""
+        if self._gathering:
+            drop_gathered(self._gathering)
 
     def numbers_left_out(self) -> list[int] | None:
         """The numbers of the parameters that have no buffers, None before the first step."""

@@ -24,6 +24,7 @@ from fastsam.ops import compute_dtype
 from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
 from fastsam.optim.rules import Group, Rule
 from fastsam.optim.scalars import OWN_OPTIONS, check_group
+from fastsam.optim.sharded import part_of, placed
 
 FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
@@ -54,7 +55,7 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
                 saved.setdefault(parameter, {})[UNPERTURBED] = unperturbed.to(bucket.dtype, copy=True)
                 if FIRST in bucket.arena:
                     saved[parameter][FIRST] = bucket.arena.views(FIRST)[slot].clone()
-    return saved
+    return {p: {name: placed(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
 
 
 def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
@@ -62,7 +63,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
     held = []
     views = bucket.arena.views("origin")
     for slot, parameter in enumerate(bucket.params):
-        found = saved.get(parameter, {})
+        found = {name: part_of(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
         weights = found.get(MASTER) if bucket.masters else None
         if MEMORY in found and MEMORY in bucket.arena:
             bucket.arena.views(MEMORY)[slot].copy_(found[MEMORY])

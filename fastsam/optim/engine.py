@@ -12,10 +12,15 @@ from torch.optim import Optimizer
 
 from fastsam.optim.bucket import Bucket, Selection
 from fastsam.optim.buffers import Buffers, Phase
-from fastsam.optim.mixing import Call, Mixing, Scales
+from fastsam.optim.mixing import Call, Mixing, Scales, squares
+from fastsam.optim.sharded import summed
 from fastsam.optim.variants.sam import SAM, Memory
 
 PLAIN = SAM()
+UNREDUCED = (
+    "no parameter has a gradient, and some are split among ranks: a first pass under set_requires_gradient_sync(False) leaves its gradients with "
+    "fully_shard, which would add them to the second pass's. Leave it out: each pass reduces its gradients"
+)
 
 
 class Engine(Buffers):
@@ -62,6 +67,8 @@ class Engine(Buffers):
         """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. Raises RuntimeError, before anything is
         written, for unusable gradients."""
         calls = self._calls = self.look()
+        if self.split and not any(grads for _, _, grads in calls):
+            raise RuntimeError(UNREDUCED)
         for bucket in self.buckets:
             bucket.begin()
         if not self.plain:
@@ -82,7 +89,7 @@ class Engine(Buffers):
         """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those that are saved. whole: of what
         the norm is, if not of these."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
-        alone = len(calls) == 1 and seed is None and whole is None and not self.sized
+        alone = len(calls) == 1 and seed is None and whole is None and not (self.sized or self.split)
         raw = calls[0][0].raw_calls(calls[0][1]) if alone else None
         if raw is None or (self._scalars.adaptive and calls[0][0].masters):
             self._norm_(calls if whole is None else whole)
@@ -99,6 +106,7 @@ class Engine(Buffers):
             bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
         self.phase = Phase.PERTURBED
         self._calls = []
+        self._written()
 
     def _directed_(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
         """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass needs them."""
@@ -164,6 +172,7 @@ class Engine(Buffers):
             raise
         for bucket in self.buckets:
             bucket.note_versions()
+        self._written()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls after an update: the step is counted."""
@@ -194,6 +203,7 @@ class Engine(Buffers):
 
     def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""
+        self._written()
         if self.mixes and made:
             if self.perturbs:
                 self.mixing.correct_(self.base.param_groups, calls, scales.second)
@@ -224,6 +234,7 @@ class Engine(Buffers):
                 bucket.restore_(bucket.held)
         self.phase = Phase.IDLE
         self._calls = []
+        self._written()
 
     def fall_back_(self) -> None:
         """After an exception in a step: the weights as they were between steps, bit for bit."""
@@ -231,14 +242,9 @@ class Engine(Buffers):
 
     def nonfinite(self, calls: Sequence[Call], found_inf: Tensor | None) -> Tensor:
         """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the device."""
-        total = torch.zeros_like(self._sum)
         if self.mixes:
             self._scalars.alone_()  # of the last step's weights one may be infinite
-        for bucket, selection, grads in calls:
-            if selection.slots:
-                bucket.kernels.update_norm_(
-                    total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True
-                )
+        total = summed(calls, self._sum, squares)
         found = (~total.isfinite()).to(torch.float32)
         return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
 
@@ -248,7 +254,11 @@ class Engine(Buffers):
         return self.perturbations if self.stochastic_rounding else None
 
     def _norm_(self, calls: Sequence[Call]) -> None:
-        """One norm over the whole model, whatever its dtypes."""
+        """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it."""
+        if self.split:
+            adaptive = self._scalars.adaptive
+            self._sum.copy_(summed(calls, self._sum, lambda b, part, g, total: b.norm_(part, g, total, adaptive, True)))
+            return
         accumulate = False
         for bucket, selection, grads in calls:
             if selection.slots:

@@ -22,13 +22,18 @@ from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.mixing import Scales
 from fastsam.optim.one_pass import OnePass, check_base, engine_of
-from fastsam.optim.saving import Saving
+from fastsam.optim.saving import Saving, called_by_checkpoint
 from fastsam.optim.scalars import OWN_OPTIONS, check_flag, check_group
+from fastsam.optim.sharded import is_sharded, refuse_options
 from fastsam.optim.statistics import Model, Statistics
 from fastsam.optim.variants import SAM
 from fastsam.optim.watch import parameters_of
 
 NO_SCALES = Scales()
+NO_SCALER = (
+    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's MixedPrecisionPolicy), which needs "
+    "none, with check_finite=True for steps that are not finite"
+)
 
 
 def _variant(sam: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
@@ -211,6 +216,8 @@ class FusedSAM(Saving):
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
+        if closure is None and not self.state and called_by_checkpoint("_init_optim_state"):
+            return self._make_state()
         if not self._observed():
             return self._step(closure)
         self._require_turn(closure)
@@ -220,6 +227,14 @@ class FusedSAM(Saving):
             self._leftover.forget()
             self._recover()  # when a hook raised before the step
             raise
+
+    def _make_state(self) -> None:
+        """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one that was saved to come in."""
+        self._share()
+        if self._engine.rule is not None:
+            self._engine.make_state_()
+        else:
+            unhooked_step(self.base_optimizer)(self.base_optimizer)
 
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered when somebody looks.
     step.hooked = True  # type: ignore[attr-defined]
@@ -347,6 +362,8 @@ class FusedSAM(Saving):
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         calls = self._engine.look()
         if found_inf is not None:
+            if self._engine.split:
+                raise RuntimeError(NO_SCALER)
             sumsq = self._engine.sumsq if self._engine.perturbs else None  # of this step's first gradients
             self._scaling.meet(grad_scale, sumsq, self.param_groups)
         scales = NO_SCALES if found_inf is None else Scales(self._scaling.of_first(grad_scale), grad_scale)
@@ -433,8 +450,10 @@ class FusedSAM(Saving):
             )
 
     def _check_parameters(self) -> None:
-        params = parameters_of(self.param_groups)
+        params, engine = parameters_of(self.param_groups), self._engine
         parameters.check(params)
+        if any(map(is_sharded, params)):
+            refuse_options(engine.variant, engine.stochastic_rounding, engine.exclusive)
         for dtype in {p.dtype for p in params}:
             ops.bind(self._engine.backend, params[0].device, dtype)
 

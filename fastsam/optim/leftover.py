@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastsam.optim.sharded import local
 from fastsam.optim.watch import Groups, parameters_of
 
 _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
@@ -59,7 +60,7 @@ class Leftover:
         if not grads or (not fresh and _marks(grads) == used):
             return
         self._looks -= 1
-        if any(g.layout != torch.strided or bool(g.any()) for g in grads):
+        if any(g.layout != torch.strided or bool(local(g).any()) for g in grads):
             self._looks = 0
             warnings.warn(MESSAGE, UserWarning, stacklevel=5)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket, Selection
 from fastsam.optim.rules import op_calls
 from fastsam.optim.scalars import Scalars
+from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.columns import Column
 
@@ -128,7 +129,9 @@ class Mixing:
             for i, difference in zip(selection.slots, bucket.first(selection), strict=True):
                 group = groups[bucket.groups[i]]
                 factor = group["lr"] * self.mix.sharpness * (-1 if group.get("maximize") else 1)
-                bucket.params[i].sub_(difference * (factor if scale is None else factor / scale.to(difference.dtype)))
+                local(bucket.params[i]).sub_(
+                    difference * (factor if scale is None else factor / scale.to(difference.dtype))
+                )
 
     def _lesson(self, calls: Sequence[Call], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls that change the vector which the variant keeps; it stays where a gradient is not finite."""
@@ -152,10 +155,11 @@ class Mixing:
 
     def _orthogonal(self, calls: Sequence[Call], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls that keep the part of g2 that is orthogonal to g1."""
-        inner = torch.zeros(1, 2, dtype=torch.float64, device=sumsq.device)
-        for bucket, selection, grads in calls:
-            if selection.slots:
-                bucket.kernels.inner_(inner, grads, bucket.first(selection), selection.table, True)
+        inner = summed(
+            calls,
+            torch.zeros(1, 2, dtype=torch.float64, device=sumsq.device),
+            lambda b, part, grads, total: b.kernels.inner_(total, grads, b.first(part), part.table, True),
+        )
         along = inner[0, 0] / (inner[0, 1] + torch.finfo(torch.float64).tiny)
         fine = (sumsq.isfinite() & along.isfinite()) if found_inf is None else sumsq.isfinite() & (found_inf == 0)
         after = []
@@ -183,23 +187,23 @@ def silent(function: Callable[..., Any], *operands: Any) -> partial[Any]:
 
 def _inner(calls: Sequence[Call]) -> Tensor:
     """float64 `[1, 2]`: `<g1, g2>` and `||g2||^2`."""
-    inner = torch.zeros(1, 2, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
-    for bucket, selection, grads in calls:
-        if selection.slots:
-            bucket.kernels.inner_(inner, bucket.first(selection), grads, selection.table, True)
-    return inner
+    return summed(
+        calls,
+        torch.zeros(1, 2, dtype=torch.float64, device=calls[0][0].device if calls else "cpu"),
+        lambda b, part, grads, total: b.kernels.inner_(total, b.first(part), grads, part.table, True),
+    )
+
+
+def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+    """Adds the squares of these, each times the weight of a gradient just now, to `total`."""
+    bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
 
 
 def _ratio(calls: Sequence[Call]) -> Tensor:
     """float64 `[1]`: `||g||/||m||` of these gradients and the memory, 0 where that is none. The weight of gradients is 1 or -1 just now."""
-    g, m = (torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu") for _ in range(2))
-    for bucket, selection, grads in calls:
-        if selection.slots:
-            memory = bucket.views(bucket.arena.field(MEMORY, bucket.dtype), selection)
-            for total, operand in ((g, grads), (m, memory)):
-                bucket.kernels.update_norm_(
-                    total, selection.z, None, operand, selection.table, bucket.hyper, accumulate=True
-                )
+    kept = [(b, part, b.views(b.arena.field(MEMORY, b.dtype), part)) for b, part, _ in calls]
+    one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
+    g, m = summed(calls, one, squares), summed(kept, one, squares)
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
 
 
@@ -211,7 +215,7 @@ def _or_nonfinite(found_inf: Tensor | None, sumsq: Tensor) -> Tensor:
 
 def _written(bucket: Bucket, selection: Selection) -> list[Tensor]:
     """The gradients that a base optimizer will read."""
-    return [g for i in selection.slots if (g := bucket.params[i].grad) is not None]
+    return [local(g) for i in selection.slots if (g := bucket.params[i].grad) is not None]
 
 
 def _corrected(

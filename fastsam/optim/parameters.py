@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fastsam.arena import is_dense
+from fastsam.optim.sharded import local, why_not
 
 
 def check(params: Sequence[Tensor]) -> None:
     """Refuses what cannot be optimized. `params` are all parameters of all groups in order; messages count them from 0.
 
-    Raises TypeError for sharded parameters and other wrappers, ValueError for a dtype that is not floating point, a sparse layout, a parameter
-    given twice, parameters on several devices, parameters whose memory overlaps, and those that reach past their storage.
+    Raises TypeError for wrappers that are no DTensors and for DTensors whose placements cannot be served, ValueError for a dtype that is not
+    floating point, a sparse layout, a parameter given twice, parameters on several devices, parameters whose memory overlaps, and those that reach
+    past their storage.
     """
     seen: dict[int, int] = {}
     for i, p in enumerate(params):
@@ -33,7 +35,7 @@ def check(params: Sequence[Tensor]) -> None:
             f"the parameters are on several devices ({', '.join(devices)}), but the norm of SAM is one number over all of them; move the model "
             "to one device, or use one FusedSAM per device (each then has its own norm)"
         )
-    _check_overlap(params)
+    _check_overlap(list(map(local, params)))
 
 
 def check_given(params: Any) -> None:
@@ -65,12 +67,10 @@ def refuse_duplicates(params: Sequence[Any]) -> None:
 
 
 def _check_one(i: int, p: Tensor) -> None:
-    sharded = _sharding(p)
-    if sharded:
-        raise TypeError(
-            f"parameter {i} is {sharded}: FusedSAM does not support sharded parameters yet. Build it over unsharded parameters "
-            "(a plain module, or one wrapped in DistributedDataParallel)"
-        )
+    reason = why_not(p)
+    if reason is not None:
+        raise TypeError(f"parameter {i} is {reason}")
+    p = local(p)
     if is_traceable_wrapper_subclass(p):
         raise TypeError(
             f"parameter {i} is a {type(p).__name__}, which wraps other tensors; FusedSAM needs plain tensors"
@@ -87,17 +87,6 @@ def _check_one(i: int, p: Tensor) -> None:
             f"parameter {i} of shape {tuple(p.shape)} needs {_end(p)} bytes of its storage, and its storage has {p.untyped_storage().nbytes()}: "
             "somebody freed or cut it, as sharding libraries do; make a step while the parameters are whole"
         )
-
-
-def _sharding(p: Tensor) -> str | None:
-    """How a parameter is sharded, None when it is not."""
-    # Looked up among the loaded modules: importing DTensor takes a second, and a parameter that is one has imported it.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and isinstance(p, tensors.DTensor):
-        return "a DTensor (FSDP2, tensor parallelism)"
-    if getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
-        return "sharded by FullyShardedDataParallel"
-    return None
 
 
 def _check_overlap(params: Sequence[Tensor]) -> None:

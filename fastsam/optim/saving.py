@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from fastsam.optim.amp import Scaling
@@ -15,6 +18,23 @@ from fastsam.optim.modes import Modes
 from fastsam.optim.one_pass import engine_of
 from fastsam.optim.statistics import Statistics
 from fastsam.optim.watch import parameters_of
+
+NOT_THERE = (
+    "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has no place for the unperturbed "
+    "ones, so they would be lost; call {}() first"
+)
+
+
+def called_by_checkpoint(function: str) -> bool:
+    """Whether the caller's caller is this function of torch.distributed.checkpoint.state_dict, if by way of a scheduler's wrappers of `step`."""
+    if torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(4):
+        if frame is None or frame.f_code.co_name == function:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == function
 
 
 class Saving(Modes):
@@ -35,6 +55,8 @@ class Saving(Modes):
             pre_hook(self)
         params = parameters_of(self.param_groups)
         perturbed = self._engine.phase is not Phase.IDLE
+        if perturbed and called_by_checkpoint("_get_optim_state_dict"):
+            raise RuntimeError(NOT_THERE.format("eval" if self._engine.one_pass else "restore"))
         own = {"perturbed": perturbed, "variant": type(self._engine.variant).__name__, **self._engine.numbers()}
         if self._engine.one_pass:
             own["training"] = self._engine.training

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastsam.optim.bucket import Bucket, Selection
 from fastsam.optim.rules import Kind, Rule, calls_of, operands_of
+from fastsam.optim.sharded import local, part_of, placed
 
 State = dict[Tensor, dict[str, Any]]
 
@@ -68,6 +69,12 @@ class FusedUpdate:
     def adopt(self, kinds: tuple[Kind, ...], state: State) -> None:
         """Takes over the state that the parameters have: it is moved into the fields."""
         self._plan(self.bucket.select(tuple(range(len(self.bucket.params)))), kinds, state)
+
+    def begin(self, kinds: tuple[Kind, ...], state: State) -> None:
+        """State, as it is before a first update, for those of these parameters that have a gradient and no state."""
+        slots = tuple(i for i, p in enumerate(self.bucket.params) if p.grad is not None)
+        state.update(self._plan(self.bucket.select(slots), kinds, state).missing)
+        self.forget()
 
     def prepare(
         self,
@@ -181,7 +188,8 @@ class FusedUpdate:
                 self._views[name] = [self.bucket.steps[0, i] for i in range(len(self.bucket.params))]
             else:
                 self.bucket.field(name)
-                self._views[name] = self.bucket.arena.views(name)
+                views = zip(self.bucket.arena.views(name), self.bucket.params, strict=True)
+                self._views[name] = [placed(view, p) for view, p in views]
         return {name: self._views[name][slot] for name in kind.keys}
 
     def _adopt(self, slot: int, kind: Kind, state: State) -> bool:
@@ -192,9 +200,10 @@ class FusedUpdate:
         for name, view in views.items():
             value = entry.get(name) if entry is not None else None
             if value is None:
-                view.fill_(kind.start if name in kind.fields else 0.0)
+                local(view).fill_(kind.start if name in kind.fields else 0.0)
             elif value is not view:
-                view.copy_(torch.as_tensor(value, device=view.device).detach())
+                found_value = torch.as_tensor(value, device=view.device).detach()
+                local(view).copy_(part_of(found_value, view))
         if found and entry is not None:
             entry.update(views)
         return found

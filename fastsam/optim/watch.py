@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.optim.sharded import is_sharded, local
+
 try:  # private to torch: where it is missing, every pass looks at every tensor in Python
     from torch._C._dynamo.guards import TensorGuards
 except ImportError:
@@ -69,8 +71,11 @@ class Watch:
         `before`: the watch that this one follows. `members`: those whose memory matters, None for all of `params`."""
         self.params = params
         self.members = members = params if members is None else members
+        # Parameters of which a part is here may get another one; theirs is the memory that matters.
+        self._sharded = any(map(is_sharded, members))
         self._holders = holders + 1
         self._sizes: list[int] = []
+        members = self._here
         self._memory = _Memory(members)
         self._kinds = _kinds(members)
         self._like = None if TensorGuards is None or not members else _like(members)
@@ -79,6 +84,10 @@ class Watch:
         self._most = 0  # the largest of these
         # ids of those that it had alone from the first
         self._orphans: set[int] | None = before._orphans if before else None
+
+    @property
+    def _here(self) -> list[Tensor]:
+        return list(map(local, self.members)) if self._sharded else self.members
 
     def note(self, groups: Groups, state: State) -> None:
         """Takes the groups and the state as they are."""
@@ -102,11 +111,12 @@ class Watch:
 
     def same_memory(self) -> bool:
         """False when a member lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its memory freed."""
-        if not self._memory.same(self.members):
+        members = self._here
+        if not self._memory.same(members):
             return False
-        if self._like is not None and self._like(*self.members):
+        if self._like is not None and self._like(*members):
             return True
-        return _kinds(self.members) == self._kinds  # the guards look at more, such as `requires_grad`
+        return _kinds(members) == self._kinds  # the guards look at more, such as `requires_grad`
 
     def same_state(self, state: State) -> bool:
         """False when the state has other entries than before."""

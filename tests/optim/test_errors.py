@@ -11,6 +11,7 @@ from torch import nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
+from fastsam.optim import variants
 from tests.helpers.sam_cases import SGD, closure_of
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 from tests.helpers.tolerances import TOLERANCE
@@ -177,19 +178,35 @@ def test_two_devices() -> None:
 def test_sharded_parameters(tmp_path: Any) -> None:
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, init_device_mesh
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        sharded = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [Replicate()]))
-        with pytest.raises(TypeError, match="DTensor"):
-            FusedSAM([sharded], SGD, lr=0.1)
+        partial, shard = (nn.Parameter(DTensor.from_local(torch.ones(4), mesh, [p])) for p in (Partial(), Shard(0)))
+        with pytest.raises(
+            TypeError, match=r"parameter 1 is a DTensor placed as .*Partial.*call redistribute\(\) first"
+        ):
+            FusedSAM([nn.Parameter(torch.ones(2)), partial], SGD, lr=0.1)
+        FusedSAM([shard], SGD, lr=0.1)
+        with pytest.raises(ValueError, match="several devices"):
+            FusedSAM([shard, nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=0.1)
+        for options, why in (
+            ({"sam": variants.ESAM()}, "ESAM masks"),
+            ({"stochastic_rounding": True}, "random bits"),
+            ({"exclusive": True}, "memory belongs"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                FusedSAM([shard], SGD, lr=0.1, **options)
+            opt = FusedSAM([nn.Parameter(torch.ones(2))], SGD, lr=0.1, **options)
+            with pytest.raises(ValueError, match=why):
+                opt.add_param_group({"params": [shard]})
+            assert len(opt.param_groups) == 1
     finally:
         torch.distributed.destroy_process_group()
     flat = nn.Parameter(torch.ones(4))
     flat._is_flat_param = True  # what FullyShardedDataParallel marks its parameters with
-    with pytest.raises(TypeError, match="FullyShardedDataParallel"):
+    with pytest.raises(TypeError, match=r"FullyShardedDataParallel \(FSDP1\).*use torch.distributed.fsdp.fully_shard"):
         FusedSAM([flat], SGD, lr=0.1)
 
 

@@ -72,10 +72,9 @@ def tensor_bytes() -> int:
     ("base", "dtype", "sam", "each"),
     [
         ("sgd", torch.float32, SAM(), 8),
-        ("adamw", torch.float32, SAM(), 12),
-        ("adamw", torch.bfloat16, SAM(), 12),
-        ("sgd", torch.float32, GSAM(), 12),
-        ("sgd", torch.float32, MSAM(), 8),
+        ("adamw", torch.bfloat16, GSAM(), 14),
+        pytest.param("adamw", torch.float32, SAM(), 12, marks=pytest.mark.slow),
+        pytest.param("sgd", torch.float32, MSAM(), 8, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -88,7 +87,7 @@ def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SA
     opt.zero_grad()
     trained = model.adapter.weight.numel()
     assert tensor_bytes() - before < (each + 2) * trained + 4096, "padding and options are small"
-    assert model.base.weight.numel() > 99 * trained
+    assert model.base.weight.numel() + model.late.weight.numel() > 99 * trained
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

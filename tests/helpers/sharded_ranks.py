@@ -1,0 +1,480 @@
+"""Sharded parameters on one of several ranks, beside the same training unsharded; for `rank_group.on_ranks`.
+
+Every function raises AssertionError on the rank where a promise is broken, and returns "kept".
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from fastsam import GSAM, MSAM, SAM, FusedSAM
+from fastsam.optim.variants import WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+
+warnings.simplefilter("ignore")
+SHAPES = [(5, 3), (1,), (4, 6), (2, 2), (3,)]
+BASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "plain sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05}),  # makes its own step
+}
+# Those whose norms and inner products are of the gradients alone have the bits of the unsharded step, where these sums are exact.
+EXACT = {"sam": SAM(0.3), "gsam": GSAM(0.3, alpha=0.4), "wsam": WSAM(0.3, gamma=0.8), "last": LastGradient(0.3)}
+CLOSE = {
+    "asam": SAM(0.3, True),
+    "looksam": LookSAM(0.3, k=2),
+    "friendly": FriendlySAM(0.3),
+    "vasso": VaSSO(0.3),
+    "msam": MSAM(0.3),
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], exact: bool, what: object) -> None:
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        one, other = whole(a), whole(b)
+        if exact:
+            assert torch.equal(one, other), f"{what}: parameter {i}"
+        else:
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-6, msg=lambda text: f"{what}: {i}: {text}")  # noqa: B023
+
+
+# --- parameters alone, with gradients whose squares add up exactly ---
+
+Place = Callable[[int, Tensor], Tensor]
+
+
+def integers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Pair:
+    """The same parameters twice, placed and whole, each with its optimizer."""
+
+    def __init__(self, place: Place, base: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        cls, own = BASES[base]
+        start = [integers(shape, 100 + i).to(dtype) / 16 for i, shape in enumerate(SHAPES)]
+        self.place, self.dtype = place, dtype
+        self.plain = [nn.Parameter(t.clone()) for t in start]
+        self.split = [nn.Parameter(place(i, t.clone())) for i, t in enumerate(start)]
+        self.plain_opt, self.opt = (FusedSAM(p, cls, **options, **own) for p in (self.plain, self.split))
+
+    def grads(self, number: int) -> None:
+        for i, (p, q) in enumerate(zip(self.plain, self.split, strict=True)):
+            g = integers(tuple(p.shape), 10 * number + i).to(self.dtype)
+            p.grad, q.grad = g.clone(), self.place(i, g)
+
+    def step(self, number: int, exact: bool, what: object) -> None:
+        for half in range(2 if self.opt.two_passes else 1):
+            self.grads(2 * number + half)
+            for opt in (self.plain_opt, self.opt):
+                opt.first_step() if opt.two_passes and half == 0 else opt.step()
+            assert_same(self.split, self.plain, exact, (what, number, half))
+
+
+def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:
+    """The parameters placed in turn so; None: not at all."""
+
+    def place(i: int, t: Tensor) -> Tensor:
+        where = placements[i % len(placements)]
+        return t.clone() if where is None else distribute_tensor(t, mesh, where, src_data_rank=None)
+
+    return place
+
+
+def steps_beside_unsharded(rank: int, wide: bool) -> str:
+    """Also shards of rank 0 alone, parameters that are repeated, and plain ones beside them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mixes: dict[str, tuple[Sequence[Placement] | None, ...]] = {
+        "mixed": ([Shard(0)], [Replicate()], None),
+        "sharded": ([Shard(0)],),
+        "repeated": ([Replicate()],),
+        "by the last dimension": ([Shard(-1)], [Shard(0)]),
+    }
+    for mix, placements in (mixes if wide else {"mixed": mixes["mixed"]}).items():
+        place = placing(mesh, *placements)
+        for base in BASES if wide else ("sgd", "adamw"):
+            for name, sam in (
+                {**EXACT, **CLOSE}.items() if wide else {"sam": EXACT["sam"], "gsam": EXACT["gsam"]}.items()
+            ):
+                if name == "msam" and base in ("plain sgd", "nadam"):
+                    continue
+                for dtype in (torch.float32, torch.bfloat16) if wide and name in EXACT else (torch.float32,):
+                    pair = Pair(place, base, dtype, sam=sam)
+                    for number in range(4):
+                        exact = name in EXACT and base != "nadam"  # of which torch has other arithmetic for DTensors
+                        pair.step(number, exact, (mix, base, name, dtype))
+    return "kept"
+
+
+def one_sum_a_step(rank: int) -> str:
+    """The ranks talk once in a step, for one number; with `check_finite` twice."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    seen: list[tuple[int, torch.dtype]] = []
+    true = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        seen.append((tensor.numel(), tensor.dtype))
+        return true(tensor, *args, **options)
+
+    for check, expected in ((False, 1), (True, 2)):
+        pair = Pair(placing(mesh, [Shard(0)], [Replicate()], None), "sgd", check_finite=check)
+        for number in range(2):
+            pair.grads(2 * number)
+            seen.clear()
+            dist.all_reduce = counted
+            try:
+                pair.opt.first_step()
+                pair.grads(2 * number + 1)
+                pair.opt.second_step()
+            finally:
+                dist.all_reduce = true
+            assert seen == [(1, torch.float64)] * expected, seen
+    return "kept"
+
+
+def not_finite(rank: int) -> str:
+    """An inf that one rank has is everybody's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for half in range(2):
+        pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", check_finite=True)
+        pair.step(0, True, "before")
+        before = [whole(p).clone() for p in pair.split]
+        for now, move in enumerate((pair.opt.first_step, pair.opt.second_step)):
+            pair.grads(2 + now)
+            if now == half:
+                bad = integers(SHAPES[0], 1)
+                bad[-1, -1] = torch.inf  # of the last rank that has any of it
+                pair.split[0].grad = pair.place(0, bad)
+            move()
+            assert_same(pair.split, before, True, half) if now == 0 == half else None
+        moved = [not torch.equal(whole(p), q) for p, q in zip(pair.split, before, strict=True)]
+        assert any(moved) == (half == 0), (
+            "an inf in the first gradient perturbs nothing, in the second it updates nothing"
+        )
+    return "kept"
+
+
+# --- fully_shard ---
+
+
+class Net(nn.Module):
+    """A root with parameters of its own beside its children's, fewer rows than ranks among them."""
+
+    def __init__(self, width: int = 9) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, width), nn.Linear(width, width)
+        self.last = nn.Linear(width, 1)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.scale * torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def sharded_net(mesh: DeviceMesh | None = None) -> Net:
+    net = Net()
+    fully_shard(net.second, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def data(number: int = 0) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+    return x, torch.sin(x.sum(1, keepdim=True))
+
+
+def loss_of(net: nn.Module, number: int = 0) -> Tensor:
+    x, y = data(number)
+    return (net(x) - y).square().mean()
+
+
+def step(net: nn.Module, opt: FusedSAM, number: int) -> float:
+    def closure() -> Tensor:
+        loss = loss_of(net, number)
+        loss.backward()
+        return loss
+
+    return float(opt.step(closure))
+
+
+def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
+    """Every rank has the same batch here, so that the mean gradient is the unsharded one."""
+    cls, own = BASES[base]
+    sam = {**EXACT, **CLOSE}[variant]
+    net, plain = sharded_net(), Net()
+    opt, plain_opt = (FusedSAM(m.parameters(), cls, sam=sam, **own) for m in (net, plain))
+    for number in range(4):
+        assert abs(step(net, opt, number) - step(plain, plain_opt, number)) < 1e-5
+        assert_same(list(net.parameters()), list(plain.parameters()), False, number)
+    saved = opt.state_dict()["state"]
+    assert all(isinstance(v, DTensor) for e in saved.values() for n, v in e.items() if n != "step" and v.dim())
+    return "kept"
+
+
+def no_stale_copy(rank: int) -> str:
+    """The root keeps what it gathered after a forward pass without a backward pass."""
+    net, plain = sharded_net(), Net()
+    opt, plain_opt = (FusedSAM(m.parameters(), torch.optim.SGD, rho=0.5, lr=0.1) for m in (net, plain))
+    found: list[list[float]] = []
+    for model, one in ((net, opt), (plain, plain_opt)):
+        seen = []
+        loss_of(model).backward()
+        seen.append(float(loss_of(model)))  # an evaluation, which leaves a copy of the weights
+        with one.perturbed():
+            seen.append(float(loss_of(model)))  # leaves a copy of the perturbed ones
+        seen.append(float(loss_of(model)))
+        one.first_step(zero_grad=True)
+        loss_of(model).backward()
+        seen.append(float(loss_of(model)))
+        one.second_step(zero_grad=True)
+        seen.append(float(loss_of(model)))
+        seen.append(step(model, one, 1))
+        seen.append(float(loss_of(model)))
+        found.append(seen)
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-5, atol=1e-6)
+    assert len(set(found[1])) >= 5
+    return "kept"
+
+
+def learns(rank: int) -> str:
+    """FSDP, SAM and a scheduler: elsewhere a public failure, where the loss stays where it is."""
+    net, plain = sharded_net(), Net()
+    ends = []
+    for model in (net, plain):
+        opt = FusedSAM(model.parameters(), torch.optim.AdamW, rho=0.05, lr=0.02)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=60)
+        losses = []
+        for _ in range(60):
+            losses.append(step(model, opt, 0))
+            scheduler.step()
+        ends.append((losses[0], losses[-1]))
+    assert ends[0][1] < 0.2 * ends[0][0], ends
+    assert abs(ends[0][1] - ends[1][1]) < 1e-3 * ends[1][0]
+    return "kept"
+
+
+def clipped(rank: int) -> str:
+    net, plain = sharded_net(), Net()
+    for model in (net, plain):
+        opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+        for number in range(3):
+            loss_of(model, number).backward()
+            opt.first_step(zero_grad=True)
+            loss_of(model, number).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert float(whole(norm)) > 0.01
+            opt.second_step(zero_grad=True)
+    assert_same(list(net.parameters()), list(plain.parameters()), False, "clipped")
+    return "kept"
+
+
+def tensor_parallel(rank: int) -> str:
+    """Tensor parallelism alone, and with fully_shard on a mesh of two dimensions; with repeated shards (HSDP) too."""
+    for layout in ("tp", "fsdp and tp", "hsdp"):
+        net, plain = Net(8), Net(8)  # torch's plans need widths that the ranks divide
+        if layout == "hsdp":
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("repeated", "split"))
+            fully_shard(net.second, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+        else:
+            shape = (2, 2) if layout == "fsdp and tp" else (1, dist.get_world_size())
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+            plan: dict[str, ParallelStyle] = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+            parallelize_module(net, mesh["tp"], plan)
+            if layout == "fsdp and tp":
+                fully_shard(net.second, mesh=mesh["dp"])
+                fully_shard(net, mesh=mesh["dp"])
+        opt, plain_opt = (FusedSAM(m.parameters(), torch.optim.AdamW, rho=0.2, lr=0.05) for m in (net, plain))
+        for number in range(3):
+            step(net, opt, number)
+            step(plain, plain_opt, number)
+            assert_same(list(net.parameters()), list(plain.parameters()), False, (layout, number))
+            assert opt.grad_norm is not None and plain_opt.grad_norm is not None
+            torch.testing.assert_close(opt.grad_norm, plain_opt.grad_norm, rtol=1e-5, atol=0.0)
+    return "kept"
+
+
+def refused(rank: int) -> str:
+    """Nothing is written then."""
+    net = sharded_net()
+    opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)
+    before = [whole(p).clone() for p in net.parameters()]
+    net.set_requires_gradient_sync(False)  # type: ignore[operator]
+    loss_of(net).backward()
+    try:
+        opt.first_step()
+        raise AssertionError("the first gradients are with fully_shard")
+    except RuntimeError as error:
+        assert "set_requires_gradient_sync(False)" in str(error)
+    net = sharded_net()
+    opt = FusedSAM(net.parameters(), torch.optim.SGD, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(net)).backward()
+    opt.first_step(zero_grad=True)
+    scaler.scale(loss_of(net)).backward()
+    try:
+        scaler.step(opt)
+        raise AssertionError("a GradScaler looks at one rank's gradients")
+    except RuntimeError as error:
+        assert "GradScaler" in str(error) and "MixedPrecisionPolicy" in str(error)
+    assert_same(list(net.parameters()), before, True, "refused")
+    return "kept"
+
+
+def interrupted(rank: int) -> str:
+    """An exception at the perturbed point: the weights are back, and no gathered copy of the perturbed ones is used."""
+    net = sharded_net()
+    opt = FusedSAM(net.parameters(), torch.optim.SGD, rho=0.5, lr=0.1, momentum=0.9)
+    step(net, opt, 0)
+    before, loss = [whole(p).clone() for p in net.parameters()], float(loss_of(net).detach())
+
+    def closure() -> Tensor:
+        value = loss_of(net)
+        if opt.is_perturbed:
+            raise KeyboardInterrupt
+        value.backward()
+        return value
+
+    try:
+        opt.step(closure)
+        raise AssertionError("the closure was not called a second time")
+    except KeyboardInterrupt:
+        pass
+    assert_same(list(net.parameters()), before, True, "interrupted")
+    assert float(loss_of(net).detach()) == loss
+    return "kept"
+
+
+def adapted(rank: int) -> str:
+    """Frozen parameters have no state, and join when they are unfrozen."""
+    net, plain = sharded_net(), Net()
+    opts = [FusedSAM(m.parameters(), torch.optim.AdamW, rho=0.2, lr=0.05) for m in (net, plain)]
+    for number in range(4):
+        for model, opt in zip((net, plain), opts, strict=True):
+            for p in model.second.parameters():
+                p.requires_grad_(number >= 2)
+            step(model, opt, number)
+            assert len(opt.state) == (7 if number >= 2 else 5)
+        assert_same(list(net.parameters()), list(plain.parameters()), False, number)
+    return "kept"
+
+
+# --- checkpoints ---
+
+
+def trained(base: str, steps: range, sam: SAM, dtype: torch.dtype) -> tuple[nn.Module, FusedSAM]:
+    net = Net().to(dtype)
+    fully_shard(net.second)
+    fully_shard(net)
+    opt = FusedSAM(net.parameters(), BASES[base][0], sam=sam, **BASES[base][1])
+    for number in steps:
+        step_in(net, opt, number, dtype)
+    return net, opt
+
+
+def step_in(net: nn.Module, opt: FusedSAM, number: int, dtype: torch.dtype) -> None:
+    def closure() -> Tensor:
+        x, y = (t.to(dtype) for t in data(number))
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+
+
+CHECKPOINTS: list[tuple[str, SAM, torch.dtype]] = [
+    ("sgd", SAM(0.3), torch.float32),
+    ("plain sgd", SAM(0.3), torch.bfloat16),
+    ("adamw", VaSSO(0.3), torch.float32),
+    ("adamw", SAM(0.3), torch.bfloat16),
+    ("nadam", SAM(0.3), torch.float32),
+    ("sgd", MSAM(0.3), torch.float32),
+]
+
+
+def resumed_in_memory(rank: int, wide: bool = True) -> str:
+    """By torch's functions, into a fresh optimizer that has made no step; and by the optimizer's own state dict."""
+    for base, sam, dtype in CHECKPOINTS if wide else CHECKPOINTS[:1]:
+        for own in (False, True):
+            net, opt = trained(base, range(3), sam, dtype)
+            other, other_opt = trained(base, range(0), sam, dtype)
+            before = [whole(p).clone() for p in other.parameters()]
+            if own:
+                found = opt.state_dict()
+            else:
+                opt.eval()  # of a variant of one pass
+                found = dcp.get_optimizer_state_dict(net, opt)
+                dcp.get_optimizer_state_dict(other, other_opt)
+                assert_same(
+                    list(other.parameters()), before, True, "asking a fresh optimizer for its state writes nothing"
+                )
+            with torch.no_grad():
+                for p, q in zip(other.parameters(), net.parameters(), strict=True):
+                    p.copy_(q)
+            if own:
+                other_opt.load_state_dict(found)
+            else:
+                dcp.set_optimizer_state_dict(other, other_opt, found)
+                opt.train()
+                other_opt.train()
+            for number in range(3, 6):
+                step_in(net, opt, number, dtype)
+                step_in(other, other_opt, number, dtype)
+            assert_same(list(other.parameters()), list(net.parameters()), True, (base, sam, dtype, own))
+    return "kept"
+
+
+def save_sharded(rank: int, folder: str) -> str:
+    for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
+        net, opt = trained(base, range(3), sam, dtype)
+        opt.eval()
+        model, optimizer = dcp.get_state_dict(net, opt)
+        save({"model": model, "opt": optimizer}, checkpoint_id=f"{folder}/{i}")
+        opt.train()
+        for number in range(3, 5):
+            step_in(net, opt, number, dtype)
+        ends = [whole(p) for p in net.parameters()]
+        if rank == 0:
+            torch.save(ends, Path(folder, f"{i}.pt"))
+    return "kept"
+
+
+def load_sharded(rank: int, folder: str) -> str:
+    """On another number of ranks."""
+    for i, (base, sam, dtype) in enumerate(CHECKPOINTS):
+        net, opt = trained(base, range(0), sam, dtype)
+        model, optimizer = dcp.get_state_dict(net, opt)
+        found = {"model": model, "opt": optimizer}
+        load(found, checkpoint_id=f"{folder}/{i}")
+        dcp.set_state_dict(net, opt, model_state_dict=found["model"], optim_state_dict=found["opt"])  # type: ignore[arg-type]
+        opt.train()
+        for number in range(3, 5):
+            step_in(net, opt, number, dtype)
+        if dtype == torch.float32:
+            assert_same(list(net.parameters()), torch.load(Path(folder, f"{i}.pt")), False, (base, sam))
+        else:
+            for p, q in zip(net.parameters(), torch.load(Path(folder, f"{i}.pt")), strict=True):
+                torch.testing.assert_close(whole(p), q, rtol=2**-6, atol=1e-3)
+    return "kept"
+
+
+def all_of(rank: int, works: Sequence[tuple[Callable[..., str], tuple[Any, ...]]]) -> list[str]:
+    """Several of them in one group of processes."""
+    return [work(rank, *arguments) for work, arguments in works]
