@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fastsam import fed
-from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, text_of
+from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, says
 
 MOST_ROUNDS = 2  # of a federated run: it is the code that is tried, not what comes of it
 PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
@@ -26,10 +26,10 @@ def cases() -> Iterator[tuple[str, list[Block]]]:
         first, *others = [block for block in PYTHON if block.page == page] or [None]
         if first is None:
             continue
-        if IN_TURN in text_of(page):
+        if says(page, IN_TURN):
             yield page, [first, *others]
             continue
-        before = [first] if AFTER_THE_FIRST in text_of(page) else []
+        before = [first] if says(page, AFTER_THE_FIRST) else []
         yield str(first), [first]
         yield from ((str(block), [*before, block]) for block in others)
 
@@ -94,7 +94,7 @@ def test_its_python_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_every_block_of_a_page_in_turn_can_run() -> None:
     for page in PAGES:
-        if IN_TURN in text_of(page):
+        if says(page, IN_TURN):
             own = [block for block in PYTHON if block.page == page]
             assert not [str(block) for block in own if block.left_out or missing(block.code)], "what follows cannot run"
 

@@ -44,6 +44,11 @@ def text_of(page: str) -> str:
     return (ROOT / page).read_text()
 
 
+def says(page: str, sentence: str) -> bool:
+    """Whether it stands there, on one line or on two."""
+    return sentence in " ".join(text_of(page).split())
+
+
 def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks, in the order of the page."""
     opened: tuple[str, str, str, int] | None = None
