@@ -91,6 +91,15 @@ class SAMTraining(Base):
             raise
         return loss
 
+    def save_model(self, *arguments: Any, **options: Any) -> None:
+        """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point, the clean ones."""
+        with nullcontext() if self.optimizer is None else sam_of(self.optimizer).evaluating():
+            super().save_model(*arguments, **options)
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        sam_of(self.optimizer).eval()  # before the trainer loads the best model, which is not to be written over
+        return super()._finalize_training(*arguments)
+
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
         """The gradients at the perturbed point; several processes average them behind the last micro-batch."""
         for number, (inputs, count) in enumerate(batches, 1):

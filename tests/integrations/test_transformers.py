@@ -197,14 +197,32 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
     assert calls == 4 + 2
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer` with `MSAM`: evaluation of the clean weights", "works")
-def test_a_variant_of_one_pass_evaluates_the_clean_weights(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, tiny_model(), fastsam.MSAM(rho=0.3))
-    perturbed = [p.detach().clone() for p in trainer.model.parameters()]
-    trainer.evaluate(SAMPLES)
-    assert not same_bits(perturbed, list(trainer.model.parameters()))
-    trainer.optimizer.train()
-    assert same_bits(perturbed, list(trainer.model.parameters()))
+@pytest.mark.shows(
+    "transformers", "`SAMTrainer` with `MSAM`: the clean weights are evaluated, saved and left in the model", "works"
+)
+@pytest.mark.parametrize("evaluated", ["no", "steps"])
+def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated: str) -> None:
+    start = tiny_model()
+    clean = copy.deepcopy(start)
+    opt = FusedSAM(groups(clean), torch.optim.AdamW, sam=fastsam.MSAM(rho=0.3), lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    for batches in list(windows(1))[:4]:
+        opt.zero_grad()
+        clean(**batches[0]).loss.backward()
+        nn.utils.clip_grad_norm_(clean.parameters(), 1.0)
+        opt.step()
+    perturbed = copy.deepcopy(clean)
+    opt.eval()
+
+    settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": evaluated, "eval_steps": 4}
+    best = {"load_best_model_at_end": True} if evaluated == "steps" else {}
+    args = arguments(tmp_path, **settings, **best)
+    trainer = Trainer(model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, sam=fastsam.MSAM(rho=0.3))
+    trainer.train()
+    assert same(trainer.model, clean) and not same(trainer.model, perturbed)
+    trainer.save_model(str(tmp_path / "end"))
+    for folder in ("checkpoint-4", "end"):
+        saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / folder)
+        assert same(saved, clean), folder
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: a loss over the tokens of all micro-batches", "works")
@@ -237,7 +255,8 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: `resume_from_checkpoint`, bit for bit", "works")
-def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sam", [fastsam.SAM(rho=0.3), fastsam.MSAM(rho=0.3)])
+def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.SAM) -> None:
     """Shuffled data, dropout, and a schedule; the checkpoint falls into the middle of an epoch of three steps."""
     settings = {
         "max_steps": 7,
@@ -248,7 +267,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
 
     def trainer(folder: str) -> Any:
         args = arguments(tmp_path / folder, save_steps=5, **settings)
-        return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, sam=fastsam.SAM(rho=0.3))
+        return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, sam=sam)
 
     whole, resumed = trainer("whole"), trainer("resumed")
     whole.train()
