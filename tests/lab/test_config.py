@@ -44,7 +44,7 @@ def resolve(tmp_path: Path, text: str, *flags: str, algorithm: str | None = None
 def test_the_signature_of_run_is_the_table() -> None:
     keywords = {name: p for name, p in inspect.signature(fed.run).parameters.items() if p.kind is p.KEYWORD_ONLY}
     rows, hints, doc = table(Settings), get_type_hints(fed.run), inspect.getdoc(fed.run)
-    assert keywords.keys() - rows.keys() == {"test", "run_dir", "resume", "callbacks", "progress", "config"}
+    assert keywords.keys() - rows.keys() == {"test", "collate", "run_dir", "resume", "callbacks", "progress", "config"}
     assert keywords["rounds"].default is inspect.Parameter.empty  # who calls `run` says how long
     for name, row in rows.items():
         default = row.default if name == "rounds" else keywords[name].default

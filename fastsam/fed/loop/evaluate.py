@@ -85,12 +85,12 @@ def _known_labels(population: Population) -> bool:
 
 
 def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
-    """The batches' tensors `[n, ...]` behind each other; texts of several lengths `[n, length, ...]` filled up with `padding` behind."""
+    """The batches' tensors `[n, ...]` behind each other; those of several lengths (of texts, say) filled up with `padding` behind."""
     if len({part.shape[1:] for part in parts}) > 1:
-        longest = max(part.shape[1] for part in parts)
-        grown = [part.new_full((len(part), longest, *part.shape[2:]), padding) for part in parts]
+        longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+        grown = [part.new_full((len(part), *longest), padding) for part in parts]
         for whole, part in zip(grown, parts, strict=True):
-            whole[:, : part.shape[1]] = part
+            whole[tuple(slice(size) for size in part.shape)] = part
         parts = grown
     return torch.cat(list(parts))
 

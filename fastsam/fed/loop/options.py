@@ -28,7 +28,8 @@ from fastsam.fed.loop.rates import Rate, check_formula, rate_at
 from fastsam.fed.measures import NAMES, Measures
 from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
-from fastsam.fed.measures.metrics import METRICS, resolve
+from fastsam.fed.measures.metrics import resolve
+from fastsam.fed.measures.tasks import METRICS
 from fastsam.fed.step.memory_format import FORMATS
 
 

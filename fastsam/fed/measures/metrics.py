@@ -9,29 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from fastsam.fed.common.checks import nearest, number
+from fastsam.fed.measures.tasks import METRICS, THRESHOLDS
 
 Metric = Callable[[Tensor, Tensor], float]  # of all outputs [n, ...] and labels [n, ...]
 _OBJECT = ("reset", "update", "compute")
 _TAKEN = ("accuracy", "loss")  # the run's own
-
-
-def binary_accuracy(outputs: Tensor, labels: Tensor, threshold: float = 0.0) -> float:
-    """The share of samples whose one output is on the right side of the threshold: above it where the label is 1 (true), else not.
-
-    outputs: `[n]` or `[n, 1]`; labels: `[n]` or `[n, 1]`, 0 and 1 or bool. A threshold of 0 suits logits, 0.5 probabilities.
-    Raises ValueError for other shapes.
-    """
-    if outputs.numel() != len(outputs) or labels.numel() != len(outputs):
-        raise ValueError(
-            f"binary accuracy takes one output per sample and one label, got outputs {list(outputs.shape)} and labels {list(labels.shape)}"
-        )
-    right = (outputs.flatten() > threshold) == (
-        labels.flatten() > 0.5 if labels.is_floating_point() else labels.flatten() > 0
-    )
-    return float(right.double().mean())
-
-
-METRICS: dict[str, Callable[..., float]] = {"binary_accuracy": binary_accuracy}
 
 
 def resolve(metrics: Sequence[str] | Mapping[str, Any]) -> dict[str, Metric]:
@@ -73,12 +55,16 @@ def _named(text: str) -> Metric:
     """The metric of "name" or "name:threshold"."""
     name, colon, given = text.partition(":")
     if name not in METRICS:
-        known = ", ".join(f"{one} or {one}:THRESHOLD" for one in METRICS)
+        known = ", ".join(f"{one} or {one}:THRESHOLD" if one in THRESHOLDS else one for one in METRICS)
         raise ValueError(
             f"unknown metric {name!r}{nearest(name, METRICS)}; choose from {known}, or hand over a function in a dict"
         )
     if not colon:
         return partial(_checked, name, METRICS[name])
+    if name not in THRESHOLDS:
+        raise ValueError(
+            f"metrics: {name!r} takes no number, got {text!r}; those that do: {', '.join(sorted(THRESHOLDS))}"
+        )
     try:
         threshold = float(given)
     except ValueError:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from fastsam import fed
-from fastsam.fed.measures.metrics import binary_accuracy
+from fastsam.fed.measures.tasks import binary_accuracy
 from fastsam.lab import cli
 
 
