@@ -20,6 +20,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
+from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import Personal
 from fastsam.fed.loop.round import BUFFERS, Cohort
 from fastsam.fed.measures.base import Measures
@@ -131,6 +132,8 @@ class Loop:
         cohort.check()
         server = asked(self.algorithm, "step_server", (state.server, cohort.server_sums, about), t)
         server = check_server(server, state.server["w"], "step_server")
+        if t == 0:
+            check_padding({"w": server["w"]}, self.rows, "the state that step_server returns")
         check_finite(server, state.server, t + 1, about.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began

@@ -28,6 +28,7 @@ from fastsam.fed.loop.contract import (
 )
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
+from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
@@ -75,6 +76,7 @@ class Cohort:
             self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         else:
             self.weights = {i: weights[i] for i in active}
+        self._looked = about.index > 0  # at what the algorithm makes of rows
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
         self.sums = RoundSums(len(active), max(self.weights.values()), places)
@@ -178,6 +180,9 @@ class Cohort:
         closed = asked(self.algorithm, "close_client", given, self.about.index, ends.clients)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
+        if not self._looked:
+            self._looked = True
+            check_padding({**upload.mean, **upload.total}, self.about.rows, "the Upload of close_client")
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and ends.buffers is not None:
             mean[BUFFERS] = ends.buffers

@@ -44,6 +44,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.padding import check_padding_of_step
 from fastsam.fed.loop.personal import Personal, check_personal
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.loop.rates import Rate
@@ -332,7 +333,9 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
     made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
-    return check_steps(made, state.server["w"], 1)[0][0]
+    step = check_steps(made, state.server["w"], 1)[0][0]
+    check_padding_of_step(step, rows)
+    return step
 
 
 def _open(

@@ -116,6 +116,11 @@ class Rows:
             view.fill_(name in found)
         return row
 
+    @property
+    def padding(self) -> Tensor:
+        """Which numbers of a row belong to no parameter, bool `[length]`, on the CPU."""
+        return ~self.mask("rows", "*")
+
     def model(self, row: Tensor) -> nn.Module:
         """A new copy of the user's model with these weights (`[length]`), in evaluation mode, in the memory format that it had; its buffers are
         the global model's. Raises ValueError for another shape."""

@@ -1,0 +1,82 @@
+"""Noise that a user's algorithm draws into rows is refused where it reaches the padding, and served where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fastsam import fed
+from fastsam.arena import Layout
+from fastsam.fed.step.rows import Rows
+from tests.helpers import oracle
+
+
+@dataclass(frozen=True)
+class Noisy(fed.Algorithm):
+    """FedAvg with noise in one of three places, as it should be drawn (by parameter) or as it should not."""
+
+    place: str = "upload"
+    by_parameter: bool = False
+
+    def noise(self, like, round):
+        if not self.by_parameter:
+            return torch.ones_like(like)
+        row = torch.zeros_like(like)
+        for view in round.rows.unflatten(row).values():
+            view.fill_(1.0)
+        return row
+
+    def local_step(self, server, client, round):
+        return fed.LocalStep(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalStep()
+
+    def close_client(self, server, client, ends, round):
+        delta, n = ends.displacement, len(ends.clients)
+        if self.place == "upload":
+            delta = delta + self.noise(delta, round)
+        counts = torch.ones(n, 7)  # of another length: no row
+        return client, fed.Upload(mean={"delta": delta, "counts": counts})
+
+    def step_server(self, server, sums, round):
+        after = super().step_server(server, sums, round)
+        return {"w": after["w"] + self.noise(after["w"], round)} if self.place == "server" else after
+
+
+def run(algorithm, **options):
+    return fed.run(oracle.smooth_model(), oracle.ragged_clients(), algorithm, **{"rounds": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("place", "executor", "words"),
+    [
+        ("step", "sequential", "the LocalStep of local_step has numbers in the padding of 'q'"),
+        ("upload", "vmap", "the Upload of close_client has numbers in the padding of 'delta'"),
+        ("server", "sequential", "the state that step_server returns has numbers in the padding of 'w'"),
+    ],
+)
+def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        run(Noisy(place), executor=executor, run_dir=tmp_path / "run")
+    assert (tmp_path / "run").exists() == (place != "step")  # constants are looked at before anything is written
+    assert len(run(Noisy(place, by_parameter=True), executor=executor).history) == 2
+
+
+def test_a_client_that_diverges_is_still_excluded():
+    @dataclass(frozen=True)
+    class Dividing(fed.Algorithm):
+        def close_client(self, server, client, ends, round):
+            by = torch.tensor([0.0 if i == 0 else 1.0 for i in ends.clients], dtype=torch.float64)
+            return client, fed.Upload(mean={"delta": ends.displacement / by[:, None]})
+
+    record = run(Dividing(), rounds=1, participation=1.0, max_excluded=0.5).history[0]
+    assert [one["client"] for one in record["excluded"]] == [0]
+
+
+def test_the_padding_of_a_row_is_what_no_parameter_has():
+    model = oracle.smooth_model()
+    layout = Layout.of(list(model.parameters()))
+    rows = Rows.of(model, layout)
+    assert int(rows.padding.sum()) == rows.length - sum(p.numel() for p in model.parameters()) > 0
+    row = rows.row(torch.ones(rows.numel))
+    assert torch.equal(row == 0, rows.padding)
