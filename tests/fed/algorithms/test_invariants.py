@@ -94,7 +94,7 @@ def at_the_end_of(record, t, name, size):
         (lambda r, p: fed.FedLESAM_D(rho=r, phi=p), "H", "h_i"),
         (lambda r, p: fed.FedSMOO(rho=r, phi=p, alpha=2 * r), "H", "h_i"),
         (lambda r, p: fed.FedGloSS(rho=r, rho_local=r, phi=p), "H", "h_i"),
-        (lambda r, p: fed.FedGMT(gamma=r, phi=p), "H", "h_i"),
+        pytest.param(lambda r, p: fed.FedGMT(gamma=r, phi=p), "H", "h_i", marks=pytest.mark.slow),
     ],
     ids=["SCAFFOLD", "FedGAMMA", "FedLESAM_S", "FedDyn", "FedLESAM_D", "FedSMOO", "FedGloSS", "FedGMT"],
 )

@@ -78,8 +78,9 @@ def from_their_own(model, clients, rho, rounds, lr):
     return w
 
 
-@pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
-@pytest.mark.parametrize("rho", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("executor", "rho"), [("sequential", 0.0), ("sequential", 0.3), ("threads", 0.3), ("vmap", 0.0), ("vmap", 0.3)]
+)
 def test_clients_start_where_they_like(executor, rho):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"batch_size": 64, "participation": 1.0, "lr": 0.2, "executor": executor}

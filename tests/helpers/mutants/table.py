@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(A + "fedadam", "if self.bias_correction else (m, V)", "if True else (m, V)", "fedadam"),
     Mutant(A + "fedadagrad", "V + square", "square", "fedadagrad"),
     Mutant(A + "fedadagrad", "V + square", "0.99 * V + square", "fedadagrad-momentum"),
-    Mutant(A + "fedyogi", "(V - square).sign()", "(square - V).sign()", "fedyogi"),
+    Mutant(A + "fedyogi", "(V - square).sign()", "-1.0", "fedyogi"),  # V never falls
     Mutant(A + "fedyogi", "square * (V - square).sign()", "(V - square)", "fedyogi"),  # Adam
     Mutant(A + "fedyogi", "(1 - self.beta2) * square", "square", "fedyogi"),
     # FedAvgM, FedNova, FedExP
