@@ -199,7 +199,10 @@ class Noisy(fed.FedAvg):
 
     def close_client(self, server, client, ends, round):
         state, upload = super().close_client(server, client, ends, round)
-        return state, Upload({"delta": upload.mean["delta"] + 0.01 * torch.randn_like(ends.displacement)})
+        noise = torch.zeros_like(ends.displacement)
+        for view in round.rows.unflatten(noise).values():
+            view.normal_()
+        return state, Upload({"delta": upload.mean["delta"] + 0.01 * noise})
 
 
 def test_what_an_algorithm_draws_after_a_client_does_not_depend_on_what_was_drawn_before(tmp_path):
