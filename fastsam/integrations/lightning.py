@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from fastsam.optim import FusedSAM
@@ -13,8 +14,9 @@ def sam_callback() -> Any:
 
     `self.log` writes in the first pass alone, and the second pass leaves the module's running statistics as they are (as `FusedSAM(..., model=self)`
     does). What cannot work is refused as `fit` begins, with ValueError: gradients accumulated over batches, which `step(closure)` does not see;
-    float16 with a GradScaler, which unscales before the closure makes its gradients; a FusedSAM beside other optimizers. Manual optimization needs
-    no callback, and gets no more than the check.
+    float16 with a GradScaler, which unscales before the closure makes its gradients; a FusedSAM beside other optimizers. With a variant of one
+    pass, whose weights rest at the perturbed point, checkpoints have the clean ones, and so has the model after `fit`. Manual optimization needs
+    the callback for this alone; such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's closure.
     """
     from lightning.pytorch import Callback
 
@@ -37,6 +39,22 @@ def sam_callback() -> Any:
                     log(*arguments, **options)
 
             pl_module.log = log_in_the_first_pass
+
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            opt = _the_optimizer(trainer)
+            if opt._engine.one_pass:
+                with opt.evaluating():
+                    weights = trainer.strategy.lightning_module_state_dict()
+                    # of their own memory: the model's own are at the perturbed point again when the file is written
+                    checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
+                    if "optimizer_states" in checkpoint:  # the optimizer must not say that the model's are the perturbed ones
+                        checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(opt)]
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            _the_optimizer(trainer).train()  # after a checkpoint was loaded
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            _the_optimizer(trainer).eval()
 
         def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if self._log is not None:

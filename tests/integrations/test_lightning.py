@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fastsam
 from fastsam import FusedSAM, frozen_batchnorm_stats
 from fastsam.integrations.lightning import sam_callback
 from tests.helpers.libraries import library
@@ -53,7 +55,25 @@ class Model(lightning.LightningModule):
         return torch.utils.data.DataLoader(list(BATCHES), batch_size=None)
 
 
-def fit(model: Model, *callbacks: Any, **settings: Any) -> Any:
+class OnePass(Model):
+    """Steps of one pass; in manual optimization by `step()`."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__(manual)
+        self.options = {"lr": 0.1, "momentum": 0.9, "sam": fastsam.MSAM(rho=0.3)}
+
+    def training_step(self, batch: Tensor, number: int) -> Tensor | None:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        opt = self.optimizers().optimizer  # FusedSAM itself
+        opt.step()
+        opt.zero_grad()
+        return None
+
+
+def fit(model: Model, *callbacks: Any, ckpt_path: str | None = None, **settings: Any) -> Any:
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -63,7 +83,7 @@ def fit(model: Model, *callbacks: Any, **settings: Any) -> Any:
     trainer = lightning.Trainer(
         **{**quiet, "accelerator": "cpu", "max_epochs": 1, **settings}, callbacks=list(callbacks)
     )
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -156,6 +176,36 @@ def test_the_first_pass_alone_is_logged() -> None:
 
 def _adam(self: Model) -> torch.optim.Optimizer:
     return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.shows("Lightning", "`sam_callback()` with `MSAM`: the clean weights are saved and left in the model", "works")
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: bool) -> None:
+    model = OnePass(manual)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(model, sam_callback(), saving, enable_checkpointing=True)
+    clean = OnePass()
+    opt = clean.configure_optimizers()
+    for batch in BATCHES:
+        clean.loss(batch).backward()
+        opt.step()
+        opt.zero_grad()
+    perturbed = copy.deepcopy(dict(clean.named_parameters()))
+    opt.eval()
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
+    for name, value in clean.named_parameters():
+        assert same_bits(saved[name], value) and same_bits(model.get_parameter(name), value)
+        assert not torch.equal(perturbed[name], value)
+
+
+def test_a_variant_of_one_pass_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, first, second = (OnePass() for _ in range(3))
+    fit(whole, sam_callback(), max_epochs=2)
+    saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    fit(first, sam_callback(), saving, enable_checkpointing=True)
+    fit(second, sam_callback(), ckpt_path=str(tmp_path / "last.ckpt"), max_epochs=2)
+    for a, b in zip(whole.parameters(), second.parameters(), strict=True):
+        assert same_bits(a, b)
 
 
 @pytest.mark.shows("Lightning", "`sam_callback()` with `accumulate_grad_batches`, or another optimizer", "clear error")
