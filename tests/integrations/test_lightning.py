@@ -178,7 +178,9 @@ def _adam(self: Model) -> torch.optim.Optimizer:
     return torch.optim.Adam(self.parameters())
 
 
-@pytest.mark.shows("Lightning", "`sam_callback()` with `MSAM`: the clean weights are saved and left in the model", "works")
+@pytest.mark.shows(
+    "Lightning", "`sam_callback()` with `MSAM`: the clean weights are saved and left in the model", "works"
+)
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: bool) -> None:
     model = OnePass(manual)

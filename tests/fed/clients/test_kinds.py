@@ -192,7 +192,6 @@ GOOD = pairs()[0]
         ),
         ([{1: 2}.keys()], {}, "client 0 must be a pair .*got dict_keys"),
     ],
-    ids=str,
 )
 def test_bad_clients(clients: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):

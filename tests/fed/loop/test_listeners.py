@@ -182,7 +182,6 @@ def test_the_end_is_told_after_an_error_too_and_does_not_hide_it(caplog):
         ([Diary], r"callbacks must hold instances: write Diary\(...\), not Diary"),
         ([print], "callbacks must hold objects with one of on_start, .*; got <built-in function print>"),
     ],
-    ids=repr,
 )
 def test_what_is_no_callback_is_told_before_the_run(callbacks, words, tmp_path):
     with pytest.raises(ValueError, match=words):

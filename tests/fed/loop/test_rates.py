@@ -68,7 +68,6 @@ def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
         ({"server_lr": "1 - round"}, "server_lr in round 2 must be a finite number >= 0, got -1.0"),
         ({"server_lr": "cos(round)"}, r"server_lr = 'cos\(round\)': .* is not known"),
     ],
-    ids=str,
 )
 def test_a_bad_rate_is_told_before_the_run(options, words):
     with pytest.raises(ValueError, match=words):
