@@ -47,7 +47,8 @@ def sam_callback() -> Any:
                     weights = trainer.strategy.lightning_module_state_dict()
                     # of their own memory: the model's own are at the perturbed point again when the file is written
                     checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
-                    if "optimizer_states" in checkpoint:  # the optimizer must not say that the model's are the perturbed ones
+                    # the optimizer's must not say that the model's are the perturbed ones
+                    if "optimizer_states" in checkpoint:
                         checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(opt)]
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -216,7 +216,9 @@ class FusedSAM(Saving):
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
-        if closure is None and not self.state and called_by_checkpoint("_init_optim_state"):
+        # A compiled step that looked into the state would be compiled again for each new gradient.
+        stateless = closure is None and not torch.compiler.is_compiling() and not self.state
+        if stateless and called_by_checkpoint("_init_optim_state"):
             return self._make_state()
         if not self._observed():
             return self._step(closure)

@@ -7,7 +7,6 @@ import warnings
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from fastsam.optim.amp import Scaling
@@ -27,8 +26,6 @@ NOT_THERE = (
 
 def called_by_checkpoint(function: str) -> bool:
     """Whether the caller's caller is this function of torch.distributed.checkpoint.state_dict, if by way of a scheduler's wrappers of `step`."""
-    if torch.compiler.is_compiling():
-        return False
     frame: FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None or frame.f_code.co_name == function:

@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant(A + "mimelite", 'self._fresh * sums.mean("G")', '-self._fresh * sums.mean("G")', "mimelite-heavy"),
     Mutant(A + "mimelite", '(1 - self.beta) * server["m"].double()', '0 * server["m"].double()', "mimelite"),
     Mutant(A + "mimelite", 'self.beta if self.momentum_form == "convex" else 1.0', "self.beta", "mimelite-heavy"),
-    Mutant("executors.gradient_passes", "alpha=len(y) / samples", "alpha=1 / samples", "mimelite"),
+    Mutant("executors.gradient_passes", "alpha=n / samples", "alpha=1 / samples", "mimelite"),
     # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
     Mutant(A + "dynamic", '(client["h_i"] - server["w"])', '(-client["h_i"] - server["w"])', "feddyn"),
     Mutant(A + "dynamic", '(client["h_i"] - server["w"])', '(client["h_i"] + server["w"])', "feddyn"),
@@ -177,7 +177,7 @@ MUTANTS = [
     Mutant(REFERENCE, "(w.to(dtype).abs() + h[Column.ETA]) * direction", "direction", "fedsam-asam"),
     Mutant(REFERENCE, "w + scale * direction, w)", "w - scale * direction, w)", "fedsam"),
     Mutant("executors.row", "second, first)", "first, second)", "fedsam"),
-    Mutant(A + "schedule", '"round": float(round.index + 1)', '"round": float(round.index)', "fedsam-schedule"),
+    Mutant(A + "schedule", '"round": float(index + 1)', '"round": float(index)', "fedsam-schedule"),
     # FedGSAM
     Mutant(A + "fedgsam", "surrogate_gap=self.alpha", "surrogate_gap=-self.alpha", "fedgsam"),
     Mutant(A + "fedgsam", "(rho - self.rho_min) * share", "rho * share", "fedgsam-schedule"),
