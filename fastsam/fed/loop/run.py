@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from os.path import abspath
@@ -14,52 +13,38 @@ import torch
 from torch import nn
 
 from fastsam import backends
-from fastsam.arena import Arena, Layout
+from fastsam.arena import Layout
 from fastsam.fed import executors
-from fastsam.fed.algorithms.base import Algorithm, Round
-from fastsam.fed.clients import sampling
+from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.population import Loss
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler
-from fastsam.fed.clients.weights import Weighting, own_weights
-from fastsam.fed.common.atomic_files import write_json
+from fastsam.fed.clients.weights import Weighting
 from fastsam.fed.common.checks import choice
-from fastsam.fed.common.fingerprints import describe, digest, hyperparameters, structure
+from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
 from fastsam.fed.common.option import table, with_help
-from fastsam.fed.loop import client_state, trial_batch, trial_step
 from fastsam.fed.loop import personalise as personalising
+from fastsam.fed.loop import trial_batch, trial_step
+from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import (
-    asked,
-    check_aggregation,
     check_algorithm,
-    check_begin,
-    check_client,
-    check_server,
-    check_steps,
 )
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
-from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import Personal, check_personal
-from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.personal import Personal
 from fastsam.fed.loop.rates import Rate
-from fastsam.fed.measures import Measures, make
-from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
-from fastsam.fed.rundir.environment import environment
+from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
+from fastsam.fed.measures import Measures
+from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
-from fastsam.fed.step.local_step import LocalStep
 from fastsam.fed.step.memory_format import keep_freed, order, reorder
-from fastsam.fed.step.model_copy import Replica, check_model, export, trainable
-from fastsam.fed.step.rows import Rows
-from fastsam.fed.step.teacher import check_term
-from fastsam.fed.sums.ranks import Ranks, join_ranks
+from fastsam.fed.step.model_copy import check_model, export, trainable
+from fastsam.fed.sums.ranks import join_ranks
 
 
 @with_help(Settings)
@@ -163,7 +148,7 @@ def run(
             else trial_step.attempt(trained, population, loss, batch_size)
         )
         trial_step.check_buffers(tried, buffers)
-        loop, state = _loop(
+        loop, state = assemble(
             model,
             trained,
             population,
@@ -184,14 +169,14 @@ def run(
                 numbers += f", {ranks.size} ranks"
             own = {"numbers": numbers, "memory_format": order(trained)}
             own |= {} if collate is None else {"collate": describe(collate)}
-            identity = _identity(facts, settings, model, population, place) | own
+            identity = identity_of(facts, settings, model, population, place) | own
         if ranks.size > 1:
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
-            directory, state = _open(run_dir, resume, loop, state, identity, config, place, lock)
+            directory, state = open_directory(run_dir, resume, loop, state, identity, config, place, lock)
         exported = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or _asked(facts, settings), exported)
+        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), exported)
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
         if settings.personalise is not None:
@@ -220,70 +205,6 @@ def _client_model(model: nn.Module, layout: Layout, personal: Personal, state: R
     return export(model, layout, personal.row(state.server["w"], state.clients.get(client)), state.buffers)
 
 
-def _loop(
-    own: nn.Module,
-    model: nn.Module,
-    population: Population,
-    algorithm: Algorithm,
-    settings: Settings,
-    loss: Loss,
-    tried: trial_step.Trial,
-    backend: str,
-    measures: Sequence[str] | Measures,
-    measure_options: Mapping[str, Any],
-    ranks: Ranks,
-) -> tuple[Loop, RunState]:
-    """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another memory format perhaps."""
-    place, layout = population.device, Layout.of(trainable(model))
-    rows = Rows.of(own, layout)
-    view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
-    metrics = resolve(settings.metrics)
-    evaluator = Evaluator(
-        loss, population, tried.classifies, settings.validation, settings.seed, metrics, settings.batch_size
-    )
-    if metrics:
-        evaluator(view.module)  # what a metric cannot work on is told before the first round
-    check_personal(settings.personal, algorithm, settings.rule, ranks.size)
-    personal = None if settings.personal is None else Personal(algorithm, rows, settings.personal)
-    algorithm = algorithm if personal is None else cast(Algorithm, personal)
-    w0 = view.row.clone()
-    server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
-    check_begin(server, "init_server")
-    state = RunState(0, server, view.copy_of_buffers())
-    personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
-    weights = own_weights(settings.weighting, len(population.sizes))
-    if getattr(algorithm, "pools_data", False):
-        weights = None
-        population = pooled(population, settings.participation, settings.seed)
-        settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
-    cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
-    check_aggregation(settings.rule, algorithm, cohort, ranks.size)
-    _check_sizes(population, settings, measures, ranks)
-    step = _try(algorithm, population, settings, state, rows)
-    if population.batched and not (step.input_map is None and step.teacher is None):
-        part = "trains a map" if step.teacher is None else "compares two models' outputs"
-        raise ValueError(f"{type(algorithm).__name__} {part} of the inputs x of pairs (x, y), and {population.batched}")
-    if step.teacher is not None and tried.example is not None:
-        check_term(step.teacher, rows.model(step.teacher.weights), *tried.example)
-    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
-    setup = executors.Setup(
-        model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        step.input_map is not None, tried.example, settings.compile, cohort,
-        tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw, step.teacher is not None,
-    )  # fmt: skip
-    chosen = executors.choose(settings.executor, setup)
-    nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
-    states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
-    made = make(
-        measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
-        batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
-    )  # fmt: skip
-    return Loop(
-        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal
-    ), state
-
-
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
     """Raises ValueError for a place that would be found useless after the first round, or never."""
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
@@ -292,21 +213,6 @@ def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
         raise ValueError("resume=True continues what is in run_dir; name the directory")
     if collate is not None and (not callable(collate) or isinstance(collate, type)):
         raise ValueError(f"collate must be a function of a list of samples that returns a batch, got {collate!r}")
-
-
-def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
-    """Raises ValueError for what needs to know the sizes of clients that have not been loaded."""
-    needs = {
-        "weighting='samples'": settings.weighting == "samples",
-        "measures": not isinstance(measures, Sequence) or len(measures) > 0,
-        "personalise": settings.personalise is not None,
-        "a run of several processes": ranks.size > 1,
-    }
-    wanting = [what for what, needed in needs.items() if needed]
-    if wanting and not population.sized:
-        raise ValueError(
-            f"{wanting[0]}: the clients' sizes must be known before they are loaded; say fed.Lazy(n, load, sizes=[...])"
-        )
 
 
 def _summary(loop: Loop) -> dict[str, Any]:
@@ -323,82 +229,3 @@ def _summary(loop: Loop) -> dict[str, Any]:
         "seed": loop.settings.seed,
         "client_megabytes": vectors * loop.view.nbytes / 1e6,
     }
-
-
-def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
-    """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
-    lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
-                  settings.momentum, settings.seed)  # fmt: skip
-    client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
-    check_begin(client, "init_client")
-    made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
-    step = check_steps(made, state.server["w"], 1)[0][0]
-    check_padding_of_step(step, rows)
-    return step
-
-
-def _open(
-    run_dir: str | Path,
-    resume: bool,
-    loop: Loop,
-    start: RunState,
-    identity: dict[str, Any],
-    config: dict[str, Any] | None,
-    place: torch.device,
-    lock: Lock,
-) -> tuple[RunDirectory, RunState]:
-    """The run directory, new or continued, and the state to go on from: `start`, or what is found there."""
-    ranks = loop.ranks
-    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt, lock)
-    ranks.gather(None)  # everybody has looked before anybody writes
-    if found is None:
-        directory.start(
-            start,
-            identity if config is None else config,
-            environment(place)
-            | {
-                "executor": loop.chosen.record(),
-                "client_state": {"where": loop.states.where, "reason": loop.states.reason},
-            },
-        )
-        return directory, start
-    if found.round > loop.settings.rounds:
-        raise ValueError(
-            f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
-        )
-    _check_rates(run_dir, found.history, loop.settings)
-    directory.rewind()
-    if ranks.first:
-        write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
-    return directory, found
-
-
-def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
-    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are done."""
-    for record in history:
-        t = record["round"] - 1
-        for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
-            if record.get(name, now) != now:
-                raise RunDirectoryError(
-                    f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was {record[name]!r}, now it is {now!r}"
-                )
-
-
-def _identity(
-    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, place: torch.device
-) -> dict[str, Any]:
-    """What must be the same when the run is resumed."""
-    own = {
-        "model": structure(model),
-        "data": population.fingerprint(),
-        "backend": facts["backend"],
-        "device": place.type,
-    }
-    return {**_asked(facts, settings), **own}
-
-
-def _asked(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """The algorithm and the options of a run, as JSON has them."""
-    algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
-    return {**algorithm, **settings.identity()}

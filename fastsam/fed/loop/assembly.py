@@ -1,0 +1,151 @@
+"""The parts of a run, put together: what it needs of model, clients and algorithm, tried before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from fastsam.arena import Arena, Layout
+from fastsam.fed import executors
+from fastsam.fed.algorithms.base import Algorithm, Round
+from fastsam.fed.clients import sampling
+from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.weights import own_weights
+from fastsam.fed.loop import client_state, trial_step
+from fastsam.fed.loop import personalise as personalising
+from fastsam.fed.loop.contract import (
+    asked,
+    check_aggregation,
+    check_begin,
+    check_client,
+    check_server,
+    check_steps,
+)
+from fastsam.fed.loop.evaluate import Evaluator
+from fastsam.fed.loop.loop import Loop
+from fastsam.fed.loop.options import Settings
+from fastsam.fed.loop.padding import check_padding_of_step
+from fastsam.fed.loop.personal import Personal, check_personal
+from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.measures import Measures, make
+from fastsam.fed.measures.metrics import resolve
+from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.step.local_step import LocalStep
+from fastsam.fed.step.model_copy import Replica, trainable
+from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.teacher import check_term
+from fastsam.fed.sums.ranks import Ranks
+
+
+def assemble(
+    own: nn.Module,
+    model: nn.Module,
+    population: Population,
+    algorithm: Algorithm,
+    settings: Settings,
+    loss: Loss,
+    tried: trial_step.Trial,
+    backend: str,
+    measures: Sequence[str] | Measures,
+    measure_options: Mapping[str, Any],
+    ranks: Ranks,
+) -> tuple[Loop, RunState]:
+    """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another memory format perhaps."""
+    place, layout = population.device, Layout.of(trainable(model))
+    rows = Rows.of(own, layout)
+    view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
+    metrics = resolve(settings.metrics)
+    evaluator = Evaluator(
+        loss, population, tried.classifies, settings.validation, settings.seed, metrics, settings.batch_size
+    )
+    if metrics:
+        evaluator(view.module)  # what a metric cannot work on is told before the first round
+    check_personal(settings.personal, algorithm, settings.rule, ranks.size)
+    personal = None if settings.personal is None else Personal(algorithm, rows, settings.personal)
+    algorithm = algorithm if personal is None else cast(Algorithm, personal)
+    w0 = view.row.clone()
+    server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
+    check_begin(server, "init_server")
+    state = RunState(0, server, view.copy_of_buffers())
+    personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
+    weights = own_weights(settings.weighting, len(population.sizes))
+    if getattr(algorithm, "pools_data", False):
+        weights = None
+        population = pooled(population, settings.participation, settings.seed)
+        settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
+    cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
+    check_aggregation(settings.rule, algorithm, cohort, ranks.size)
+    _check_sizes(population, settings, measures, ranks)
+    step = _try(algorithm, population, settings, state, rows)
+    _check_inputs(step, algorithm, population, personal, tried, rows)
+    trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
+    setup = executors.Setup(
+        model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
+        step.input_map is not None, tried.example, settings.compile, cohort,
+        tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
+        population.batched, population.reads_draw, step.teacher is not None,
+    )  # fmt: skip
+    chosen = executors.choose(settings.executor, setup)
+    nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
+    states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
+    made = make(
+        measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
+        batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
+    )  # fmt: skip
+    return Loop(
+        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal
+    ), state
+
+
+def _check_inputs(
+    step: LocalStep,
+    algorithm: Algorithm,
+    population: Population,
+    personal: Personal | None,
+    tried: trial_step.Trial,
+    rows: Rows,
+) -> None:
+    """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's outputs."""
+    name = type(algorithm if personal is None else personal.inner).__name__
+    if population.batched and not (step.input_map is None and step.teacher is None):
+        part = "trains a map" if step.teacher is None else "compares two models' outputs"
+        raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
+    if step.teacher is None:
+        return
+    if personal is not None:
+        raise ValueError(
+            f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and {name} has one"
+        )
+    if tried.example is not None:
+        check_term(step.teacher, rows.model(step.teacher.weights), *tried.example)
+
+
+def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
+    """Raises ValueError for what needs to know the sizes of clients that have not been loaded."""
+    needs = {
+        "weighting='samples'": settings.weighting == "samples",
+        "measures": not isinstance(measures, Sequence) or len(measures) > 0,
+        "personalise": settings.personalise is not None,
+        "a run of several processes": ranks.size > 1,
+    }
+    wanting = [what for what, needed in needs.items() if needed]
+    if wanting and not population.sized:
+        raise ValueError(
+            f"{wanting[0]}: the clients' sizes must be known before they are loaded; say fed.Lazy(n, load, sizes=[...])"
+        )
+
+
+def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
+    """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
+    lr = settings.lr_of(0)
+    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
+                  settings.momentum, settings.seed)  # fmt: skip
+    client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
+    check_begin(client, "init_client")
+    made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
+    step = check_steps(made, state.server["w"], 1)[0][0]
+    check_padding_of_step(step, rows)
+    return step

@@ -1,0 +1,85 @@
+"""A run directory, new or continued, and what must be the same when a run is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastsam.fed.clients.population import Population
+from fastsam.fed.common.atomic_files import write_json
+from fastsam.fed.common.fingerprints import structure
+from fastsam.fed.loop.loop import Loop
+from fastsam.fed.loop.options import Settings
+from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
+from fastsam.fed.rundir.environment import environment
+from fastsam.fed.rundir.lock import Lock
+
+
+def open_directory(
+    run_dir: str | Path,
+    resume: bool,
+    loop: Loop,
+    start: RunState,
+    identity: dict[str, Any],
+    config: dict[str, Any] | None,
+    place: torch.device,
+    lock: Lock,
+) -> tuple[RunDirectory, RunState]:
+    """The run directory, new or continued, and the state to go on from: `start`, or what is found there."""
+    ranks = loop.ranks
+    directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt, lock)
+    ranks.gather(None)  # everybody has looked before anybody writes
+    if found is None:
+        directory.start(
+            start,
+            identity if config is None else config,
+            environment(place)
+            | {
+                "executor": loop.chosen.record(),
+                "client_state": {"where": loop.states.where, "reason": loop.states.reason},
+            },
+        )
+        return directory, start
+    if found.round > loop.settings.rounds:
+        raise ValueError(
+            f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
+        )
+    _check_rates(run_dir, found.history, loop.settings)
+    directory.rewind()
+    if ranks.first:
+        write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
+    return directory, found
+
+
+def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
+    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are done."""
+    for record in history:
+        t = record["round"] - 1
+        for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
+            if record.get(name, now) != now:
+                raise RunDirectoryError(
+                    f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was {record[name]!r}, now it is {now!r}"
+                )
+
+
+def identity_of(
+    facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, place: torch.device
+) -> dict[str, Any]:
+    """What must be the same when the run is resumed."""
+    own = {
+        "model": structure(model),
+        "data": population.fingerprint(),
+        "backend": facts["backend"],
+        "device": place.type,
+    }
+    return {**settings_of(facts, settings), **own}
+
+
+def settings_of(facts: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The algorithm and the options of a run, as JSON has them."""
+    algorithm = {"algorithm": facts["algorithm"], **{f"algorithm.{k}": v for k, v in facts["hyperparameters"].items()}}
+    return {**algorithm, **settings.identity()}
