@@ -159,6 +159,7 @@ def test_only_what_is_shared_is_sent():
             {"personal": "2", "aggregation": "median"},
             "is served with aggregation='mean' alone: 'median' compares whole",
         ),
+        ({"personal": "2", "algorithm": fed.FedNTD()}, "serves no algorithm with a teacher.* FedNTD has one"),
     ],
     ids=str,
 )
