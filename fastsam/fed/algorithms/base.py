@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds
 from fastsam.fed.step.rows import Rows
@@ -86,7 +86,7 @@ class Algorithm:
     kept between the rounds in the same unit. For reports: `working_vectors` is what a local step needs beyond the weights and one gradient,
     `backprops` the back-propagations of a step; `pools_data` says that the method is no federated one and trains on everybody's data (see
     `fastsam.fed.loop.pooled_data`). `totals` says that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust
-    rule can stand in for.
+    rule can stand in for. `own_buffers` says that the model's buffers stay with the clients, as with the run's `buffers="local"`.
     """
 
     down: ClassVar[float] = 1
@@ -97,6 +97,7 @@ class Algorithm:
     backprops: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
     totals: ClassVar[bool] = False
+    own_buffers: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raises TypeError for an option that the class does not take, naming those that it takes."""
@@ -108,6 +109,10 @@ class Algorithm:
                 takes = ", ".join(list(known)[1:]) or "none"
                 raise TypeError(f"{cls.__name__} has no option {name!r}{hint}; its options: {takes}")
         return super().__new__(cls)
+
+    def own_parameters(self, model: nn.Module) -> Sequence[str]:
+        """Names or patterns of the parameters of the user's model that stay with the clients, as with the run's `personal`."""
+        return ()
 
     def init_server(self, w0: Tensor) -> State:
         """The server's state before the first round; "w" is the global model."""

@@ -178,6 +178,11 @@ class Task:
         v: Tensor | None = getattr(self.step, name)
         return v if v is None or v.dim() == 1 else v[self.row]
 
+    def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The model's buffers with which it begins: its own, or those that are `common` to all clients."""
+        own = self.step.buffers
+        return common if own is None else [b[self.row] for b in own]
+
     @property
     def seed(self) -> int:
         """What all random numbers of this work derive from."""

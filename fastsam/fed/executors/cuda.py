@@ -99,7 +99,7 @@ def why_not(setup: Setup) -> str | None:
 def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
     """The vectors of a LocalStep."""
     taught = None if step.teacher is None else step.teacher.weights
-    return *(getattr(step, name) for name in VECTORS), taught
+    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), taught
 
 
 def tensors(ends: RowEnds) -> list[Tensor]:

@@ -53,7 +53,7 @@ class Row:
         Raises ValueError for vectors that do not fit."""
         if task.step is not self._known[0]:
             check_vectors(task.step, start)
-        own = None if task.step.start is None else task.vector("start")
+        own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}

@@ -28,7 +28,7 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import Personal, check_personal
+from fastsam.fed.loop.personal import Personal, personal_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.metrics import resolve
@@ -63,8 +63,9 @@ def assemble(
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
-    check_personal(settings.personal, algorithm, settings.rule, ranks.size)
-    personal = None if settings.personal is None else Personal(algorithm, rows, settings.personal)
+    personal = personal_of(
+        algorithm, settings, rows, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
+    )
     algorithm = algorithm if personal is None else cast(Algorithm, personal)
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsam.fed.aggregation import Rule
 from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import State, Upload
+from fastsam.fed.algorithms.base import Algorithm, State, Upload
 from fastsam.fed.step.local_step import VECTORS, LocalStep
 from fastsam.fed.sums.fixed_point import Problems
 
@@ -84,11 +84,17 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
 
 def no_totals(rule: Rule, name: str) -> ValueError:
     """The algorithm of that name has sums that no rule can stand in for."""
-    served = ", ".join(sorted(one.__name__ for one in registry.values() if not (one().totals or one.pools_data)))
+    served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
     return ValueError(
         f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients keep "
         f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of {served}"
     )
+
+
+def _compared(algorithm: Algorithm) -> bool:
+    """Whether whole models of its clients can be compared, and means are all that its server reads."""
+    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
+    return not (algorithm.totals or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:

@@ -206,7 +206,8 @@ class Loop:
     def _own_models(self, state: RunState, personal: Personal) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
         for i in range(len(self.population.sizes)):
-            self.view.load_(personal.row(state.server["w"], state.clients.get(i)), state.buffers)
+            own = state.clients.get(i)
+            self.view.load_(personal.row(state.server["w"], own), personal.buffers(state.buffers, own))
             yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:

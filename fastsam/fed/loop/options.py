@@ -84,7 +84,8 @@ class Settings:
         "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is told; none: nothing of it",
         at_least=1, free=True)
     target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
-    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, or as at the start", choices=("average", "keep"))
+    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, as at the start, or each client's own",
+        choices=("average", "keep", "local"))
     device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: where the model is")
     backend: str = option("auto", "the kernels; `fastsam info` shows them", choices=backends.NAMES)
     executor: str = option("auto", "how a round's clients are trained; auto: by a rule on model and device", choices=executors.names(), free=True)

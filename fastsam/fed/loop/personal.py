@@ -1,7 +1,6 @@
-"""Parameters that stay with the client: an algorithm around another one, of which the others are sent and averaged.
+"""Parameters and buffers that stay with the client: an algorithm around another one, of which the others are sent and averaged.
 
-With the head of a model that is FedPer (Arivazhagan et al. 2019), with the parameters of its normalisation layers the trained half of FedBN
-(Li et al. 2021).
+With the head of a model that is FedPer (Arivazhagan et al. 2019), with its normalisation layers and their buffers FedBN (Li et al. 2021).
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation import Rule
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
+from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.rows import Rows
 
 OWN = "personal"  # the name of a client's own parameters in its state
@@ -25,11 +26,15 @@ class Personal:
     """`inner`, with some of the parameters never sent: a client begins with its own ones, and what the inner algorithm sees of them is zero.
 
     So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to where the client began.
+    buffers: those of the start, where each client's stay with it; empty where they do not.
     Raises ValueError for patterns that match nothing (see `Rows.mask`), or all.
     """
 
-    def __init__(self, inner: Algorithm, rows: Rows, patterns: str | Sequence[str]) -> None:
+    def __init__(
+        self, inner: Algorithm, rows: Rows, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
+    ) -> None:
         self.inner, self.mask = inner, rows.mask("personal", patterns)
+        self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
         if own == rows.numel:
@@ -49,6 +54,11 @@ class Personal:
         made[self.places] = state[OWN].to(w.device)
         return made
 
+    def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
+        """The buffers of a client's model; `common` where they do not stay with the clients."""
+        own = self.begun if state is None else state
+        return [own[name].to(b.device) for name, b in self.begun.items()] or common
+
     def init_server(self, w0: Tensor) -> State:
         """As of the inner algorithm."""
         self.places = self.places.to(w0.device)
@@ -56,20 +66,24 @@ class Personal:
         return self.inner.init_server(w0)
 
     def init_client(self, server: State) -> State:
-        """The inner state, and the client's own parameters, which are those of the start."""
-        return {**self.inner.init_client(server), OWN: server["w"][self.places]}
+        """The inner state, and the client's own parameters and buffers, which are those of the start."""
+        return {**self.inner.init_client(server), OWN: server["w"][self.places], **self.begun}
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep | Sequence[LocalStep]:
         """The inner constants, from where each client begins."""
         own = client[OWN]
         start = server["w"].repeat(len(own), 1)
         start[:, self.places] = own
-        made = self.inner.local_step(server, _inner(client), round)
+        made = self.inner.local_step(server, self._inner(client), round)
+        buffers = [client[name] for name in self.begun]
         if isinstance(made, LocalStep):
-            return self._begun(made, start, server["w"])
-        return [self._begun(step, row, server["w"]) for step, row in zip(made, start, strict=True)]
+            return self._begun(made, start, server["w"], buffers)
+        return [
+            self._begun(step, row, server["w"], [b[place : place + 1] for b in buffers])
+            for place, (step, row) in enumerate(zip(made, start, strict=True))
+        ]
 
-    def _begun(self, step: LocalStep, start: Tensor, w: Tensor) -> LocalStep:
+    def _begun(self, step: LocalStep, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalStep:
         if step.start is not None:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
@@ -77,14 +91,18 @@ class Personal:
         q = step.q
         if q is not None and step.phi:  # the constant half of phi*(w - start)
             q = q - step.phi * (start - w)
-        return replace(step, start=start, q=q)
+        return replace(step, start=start, q=q, buffers=buffers or None)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""
-        own = client[OWN] + ends.displacement[:, self.places]
+        own = {OWN: client[OWN] + ends.displacement[:, self.places]}
+        if self.begun and ends.buffers is not None:
+            rows = zip(zip(*(client[name] for name in self.begun), strict=True), ends.buffers, strict=True)
+            after = zip(*(move_buffers(begun, by) for begun, by in rows), strict=True)
+            own |= {name: torch.stack(column) for name, column in zip(self.begun, after, strict=True)}
         shared: dict[str, Any] = {name: self._without(getattr(ends, name)) for name in _MASKED}
-        state, upload = self.inner.close_client(server, _inner(client), replace(ends, **shared), round)
-        return {**state, OWN: own}, upload
+        state, upload = self.inner.close_client(server, self._inner(client), replace(ends, **shared), round)
+        return {**state, **own}, upload
 
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
@@ -93,22 +111,43 @@ class Personal:
         """As of the inner algorithm."""
         return self.inner.step_server(server, sums, round)
 
+    def _inner(self, client: State) -> State:
+        return {name: x for name, x in client.items() if name != OWN and name not in self.begun}
 
-def _inner(client: State) -> State:
-    return {name: x for name, x in client.items() if name != OWN}
+
+def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
+    """The settings, with buffers="local" where the algorithm says so. Raises ValueError where they say otherwise."""
+    if not getattr(algorithm, "own_buffers", False) or settings.buffers == "local":
+        return settings
+    if settings.buffers is not None:
+        raise ValueError(
+            f"{type(algorithm).__name__} leaves the model's buffers with the clients, and buffers={settings.buffers!r} does not: leave it out"
+        )
+    return replace(settings, buffers="local")
 
 
-def check_personal(personal: Any, algorithm: object, rule: Rule | None, ranks: int) -> None:
-    """Raises ValueError where parameters cannot stay with the clients."""
-    if personal is None:
-        return
+def personal_of(
+    algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
+) -> Personal | None:
+    """The algorithm around `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
+
+    buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
+    """
+    asked = settings.personal
+    patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
+    patterns += getattr(algorithm, "own_parameters", lambda model: ())(rows.template)
+    local = settings.buffers == "local"
+    if not patterns and not local:
+        return None
+    name, rule = type(algorithm).__name__, settings.rule
+    if asked is not None:
+        what = f"personal={asked!r}"
+    else:
+        what = f"{name}, whose parameters stay with the clients," if patterns else "buffers='local'"
     if getattr(algorithm, "pools_data", False):
-        raise ValueError(f"personal={personal!r} is for clients, and {type(algorithm).__name__} has none")
-    if rule is not None:
-        raise ValueError(
-            f"personal={personal!r} is served with aggregation='mean' alone: {rule.name!r} compares whole models"
-        )
+        raise ValueError(f"{what} is for clients, and {name} has none")
+    if rule is not None and patterns:
+        raise ValueError(f"{what} is served with aggregation='mean' alone: {rule.name!r} compares whole models")
     if ranks > 1:
-        raise ValueError(
-            f"personal={personal!r} is served in one process, where all clients' models can be evaluated; got {ranks}"
-        )
+        raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
+    return Personal(algorithm, rows, patterns, buffers if local else ())

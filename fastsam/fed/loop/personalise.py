@@ -50,18 +50,26 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
     def begin(client: int) -> Tensor:
         return w if personal is None else personal.row(w, state.clients.get(client))
 
+    def begin_buffers(client: int) -> list[Tensor]:
+        return buffers if personal is None else personal.buffers(buffers, state.clients.get(client))
+
+    def step(client: int) -> LocalStep:
+        if personal is None:
+            return plain
+        return LocalStep(start=begin(client), buffers=[b[None] for b in begin_buffers(client)])
+
     found: dict[int, dict[str, float | None]] = {}
     for i in mine:
-        view.load_(begin(i), buffers)
+        view.load_(begin(i), begin_buffers(i))
         found[i] = {"before": evaluator.of_client(view.module, i), "after": None}
-    tasks = (Task(i, work, plain if personal is None else LocalStep(start=begin(i))) for i in mine)
+    tasks = (Task(i, work, step(i)) for i in mine)
     for ends in loop.chosen.executor.train(w, buffers, tasks):
         if isinstance(ends, ClientError):
             continue
         for place, client in enumerate(ends.clients):
-            own = buffers
-            if settings.buffers == "average" and ends.buffers is not None:
-                own = move_buffers(buffers, ends.buffers[place])
+            own = begin_buffers(client)
+            if settings.buffers in ("average", "local") and ends.buffers is not None:
+                own = move_buffers(own, ends.buffers[place])
             if ends.displacement[place].isfinite().all():
                 view.load_(begin(client) + ends.displacement[place], own)
                 found[client]["after"] = evaluator.of_client(view.module, client)

@@ -35,7 +35,7 @@ from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.personal import Personal
+from fastsam.fed.loop.personal import Personal, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
 from fastsam.fed.measures import Measures
@@ -124,6 +124,7 @@ def run(
     run directory then holds the last checkpoint.
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
+    settings = with_own_buffers(settings, algorithm)
     given = cast("Loss | BatchLoss", settings.loss)  # a name is a function by now
     _check_surroundings(run_dir, resume, collate)
     listeners = Listeners(callbacks, progress, type(algorithm).__name__, rounds)
@@ -147,7 +148,7 @@ def run(
             if isinstance(loss, BatchLoss)
             else trial_step.attempt(trained, population, loss, batch_size)
         )
-        trial_step.check_buffers(tried, buffers)
+        trial_step.check_buffers(tried, settings.buffers)
         loop, state = assemble(
             model,
             trained,
@@ -202,7 +203,8 @@ def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
 
 def _client_model(model: nn.Module, layout: Layout, personal: Personal, state: RunState, client: int) -> nn.Module:
     """A copy of the user's model with a client's own weights."""
-    return export(model, layout, personal.row(state.server["w"], state.clients.get(client)), state.buffers)
+    own = state.clients.get(client)
+    return export(model, layout, personal.row(state.server["w"], own), personal.buffers(state.buffers, own))
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

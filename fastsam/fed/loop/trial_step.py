@@ -239,7 +239,7 @@ def check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
     if name is not None:
         raise ValueError(
             f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for all clients; make it a "
-            "buffer (register_buffer), for which buffers='average' or 'keep' says what becomes of it"
+            "buffer (register_buffer), for which buffers='average', 'keep' or 'local' says what becomes of it"
         )
 
 
@@ -258,5 +258,5 @@ def check_buffers(trial: Trial, buffers: str | None) -> None:
         names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
         raise ValueError(
             f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. Say buffers='average' "
-            "(mean over the clients) or buffers='keep' (those of the start), or use GroupNorm"
+            "(mean over the clients), 'keep' (those of the start) or 'local' (each client's own), or use GroupNorm"
         )

@@ -245,9 +245,9 @@ def make(
             )
         return OwnMeasures(measures)
     checked = check(measures, options)
-    if measures and buffers == "average":
+    if measures and buffers in ("average", "local"):
         raise ValueError(
-            "measures take the model's buffers to be those of the start, and buffers='average' changes them; use buffers='keep' or GroupNorm"
+            f"measures take the model's buffers to be those of the start, and buffers={buffers!r} changes them; use buffers='keep' or GroupNorm"
         )
     return RoundMeasures(measures, checked, **parts) if measures else None
 

@@ -40,6 +40,7 @@ class LocalStep:
     q, e, mu, s, start: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights, or None. They are only read:
     an executor works on its own copy of mu.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured from there.
+    buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
     With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
     full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
@@ -64,6 +65,7 @@ class LocalStep:
     full_gradient: bool = False
     input_map: InputMap | None = None
     teacher: Teacher | None = None
+    buffers: Sequence[Tensor] | None = None
     mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
 
     def __post_init__(self) -> None:
@@ -116,7 +118,8 @@ class RowEnds:
     steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops: back-propagations really done,
     those of a full gradient included.
     losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples: those in these batches.
-    buffers: float64 displacements of the model's buffers, `[n, ...]`, None for a model without.
+    buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of `LocalStep.buffers`; None for a model
+    without.
     dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
     gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by local step, where the
