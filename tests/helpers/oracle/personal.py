@@ -42,7 +42,7 @@ def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str]
     with torch.no_grad():
         for name in names:
             p = shared.get_parameter(name)
-            p += server_lr * torch.stack([m.get_parameter(name) - p for m in models]).mean(0)
+            p.add_(server_lr * torch.stack([m.get_parameter(name) - p for m in models]).mean(0))
 
 
 def received(shared: nn.Module, own: nn.Module, stays: Sequence[str]) -> nn.Module:
