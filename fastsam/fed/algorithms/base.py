@@ -86,7 +86,8 @@ class Algorithm:
     kept between the rounds in the same unit. For reports: `working_vectors` is what a local step needs beyond the weights and one gradient,
     `backprops` the back-propagations of a step; `pools_data` says that the method is no federated one and trains on everybody's data (see
     `fastsam.fed.loop.pooled_data`). `totals` says that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust
-    rule can stand in for. `own_buffers` says that the model's buffers stay with the clients, as with the run's `buffers="local"`.
+    rule can stand in for. `own_buffers` says that the model's buffers stay with the clients, as with the run's `buffers="local"`;
+    `own_models` that the algorithm keeps a model of its own for every client (`own_model`).
     """
 
     down: ClassVar[float] = 1
@@ -98,6 +99,7 @@ class Algorithm:
     pools_data: ClassVar[bool] = False
     totals: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
+    own_models: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Raises TypeError for an option that the class does not take, naming those that it takes."""
@@ -137,6 +139,10 @@ class Algorithm:
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
         return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
+
+    def own_model(self, server: State, client: State) -> Tensor:
+        """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where `own_models` says so."""
+        return server["w"]
 
 
 def no_server_lr(algorithm: object, round: Round) -> None:

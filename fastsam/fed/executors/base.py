@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -63,7 +63,7 @@ class Setup:
     model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None for as many as serve
     best. draws: whether a training pass of the model draws random numbers (dropout). changes_buffers: whether it changes the model's
     buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
-    teacher. example: a batch, to try the model with.
+    teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example: a batch, to try the model with.
     compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely to have at most, None for
     unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round. batched:
     why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not. reads_draw: whether
@@ -88,6 +88,7 @@ class Setup:
     batched: str = ""
     reads_draw: bool = False
     taught: bool = False
+    phased: bool = False
 
     def excludes(self, error: object) -> bool:
         """Whether training goes on without the clients of this error."""
@@ -148,7 +149,7 @@ class Task:
 
     row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`). snapshots: local steps before which
     the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see `draw_orders`). own: its samples, where they
-    come in batches, from `open_` on.
+    come in batches, from `open_` on. begun, passed: epochs and local steps that it has behind it in this round, in phases before.
     """
 
     client: int
@@ -158,6 +159,15 @@ class Task:
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
     own: Samples | None = None
+    begun: int = 0
+    passed: int = 0
+
+    def phase(self, step: LocalStep, begun: int = 0, passed: int = 0) -> Task:
+        """The task of a phase of its steps."""
+        same = step.epochs is None
+        work = self.work if same else replace(self.work, epochs=step.epochs or 0, steps=None)
+        orders = self.orders if same and not begun else None
+        return replace(self, work=work, step=step, orders=orders, snapshots=frozenset(), begun=begun, passed=passed)
 
     def open_(self) -> None:
         """Has its samples at hand, where they come in batches: of some clients they are loaded here."""
@@ -247,7 +257,7 @@ class Task:
         if self.own is not None:
             yield from self._own_batches(self.own)
             return
-        for epoch in range(self.epochs):
+        for epoch in range(self.begun, self.begun + self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
                 if self.augment is not None:
                     generator = torch.Generator(x.device)
@@ -257,7 +267,7 @@ class Task:
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
     def _own_batches(self, own: Samples) -> Iterator[tuple[Any, None]]:
-        for epoch in range(self.epochs):
+        for epoch in range(self.begun, self.begun + self.epochs):
             order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
             for number, places in enumerate(order.split_with_sizes(self.epoch_sizes())):
                 yield own.take(places, seeds.derive(self.seed, "reading", epoch, number)), None
@@ -291,7 +301,7 @@ class Task:
 
     def pass_seed(self, step: int) -> int:
         """The seed of what the model draws (dropout) in both passes of a step."""
-        return seeds.derive(self.seed, "pass", step)
+        return seeds.derive(self.seed, "pass", self.passed + step)
 
 
 def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:

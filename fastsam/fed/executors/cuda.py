@@ -99,7 +99,8 @@ def why_not(setup: Setup) -> str | None:
 def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
     """The vectors of a LocalStep."""
     taught = None if step.teacher is None else step.teacher.weights
-    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), taught
+    then = () if step.then is None else vectors(step.then)
+    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), taught, *then
 
 
 def tensors(ends: RowEnds) -> list[Tensor]:
@@ -108,7 +109,8 @@ def tensors(ends: RowEnds) -> list[Tensor]:
     found += [t for own in ends.snapshots or () for s in own.values() for t in (s.w, s.eps)]
     if ends.input_map is not None:
         found += [ends.input_map.Lam, ends.input_map.delta]
-    return [t for t in found if t is not None and t.device.type != "cpu"]
+    lent = [t for t in found if t is not None and t.device.type != "cpu"]
+    return lent if ends.then is None else lent + tensors(ends.then)
 
 
 def joined(parts: Sequence[RowEnds]) -> RowEnds:
@@ -119,6 +121,8 @@ def joined(parts: Sequence[RowEnds]) -> RowEnds:
             return values[0]
         if isinstance(values[0], Tensor):
             return torch.cat(values)
+        if isinstance(values[0], RowEnds):
+            return joined(values)
         if isinstance(values[0], InputMap):
             return values[0].with_tensors(*(torch.cat([getattr(v, name) for v in values]) for name in ("Lam", "delta")))
         return [x for value in values for x in value]

@@ -20,6 +20,8 @@ _EAGER_STEPS = 2  # of a shape before its capture: what libraries set up at firs
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
 Batch = tuple[Tensor, Tensor]
 
+PHASED = "the algorithm's local steps have phases of their own, which train other parameters or begin elsewhere, and a captured step is one"
+
 
 class StaticRow(Row):
     """A row whose step reads and writes the same memory every time, so that it can be captured.
@@ -39,6 +41,8 @@ class StaticRow(Row):
         self.longest = max(setup.sizes, default=0)
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
+        if task.step.phased:
+            raise ValueError(f"executor 'graph' cannot serve here: {PHASED}. Use executor='streams'")
         super().open_(task, start, buffers)
         self.counter.zero_()
         if task.step.mu is not None:
@@ -153,6 +157,8 @@ class Graph(Streams):
             return "the algorithm trains a map of the inputs, whose tensors change from step to step"
         if setup.taught:
             return "the algorithm has a teacher, whose part in the loss a captured graph would freeze"
+        if setup.phased:
+            return PHASED
         if setup.excludes_errors:
             return "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; 'streams' can"
         return Streams.why_not(setup) or looks_at_values(setup, streams.Cuda(setup.device))

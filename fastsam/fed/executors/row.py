@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Row:
         self._filled: tuple[float, ...] = ()
         self._known: tuple[LocalStep | None, float] = None, 0.0
         self._kind = self.form.kind
-        self._sized: tuple[int, ...] = ()
+        self._sized: tuple[int | None, ...] = ()
+        self._only: tuple[int, ...] | None = None
         self.replica.module.train()
 
     # --- a client's round ---
@@ -55,6 +57,11 @@ class Row:
             check_vectors(task.step, start)
         own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
+        self.given = task
+        if task.step.epochs is not None:
+            self.task = task = replace(task.phase(task.step), snapshots=task.snapshots)
+        self.carried: RowEnds | None = None  # what phases before this one left, from which it goes on
+        self.done: tuple[RowEnds, ...] = ()  # what other models have left
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
@@ -83,7 +90,10 @@ class Row:
         try:  # not `client_errors`: a context manager costs as much as a kernel call
             batch = next(self.batches, None)
             if batch is None:
-                return False
+                if self.task.step.then is None:
+                    return False
+                self._next_phase(self.task.step.then)
+                batch = next(self.batches)
             self._take(self.k, *batch)
         except ClientError:
             raise
@@ -107,9 +117,16 @@ class Row:
 
     def close(self) -> RowEnds:
         """What the client leaves behind, in memory of its own."""
+        ends = self._ends()
+        for before in reversed(self.done):
+            ends = replace(before, then=ends)
+        return ends
+
+    def _ends(self) -> RowEnds:
+        """Of this model so far."""
         task, step = self.task, self.task.step
         ascents = 0 if self.map is None else self.map.steps - 1
-        return RowEnds(
+        ends = RowEnds(
             clients=(task.client,),
             displacement=self.z - (self.start if step.e is None else self.form.field("begin")),
             steps=(self.k,),
@@ -123,6 +140,27 @@ class Row:
             input_map=None if self.map is None else self.map.as_row(),
             snapshots=(self.snapshots,),
         )
+        return ends if self.carried is None else _together(self.carried, ends)
+
+    def _next_phase(self, step: LocalStep) -> None:
+        """Begins a further phase, from where this one ended, or with a model of its own."""
+        ends, task, goes_on = self._ends(), self.task, step.start is None
+        begin, first = self.z[0].clone(), self.start
+        if goes_on:
+            self.carried, self.task = ends, self.given.phase(step, task.begun + task.epochs, task.passed + self.k)
+        else:
+            self.done, self.carried, self.task = (*self.done, ends), None, self.given.phase(step)
+            own = self.task.vector("start")
+            assert own is not None
+            begin = first = own
+            for buffer, value in zip(self.replica.buffers, self.buffers, strict=True):
+                buffer.copy_(value)
+        self.k, self.losses, self.snapshots, self.extra_backprops = 0, [], {}, 0
+        self.start = begin
+        self._begin(step)
+        self.start = first  # displacements are measured from where the model began
+        self._measure(self.task)
+        self.batches = self.task.batches()
 
     # --- its beginning ---
 
@@ -150,10 +188,19 @@ class Row:
             self._filled = () if step.surrogate_gap else numbers
         self._known, self._kind = (step, lr), Kind.of(step)
         self._run = self.passes.run if step.teacher is None else self._run_taught
+        if step.only is not self._only:
+            self._only = step.only
+            for place, p in enumerate(self.replica.parameters):
+                p.requires_grad_(step.only is None or place in step.only)
 
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
-        shape = (task.samples, task.batch_size, task.epochs)  # what else there is is one for all clients of a run
+        shape = (
+            task.samples,
+            task.batch_size,
+            task.epochs,
+            task.work.steps,
+        )  # what else there is is one for all clients of a run
         if self._sized != shape:
             self._sized, sizes = shape, task.batch_sizes()
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
@@ -211,6 +258,18 @@ class Row:
         self.snapshots[k] = Snapshot(
             (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
         )
+
+
+def _together(before: RowEnds, ends: RowEnds) -> RowEnds:
+    """Of one model in two phases; both measure displacements from where it began."""
+    return replace(
+        ends,
+        steps=(before.steps[0] + ends.steps[0],),
+        backprops=(before.backprops[0] + ends.backprops[0],),
+        losses=before.losses + ends.losses,
+        samples=(before.samples[0] + ends.samples[0],),
+        snapshots=before.snapshots,
+    )
 
 
 class _Taught:

@@ -26,6 +26,7 @@ from fastsam.fed.step.model_copy import Replica
 
 MAPS_INPUTS = "the algorithm trains a map of each client's inputs, which is not stacked"
 TAUGHT = "the algorithm has a teacher, whose outputs are not stacked"
+PHASED = "the algorithm's local steps have phases of their own, and stacked clients take the run's steps together"
 _CACHE = 4 * 2**20  # bytes of weights
 # a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
 _SHARE, _FIELDS = 4, 16
@@ -214,6 +215,8 @@ def why_not(setup: Setup) -> str | None:
         return MAPS_INPUTS
     if setup.taught:
         return TAUGHT
+    if setup.phased:
+        return PHASED
     if setup.example is None:
         return "there is no example batch to try the model with"
     try:

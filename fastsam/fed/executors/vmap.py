@@ -116,6 +116,8 @@ class Vmap(Executor):
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.MAPS_INPUTS}. Use executor='sequential'")
         if step.teacher is not None:
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.TAUGHT}. Use executor='sequential'")
+        if step.phased:
+            raise ValueError(f"executor 'vmap' cannot serve here: {stacked.PHASED}. Use executor='sequential'")
         kind = Kind.of(step)
         return self._kinds.setdefault(kind, kind)
 

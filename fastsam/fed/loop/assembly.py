@@ -28,9 +28,10 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import Personal, personal_of
+from fastsam.fed.loop.personal import ClientModels, Personal, personal_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.measures import Measures, make
+from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep
@@ -66,7 +67,7 @@ def assemble(
     personal = personal_of(
         algorithm, settings, rows, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
     )
-    algorithm = algorithm if personal is None else cast(Algorithm, personal)
+    algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
@@ -81,13 +82,15 @@ def assemble(
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)
-    _check_inputs(step, algorithm, population, personal, tried, rows)
+    inner = personal.inner if isinstance(personal, Personal) else algorithm
+    _check_inputs(step, type(inner).__name__, population, personal, tried, rows)
+    _check_path(step, type(inner).__name__, measures)
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
         step.input_map is not None, tried.example, settings.compile, cohort,
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
-        population.batched, population.reads_draw, step.teacher is not None,
+        population.batched, population.reads_draw, step.teacher is not None, step.phased,
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
     nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
@@ -103,14 +106,13 @@ def assemble(
 
 def _check_inputs(
     step: LocalStep,
-    algorithm: Algorithm,
+    name: str,
     population: Population,
-    personal: Personal | None,
+    personal: ClientModels | None,
     tried: trial_step.Trial,
     rows: Rows,
 ) -> None:
     """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's outputs."""
-    name = type(algorithm if personal is None else personal.inner).__name__
     if population.batched and not (step.input_map is None and step.teacher is None):
         part = "trains a map" if step.teacher is None else "compares two models' outputs"
         raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
@@ -122,6 +124,15 @@ def _check_inputs(
         )
     if tried.example is not None:
         check_term(step.teacher, rows.model(step.teacher.weights), *tried.example)
+
+
+def _check_path(step: LocalStep, name: str, measures: Sequence[str] | Measures) -> None:
+    """Raises ValueError for measures of one path of local steps, where there are several."""
+    along = sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else []
+    if along and step.phased:
+        raise ValueError(
+            f"the measures {', '.join(along)} look at the run's local steps of a client, and those of {name} have phases of their own"
+        )
 
 
 def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
@@ -148,5 +159,8 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
     check_begin(client, "init_client")
     made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
     step = check_steps(made, state.server["w"], 1)[0][0]
+    if getattr(algorithm, "own_models", False):
+        own, w = asked(algorithm, "own_model", (state.server, client), None), state.server["w"]
+        check_server({"w": own}, w, "own_model")
     check_padding_of_step(step, rows)
     return step

@@ -206,6 +206,8 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
             f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w; got {teacher.weights.dtype} "
             f"{list(teacher.weights.shape)} on {teacher.weights.device}"
         )
+    if step.then is not None:
+        _check_step(step.then, w, n)
     return step
 
 

@@ -21,7 +21,7 @@ from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.padding import check_padding
-from fastsam.fed.loop.personal import Personal
+from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.loop.round import BUFFERS, Cohort
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -36,7 +36,7 @@ class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
     view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row holds.
-    weights: of all clients, where the user names them. personal: the algorithm, where parameters stay with the clients.
+    weights: of all clients, where the user names them. personal: where the clients have models of their own.
     """
 
     population: Population
@@ -50,7 +50,7 @@ class Loop:
     ranks: Ranks
     rows: Rows
     weights: Sequence[int] | None = None
-    personal: Personal | None = None
+    personal: ClientModels | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
@@ -203,11 +203,11 @@ class Loop:
         found = self.evaluator(self.view.module)
         return found if self.personal is None else found | self.evaluator.of_own(self._own_models(state, self.personal))
 
-    def _own_models(self, state: RunState, personal: Personal) -> Iterator[nn.Module]:
+    def _own_models(self, state: RunState, personal: ClientModels) -> Iterator[nn.Module]:
         """The model of every client, one after the other in the same module."""
         for i in range(len(self.population.sizes)):
             own = state.clients.get(i)
-            self.view.load_(personal.row(state.server["w"], own), personal.buffers(state.buffers, own))
+            self.view.load_(personal.row(state.server, own), personal.buffers(state.buffers, own))
             yield self.view.module
 
     def _evaluates(self, completed: int) -> bool:

@@ -31,3 +31,5 @@ def check_padding_of_step(step: LocalStep, rows: Rows) -> None:
     """As `check_padding`, of the vectors of a LocalStep."""
     vectors = {name: x for name in VECTORS if (x := getattr(step, name)) is not None}
     check_padding(vectors, rows, "the LocalStep of local_step")
+    if step.then is not None:
+        check_padding_of_step(step.then, rows)

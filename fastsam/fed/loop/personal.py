@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,32 @@ from fastsam.fed.step.rows import Rows
 
 OWN = "personal"  # the name of a client's own parameters in its state
 _MASKED = ("displacement", "gradient", "dual", "eps")  # what an algorithm sees of the rows of a client that are over
+
+
+class ClientModels(Protocol):
+    """Where each client's own model comes from. state: the client's; None for one that has not taken part yet."""
+
+    def row(self, server: State, state: State | None) -> Tensor:
+        """Its weights, `[stride]`."""
+
+    def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
+        """Its buffers; common: those of the global model."""
+
+
+class Kept:
+    """Models that the algorithm keeps beside the global one (`Algorithm.own_models`), which is that of who has not taken part yet."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+    def row(self, server: State, state: State | None) -> Tensor:
+        w = server["w"]
+        if state is None:
+            return w
+        return self.algorithm.own_model(server, {name: x.to(w.device) for name, x in state.items()})
+
+    def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
+        return common
 
 
 class Personal:
@@ -46,8 +72,9 @@ class Personal:
         self.client_vectors = getattr(inner, "client_vectors", 0) + own / rows.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
-    def row(self, w: Tensor, state: State | None) -> Tensor:
+    def row(self, server: State, state: State | None) -> Tensor:
         """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state yet."""
+        w = server["w"]
         if state is None:
             return w
         made = w.clone()
@@ -87,6 +114,10 @@ class Personal:
         if step.start is not None:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
+            )
+        if step.then is not None and (step.then.start is not None or step.then.phi):
+            raise ValueError(
+                f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
             )
         q = step.q
         if q is not None and step.phi:  # the constant half of phi*(w - start)
@@ -128,8 +159,9 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
 
 def personal_of(
     algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
-) -> Personal | None:
-    """The algorithm around `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
+) -> ClientModels | None:
+    """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around `algorithm`, where something stays
+    with the clients: what the run says, and what the algorithm says itself.
 
     buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
     """
@@ -137,6 +169,8 @@ def personal_of(
     patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
     patterns += getattr(algorithm, "own_parameters", lambda model: ())(rows.template)
     local = settings.buffers == "local"
+    if getattr(algorithm, "own_models", False):
+        return _kept(algorithm, settings, patterns, buffers, ranks)
     if not patterns and not local:
         return None
     name, rule = type(algorithm).__name__, settings.rule
@@ -151,3 +185,21 @@ def personal_of(
     if ranks > 1:
         raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
     return Personal(algorithm, rows, patterns, buffers if local else ())
+
+
+def _kept(
+    algorithm: Algorithm, settings: Settings, patterns: Sequence[str], buffers: Sequence[Tensor], ranks: int
+) -> Kept:
+    """Of an algorithm that keeps them. Raises ValueError for a run that cannot have them."""
+    name = type(algorithm).__name__
+    if patterns:
+        raise ValueError(f"personal={settings.personal!r}: clients of {name} have whole models of their own already")
+    if ranks > 1:
+        raise ValueError(
+            f"{name} is served in one process, where all clients' models can be evaluated; got {ranks} processes"
+        )
+    if buffers and settings.buffers != "keep":
+        raise ValueError(
+            f"{name} trains two models a client, and buffers={settings.buffers!r} are those of one: use buffers='keep' or GroupNorm"
+        )
+    return Kept(algorithm)

@@ -48,7 +48,7 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
     plain, personal = LocalStep(), loop.personal
 
     def begin(client: int) -> Tensor:
-        return w if personal is None else personal.row(w, state.clients.get(client))
+        return w if personal is None else personal.row(state.server, state.clients.get(client))
 
     def begin_buffers(client: int) -> list[Tensor]:
         return buffers if personal is None else personal.buffers(buffers, state.clients.get(client))

@@ -163,6 +163,8 @@ class Cohort:
             return
         self.steps += sum(ends.steps)
         self.backprops += sum(ends.backprops)
+        if ends.then is not None:
+            self.backprops += sum(ends.then.backprops)
         if self.settings.clip_update is not None:
             ends = replace(ends, displacement=shorten(ends.displacement, self.settings.clip_update))
         norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()

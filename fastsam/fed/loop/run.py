@@ -35,7 +35,7 @@ from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.loop.personal import Personal, with_own_buffers
+from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
 from fastsam.fed.measures import Measures
@@ -201,10 +201,10 @@ def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
     return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
-def _client_model(model: nn.Module, layout: Layout, personal: Personal, state: RunState, client: int) -> nn.Module:
+def _client_model(model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, client: int) -> nn.Module:
     """A copy of the user's model with a client's own weights."""
     own = state.clients.get(client)
-    return export(model, layout, personal.row(state.server["w"], own), personal.buffers(state.buffers, own))
+    return export(model, layout, personal.row(state.server, own), personal.buffers(state.buffers, own))
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:

@@ -24,8 +24,8 @@ from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks
 
-_ALONG_THE_PATH = frozenset({"perturbation_drift", "smoothness", "drifts"})
-_OF_CLIENTS = _ALONG_THE_PATH | {"consistency", "dual_gap"}
+ALONG_THE_PATH = frozenset({"perturbation_drift", "smoothness", "drifts"})
+_OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class RoundMeasures:
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
         """The first, the middle and the last local step, when a measure along the path is asked for and this round is measured."""
-        along = _ALONG_THE_PATH & set(self.names)
+        along = ALONG_THE_PATH & set(self.names)
         return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
 
     def clients(self, before: State, ends: RowEnds, about: Round) -> dict[str, list[float]]:

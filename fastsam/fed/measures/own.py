@@ -96,4 +96,5 @@ def _ends(ends: RowEnds, rows: Rows) -> RowEnds:
         some(ends.eps),
         some(ends.gradient),
     )
-    return replace(ends, displacement=displacement, dual=dual, eps=eps, gradient=gradient, snapshots=kept)
+    then = None if ends.then is None else _ends(ends.then, rows)
+    return replace(ends, displacement=displacement, dual=dual, eps=eps, gradient=gradient, snapshots=kept, then=then)

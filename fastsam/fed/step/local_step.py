@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.common.checks import number
+from fastsam.fed.common.checks import integer, number
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.teacher import Teacher
 from fastsam.step import Direction, Mix
@@ -45,6 +45,10 @@ class LocalStep:
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
     full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
+    epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by their places in `Rows.names`
+    (`Rows.places`); the others rest. None: all.
+    then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the same order, and what
+    that leaves behind is `RowEnds.then`. Without one it goes on from where this phase ended, with the epochs that come next.
     teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one for all clients.
     Raises ValueError for numbers that are not finite, a negative radius, and vectors that the direction lacks or does not use.
     """
@@ -66,6 +70,9 @@ class LocalStep:
     input_map: InputMap | None = None
     teacher: Teacher | None = None
     buffers: Sequence[Tensor] | None = None
+    epochs: int | None = None
+    only: tuple[int, ...] | None = None
+    then: LocalStep | None = None
     mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
 
     def __post_init__(self) -> None:
@@ -88,12 +95,30 @@ class LocalStep:
                 "LocalStep: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the perturbed one; "
                 f"the direction {self.direction.value!r} has one gradient only"
             )
+        if self.epochs is not None:
+            integer("epochs", self.epochs, at_least=1)
+        if self.only is not None and not self.only:
+            raise ValueError("LocalStep: only=() trains nothing; leave the phase out")
+        if self.then is not None and not (self.chains and self.then.chains):
+            raise ValueError(
+                "LocalStep: a step with a further phase, and that phase, have no dual, constant direction, full gradient or map of the inputs"
+            )
         object.__setattr__(self, "mix", Mix(self.a, self.b, self.surrogate_gap))
 
     @property
     def backprops(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
         return self.direction.backprops
+
+    @property
+    def chains(self) -> bool:
+        """Whether it can be one of several phases: what it leaves behind is a displacement alone."""
+        return self.direction not in _NEEDS and not self.full_gradient and self.input_map is None
+
+    @property
+    def phased(self) -> bool:
+        """Whether it asks for other local work than the run's: several phases, epochs of its own, or some parameters only."""
+        return self.then is not None or self.epochs is not None or self.only is not None
 
     @property
     def keeps_first(self) -> bool:
@@ -124,6 +149,7 @@ class RowEnds:
     gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by local step, where the
     tasks ask for them. What is None is so for all n.
+    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one that went on are in these.
     """
 
     clients: Sequence[int]
@@ -138,6 +164,7 @@ class RowEnds:
     gradient: Tensor | None = None
     input_map: InputMap | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
+    then: RowEnds | None = None
 
     def column(self, numbers: Iterable[float]) -> Tensor:
         """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's row."""
@@ -150,6 +177,8 @@ class RowEnds:
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return torch.stack([value[i] for i in places])
+            if isinstance(value, RowEnds):
+                return value.take(places)
             if isinstance(value, InputMap):
                 return replace(value, Lam=own(value.Lam), delta=own(value.delta))
             return None if value is None else [value[i] for i in places]

@@ -103,6 +103,14 @@ class Rows:
         patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in file names: "head.*",
         "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that matches no trainable parameter, with their names.
         """
+        found = {self.names[place] for place in self.places(what, patterns)}
+        row = torch.zeros(self.length, dtype=torch.bool)
+        for name, view in self.unflatten(row).items():
+            view.fill_(name in found)
+        return row
+
+    def places(self, what: str, patterns: str | Sequence[str]) -> tuple[int, ...]:
+        """The places in `names` of the parameters with such names; patterns and errors as in `mask`."""
         found: set[str] = set()
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
@@ -111,10 +119,7 @@ class Rows:
                     f"{what}: {pattern!r} matches no trainable parameter of the model; its names are {', '.join(self.names)}"
                 )
             found |= matched
-        row = torch.zeros(self.length, dtype=torch.bool)
-        for name, view in self.unflatten(row).items():
-            view.fill_(name in found)
-        return row
+        return tuple(place for place, name in enumerate(self.names) if name in found)
 
     @property
     def padding(self) -> Tensor:

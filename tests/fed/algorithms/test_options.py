@@ -24,6 +24,7 @@ OTHER = {
     "lam": 0.1, "eta_2": 0.7, "ascent_steps": 3, "form": "diag", "radius": [0.02, 0.01], "momentum_K": "epochs",
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active", "dyn": False, "first": "none",
     "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
+    "head": "0", "head_epochs": 1, "epochs": 1,
 }  # fmt: skip
 NEEDS = {"eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05}}
 CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
@@ -39,7 +40,10 @@ def final(algorithm, **options):
     model, clients = problem()
     keywords = {"rounds": 4, "participation": 0.6, "lr": 0.2, "lr_decay": 0.8, "batch_size": 4, "local_epochs": 2}
     result = fed.run(model, clients, algorithm, **{**keywords, **options})
-    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+    models = [result.model]
+    if algorithm.own_models:
+        models += [result.client_model(i) for i in range(len(clients))]
+    return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
 
 
 @functools.cache

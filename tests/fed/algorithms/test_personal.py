@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.executors import Setup, stacked
+from fastsam.fed.executors.graph import Graph
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
@@ -87,40 +90,6 @@ def test_buffers_alone_may_stay():
     assert own[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:5])
 
 
-def test_accuracies_are_those_of_the_clients_models_with_their_buffers():
-    options = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "shuffle": False})
-    result = ran(normalised(), fed.FedBN(), options, test=TEST, validation="shared", personalise=2)
-    models = [result.client_model(i).eval() for i in range(5)]
-    found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
-    assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
-    assert [one["before"] for one in result.personal] == pytest.approx(found)
-    assert len(set(found)) > 1
-    for i, (x, y) in enumerate(oracle.ragged_clients(sizes=SIZES)):
-        alone, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
-        tuned = fed.run(models[i], [(x, y)], fed.FedAvg(), **alone | {"lr": lr}, buffers="average", test=TEST)
-        assert result.personal[i]["after"] == tuned.history[-1]["test_accuracy"]
-
-
-def test_a_resumed_run_has_the_bits_of_one_without_a_pause(tmp_path):
-    options = {"test": TEST, "validation": "shared", "checkpoint_every": 1}
-    whole = ran(normalised(), fed.FedBN(), batch_of(OPTIONS, 6), **options)
-    begun = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "rounds": 2})
-    ran(normalised(), fed.FedBN(), begun, run_dir=tmp_path, **options)
-    parts = ran(normalised(), fed.FedBN(), batch_of(OPTIONS, 6), run_dir=tmp_path, resume=True, **options)
-    assert all(apart(whole.client_model(i), parts.client_model(i)) == 0 for i in range(5))
-    for one, other in zip(whole.history, parts.history, strict=True):
-        assert {k: v for k, v in one.items() if "seconds" not in k} == {
-            k: v for k, v in other.items() if "seconds" not in k
-        }
-
-
-def test_threads_have_the_bits_of_the_plain_executor():
-    one, other = (
-        ran(normalised(), fed.FedBN(), batch_of(OPTIONS, 6), executor=name) for name in ("sequential", "threads")
-    )
-    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
-
-
 def test_what_stays_is_not_sent():
     model = normalised()
     records = [ran(model, fed.FedAvg(), batch_of(OPTIONS, 6), buffers="average").history[0]]
@@ -163,3 +132,219 @@ def test_a_wrong_line_is_noticed(old, new):
 def test_what_cannot_stay(model, algorithm, options, words):
     with pytest.raises(ValueError, match=words):
         ran(model(), algorithm, batch_of(OPTIONS, 6), **options)
+
+
+# --- FedRep
+
+
+def fedrep_case(head_epochs: int = 3) -> tuple[nn.Module, unfused.Ended]:
+    model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
+    return model, unfused.fedrep(model, clients, OPTIONS, ACTIVE, ["2.weight", "2.bias"], head_epochs)
+
+
+def test_fedrep_against_a_plain_loop():
+    model, wanted = fedrep_case()
+    result = ran(model, fed.FedRep(head_epochs=3))
+    assert furthest(result, wanted) < 1e-12
+    assert apart(result.client_model(0), result.client_model(1)) > 1e-2
+    assert same_bits(result.model[2], model[2]) and apart(result.model[0], model[0]) > 1e-2
+    assert all(p.requires_grad for p in result.client_model(0).parameters())
+
+
+def test_the_head_of_fedrep_may_be_named():
+    model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
+    wanted = unfused.fedrep(model, clients, OPTIONS, ACTIVE, ["0.weight"], 1)
+    assert furthest(ran(model, fed.FedRep(head="0.weight", head_epochs=1)), wanted) < 1e-12
+
+
+def test_fedrep_with_local_steps_and_sam():
+    """`local_steps` are those of the representation; SAM in both phases perturbs what is trained there alone."""
+    model = oracle.smooth_model()
+    options = oracle.Options(**{**vars(OPTIONS), "epochs": 1})
+    epoch = {i: -(-n // OPTIONS.batch) for i, n in enumerate(SIZES)}
+    result = ran(model, fed.FedRep(head_epochs=2), options, local_steps=2)
+    assert [r["steps"] for r in result.history] == [sum(2 * epoch[i] + 2 for i in active) for active in ACTIVE[:5]]
+    assert [r["backprops"] for r in result.history] == [r["steps"] for r in result.history]
+
+    class Sharp(fed.FedRep):
+        def local_step(self, server, client, round):
+            step = super().local_step(server, client, round)
+            sharp = {"direction": fed.Direction.GRADIENT, "rho": 0.3}
+            return replace(step, **sharp, then=replace(step.then, **sharp))
+
+    flat = ran(model, fed.FedRep(head_epochs=1), options)
+    sharp = ran(model, Sharp(head_epochs=1), options)
+    assert apart(flat.model, sharp.model) > 1e-3 and same_bits(sharp.model[2], model[2])
+    assert sum(r["backprops"] for r in sharp.history) == 2 * sum(r["backprops"] for r in flat.history)
+
+
+def test_fedrep_with_batch_norm_counts_the_statistics_of_both_phases():
+    model = normalised()
+    result = ran(model, fed.FedRep(head_epochs=2), batch_of(OPTIONS, 6), buffers="local")
+    batches = {i: -(-n // 6) for i, n in enumerate(SIZES)}
+    for i in range(5):
+        rounds = sum(i in active for active in ACTIVE[:5])
+        assert result.client_model(i)[1].num_batches_tracked == rounds * batches[i] * (2 + OPTIONS.epochs)
+
+
+# --- Ditto
+
+
+def ditto_case(lam: float = 0.7, epochs: int | None = None) -> tuple[nn.Module, unfused.Ended]:
+    model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
+    return model, unfused.ditto(model, clients, OPTIONS, ACTIVE, lam, epochs)
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_ditto_against_a_plain_loop(epochs):
+    model, wanted = ditto_case(epochs=epochs)
+    result = ran(model, fed.Ditto(lam=0.7, epochs=epochs))
+    assert furthest(result, wanted) < 1e-12
+    assert apart(result.client_model(1), result.model) > 1e-2
+
+
+def test_dittos_global_model_is_fedavgs():
+    model = oracle.smooth_model()
+    one, other = ran(model, fed.Ditto(), aggregation="median"), ran(model, fed.FedAvg(), aggregation="median")
+    assert same_bits(one.model, other.model)
+    assert [r["train_loss"] for r in one.history] == [r["train_loss"] for r in other.history]
+    assert [r["steps"] for r in one.history] == [r["steps"] for r in other.history]
+    assert [r["backprops"] for r in one.history] == [2 * r["backprops"] for r in other.history]
+
+
+def test_who_has_not_taken_part_has_the_global_model():
+    result = replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.Ditto(), OPTIONS, [[0, 1]] * 5)
+    assert same_bits(result.client_model(3), result.model) and not same_bits(result.client_model(0), result.model)
+
+
+# --- all of them
+
+ALL = {
+    "FedBN": (normalised, fed.FedBN()),
+    "FedRep": (oracle.smooth_model, fed.FedRep(head_epochs=2)),
+    "Ditto": (oracle.smooth_model, fed.Ditto()),
+}
+
+every = pytest.mark.parametrize("name", ALL)
+
+
+def without_seconds(result: fed.Result) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if "seconds" not in k} for r in result.history]
+
+
+@every
+def test_accuracies_are_those_of_the_clients_models(name):
+    made, algorithm = ALL[name]
+    options = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "shuffle": False})
+    result = ran(made(), algorithm, options, test=TEST, validation="shared", personalise=2)
+    models = [result.client_model(i).eval() for i in range(5)]
+    found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
+    assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
+    assert [one["before"] for one in result.personal] == pytest.approx(found)
+    assert len(set(found)) > 1
+    for i, (x, y) in enumerate(oracle.ragged_clients(sizes=SIZES)):
+        alone, lr = {**options.keywords(), "rounds": 1, "server_lr": 1.0}, result.history[-1]["lr"]
+        tuned = fed.run(models[i], [(x, y)], fed.FedAvg(), **alone | {"lr": lr}, buffers="average", test=TEST)
+        assert result.personal[i]["after"] == tuned.history[-1]["test_accuracy"]
+
+
+@every
+def test_a_resumed_run_has_the_bits_of_one_without_a_pause(name, tmp_path):
+    made, algorithm = ALL[name]
+    options = {"test": TEST, "validation": "shared", "checkpoint_every": 1}
+    whole = ran(made(), algorithm, batch_of(OPTIONS, 6), **options)
+    begun = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "rounds": 2})
+    ran(made(), algorithm, begun, run_dir=tmp_path, **options)
+    parts = ran(made(), algorithm, batch_of(OPTIONS, 6), run_dir=tmp_path, resume=True, **options)
+    assert all(apart(whole.client_model(i), parts.client_model(i)) == 0 for i in range(5))
+    assert without_seconds(whole) == without_seconds(parts)
+
+
+@every
+def test_threads_have_the_bits_of_the_plain_executor(name):
+    made, algorithm = ALL[name]
+    one, other = (
+        ran(made(), algorithm, batch_of(OPTIONS, 6), executor=e, slots=s)
+        for e, s in (("sequential", None), ("threads", 2))
+    )
+    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
+    assert without_seconds(one) == without_seconds(other)
+
+
+MUTANTS = [
+    ("algorithms.fedrep", "place not in head", "True", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("algorithms.fedrep", "epochs=self.head_epochs, only=head,", "epochs=self.head_epochs,", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("algorithms.fedrep", "epochs=self.head_epochs, ", "", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("executors.row", "task.begun + task.epochs,", "0,", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("executors.row", "self.start = first", "pass", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("algorithms.ditto", "phi=self.lam, q=-self.lam", "phi=self.lam, q=self.lam", ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.ditto", "phi=self.lam, ", "", ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.ditto", 'client["v_i"] + ends.then', 'server["w"] + ends.then', ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.ditto", 'start=client["v_i"]', 'start=server["w"]', ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.ditto", '"delta": ends.displacement', '"delta": ends.then.displacement', ditto_case, fed.Ditto(lam=0.7)),
+    ("executors.row", "begin = first = own", "begin = own", ditto_case, fed.Ditto(lam=0.7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2]}")
+def test_a_wrong_line_of_a_phase_is_noticed(mutant):
+    module, old, new, case, algorithm = mutant
+    model, wanted = case()
+    with replaced(f"fastsam.fed.{module}", old, new):
+        assert furthest(ran(model, algorithm), wanted) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["FedRep", "Ditto"])
+def test_executors_that_take_no_phases_say_so(name):
+    made, algorithm = ALL[name]
+    with pytest.raises(
+        ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases of their own"
+    ):
+        ran(made(), algorithm, executor="vmap")
+    setup = Setup(None, None, None, None, torch.device("cpu"), "auto", phased=True)
+    assert "phases" in (Graph.why_not(setup) or "") and "phases" in (stacked.why_not(setup) or "")
+    assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
+
+
+def test_a_phase_that_comes_later_is_not_overlooked():
+    class Late(fed.Algorithm):
+        def local_step(self, server, client, round):
+            return fed.LocalStep(then=fed.LocalStep()) if round.index else fed.LocalStep()
+
+    with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases"):
+        ran(oracle.smooth_model(), Late(), executor="vmap")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        (fed.Ditto(), {"personal": "2"}, "personal='2': clients of Ditto have whole models of their own already"),
+        (fed.Ditto(), {"model": normalised, "buffers": "average"}, "Ditto trains two models a client, and buffers='average' are those of one"),
+        (fed.Ditto(), {"measures": ["drifts"]}, "the measures drifts look at the run's local steps .* those of Ditto have phases"),
+        (fed.FedRep(head="nose"), {}, "'nose' matches no trainable parameter"),
+        (fed.FedRep(), {"model": lambda: nn.Linear(6, 3).double()}, "are all parameters of the model"),
+        (fed.FedRep(), {"aggregation": "krum"}, "FedRep, whose parameters stay .* 'krum' compares whole models"),
+        (lambda: fed.FedRep(head=""), {}, "head must be the name of a module or a parameter"),
+        (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
+        (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
+        (lambda: fed.Ditto(lam=-1), {}, "lam must"),
+        (lambda: fed.LocalStep(only=()), {}, "trains nothing"),
+        (lambda: fed.LocalStep(full_gradient=True, then=fed.LocalStep()), {}, "a step with a further phase"),
+    ],
+    ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs", "no own epochs", "repelled",
+         "nothing", "full gradient"],
+)  # fmt: skip
+def test_what_does_not_fit(algorithm, options, words):
+    with pytest.raises(ValueError, match=words):
+        made = options.get("model", oracle.smooth_model)()
+        given = algorithm() if callable(algorithm) else algorithm
+        ran(made, given, batch_of(OPTIONS, 6), **{k: v for k, v in options.items() if k != "model"})
+
+
+def test_an_own_model_must_be_a_row():
+    class Short(fed.Ditto):
+        def own_model(self, server, client):
+            return client["v_i"][:-1]
+
+    with pytest.raises(ValueError, match="own_model must return 'w' as torch.float64"):
+        ran(oracle.smooth_model(), Short())

@@ -28,6 +28,7 @@ CASES = {
     "mimelite": fed.MimeLite(),
     "fedspeed": fed.FedSpeed(rho=0.05),
 }
+PHASED = {"ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1)}  # which are not captured
 
 
 @pytest.fixture
@@ -113,15 +114,18 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(name: str, executor: 
         pytest.param("fedsmoo", "graph", 1, marks=pytest.mark.slow),
         ("fedsmoo", "streams", 3),
         pytest.param("mimelite", "streams", 2, marks=pytest.mark.slow),
+        ("ditto", "streams", 3),
+        pytest.param("fedrep", "streams", 2, marks=pytest.mark.slow),
     ],
 )
 def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, executor: str, slots: int) -> None:
     """Two streams never touch one memory without a wait between; a replay reads and writes the memory that the capture did, and no number
     of the code has changed."""
     options = {"backend": "reference", "clip_norm": 0.5, "momentum": 0.5, "rounds": 2, "sizes": (7, 10, 1, 12, 11)}
-    plain = train(CASES[name], executor="sequential", **options)
+    algorithm = (CASES | PHASED)[name]
+    plain = train(algorithm, executor="sequential", **options)
     with Watch():
-        assert train(CASES[name], executor=executor, slots=slots, **options) == plain
+        assert train(algorithm, executor=executor, slots=slots, **options) == plain
     if executor == "graph":
         assert sum(graph.replays for graph in FakeCuda.captured) > 5
 

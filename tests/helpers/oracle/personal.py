@@ -65,3 +65,47 @@ def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, 
             train(own[i], own[i].parameters(), clients[i], options, t, i, range(options.epochs))
         average(shared, [own[i] for i in active[t]], sent, options.server_lr)
     return shared, [received(shared, mine, stays) for mine in own]
+
+
+def fedrep(
+    model: nn.Module, clients: Clients, options: Options, active: Active, head: Sequence[str], head_epochs: int
+) -> Ended:
+    """Collins et al. 2021, Algorithm 1: the head's epochs, then those of the representation. head: names of parameters."""
+    shared = copy.deepcopy(model)
+    own = [copy.deepcopy(model) for _ in clients]
+    sent = [n for n, _ in shared.named_parameters() if n not in head]
+    for t in range(options.rounds):
+        for i in active[t]:
+            own[i] = received(shared, own[i], head)
+            phases = [(head, range(head_epochs)), (sent, range(head_epochs, head_epochs + options.epochs))]
+            for names, epochs in phases:
+                for n, p in own[i].named_parameters():
+                    p.requires_grad_(n in names)
+                train(own[i], [own[i].get_parameter(n) for n in names], clients[i], options, t, i, epochs)
+        average(shared, [own[i] for i in active[t]], sent, options.server_lr)
+    return shared, [received(shared, mine, head) for mine in own]
+
+
+def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
+    """Half the squared distance of two models' parameters."""
+    pairs = zip(model.parameters(), anchor.parameters(), strict=True)
+    return torch.stack([(p - q.detach()).square().sum() for p, q in pairs]).sum() / 2
+
+
+def ditto(
+    model: nn.Module, clients: Clients, options: Options, active: Active, lam: float, epochs: int | None = None
+) -> Ended:
+    """Li et al. 2021, Algorithm 1. A client that has not taken part has the global model; its own begins as the first one that it receives."""
+    shared = copy.deepcopy(model)
+    own: dict[int, nn.Module] = {}
+    names = [n for n, _ in shared.named_parameters()]
+    for t in range(options.rounds):
+        moved = []
+        for i in active[t]:
+            mine = own.setdefault(i, copy.deepcopy(shared))
+            passes = range(options.epochs if epochs is None else epochs)
+            train(mine, mine.parameters(), clients[i], options, t, i, passes, lambda m: lam * distance(m, shared))
+            moved.append(copy.deepcopy(shared))
+            train(moved[-1], moved[-1].parameters(), clients[i], options, t, i, range(options.epochs))
+        average(shared, moved, names, options.server_lr)
+    return shared, [own.get(i, shared) for i in range(len(clients))]
