@@ -94,7 +94,7 @@ def test_the_commands_are_understood(name):
     resolved = config.resolve(config.read(ROOT / "examples" / "digits.toml", words[3:]))
     assert resolved.algorithm == name
     for option in (w for w in words if w.startswith("--") and w not in ("--algorithm", "--server-lr")):
-        assert option.lstrip("-").rpartition(".")[2] in resolved.options
+        assert option.lstrip("-").rpartition(".")[2].replace("-", "_") in resolved.options
 
 
 def test_the_schedules_of_the_page_are_understood():
