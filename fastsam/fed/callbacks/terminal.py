@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
+
+_PATIENCE = 1.0  # seconds before what goes on without a word is shown
 
 
 class RunProgress:
@@ -76,6 +80,18 @@ class RunProgress:
 
     def _line(self, text: str) -> None:
         self.console.print(f"{self.label}: {text}", highlight=False, soft_wrap=True, markup=False)
+
+
+def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
+    """The things one after the other; on a terminal a bar says how many there were, once they have taken a second."""
+    from rich.progress import track
+
+    began = time.monotonic()
+    for i, thing in enumerate(things):
+        if time.monotonic() - began > _PATIENCE and console.is_terminal:
+            yield from track(things[i:], what, len(things), i, console=console, transient=True)
+            return
+        yield thing
 
 
 class Countdown:

@@ -28,11 +28,16 @@ def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) 
         raise ValueError(f"{who} has no samples; leave it out or give it some")
     if x.is_floating_point():
         x = x.to(device, dtype)
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise ValueError(f"{who}: x holds NaN or infinity (in {dtype}); remove or replace those values")
     return _placed(x, device), _placed(
         y.to(dtype if y.is_floating_point() else y.dtype if y.dtype == torch.bool else torch.int64), device
     )
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether a floating-point tensor holds neither NaN nor infinity: one pass over it, which makes nothing."""
+    return x.numel() == 0 or all(bool(value.isfinite()) for value in torch.aminmax(x))
 
 
 def _tensor(part: Any, who: str) -> Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
 from fastsam.fed.clients.batched import BatchedClients
@@ -16,6 +18,7 @@ from fastsam.fed.clients.pairs import Pair
 from fastsam.fed.clients.samples import IGNORED, Samples
 from fastsam.fed.clients.store import Store
 
+_TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
 Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and labels
 # (x [n, ...], generator) -> x' of the same shape, type and device; x is left as it is.
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -42,7 +45,7 @@ class Population:
     and `place` the device.
     """
 
-    clients: list[Pair]
+    clients: Sequence[Pair]
     test: Pair | None
     classes: int | None
     priors: np.ndarray | None
@@ -55,6 +58,8 @@ class Population:
     @cached_property
     def sizes(self) -> Sequence[int]:
         """Samples of each client."""
+        if self.store is not None:
+            return self.store.sizes
         return [len(y) for _, y in self.clients] if self.samples is None else self.samples.sizes
 
     @property
@@ -72,10 +77,22 @@ class Population:
         """Where training runs."""
         return self.clients[0][1].device if self.place is None else self.place
 
-    @cached_property
-    def labels(self) -> list[Tensor] | None:
+    @property
+    def labels(self) -> Iterable[Tensor] | None:
         """y of each client; None where they are in batches alone."""
-        return [y for _, y in self.clients] if self.samples is None else self.samples.labels
+        return (y for _, y in self.clients) if self.samples is None else self.samples.labels
+
+    def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
+        """y of everybody, flat, one client behind the other, and how many labels each has; None where they are in batches alone."""
+        if self.store is not None:
+            y = self.store.labels()
+            each = y[0].numel()
+            return y.flatten(), [n * each for n in self.sizes]
+        own = self.labels
+        if own is None:
+            return None
+        parts = [y.flatten() for y in own]
+        return torch.cat(parts), [len(y) for y in parts]
 
     @property
     def test_labels(self) -> Tensor | None:
@@ -117,7 +134,7 @@ class Population:
         for own in (self.samples, self.test_samples):
             digest.update(b"" if own is None else own.digest())
         if self.store is not None:
-            _add_store(digest, self.store, self.sizes)
+            _add_store(digest, self.store)
         for pair in [*(self.clients if self.store is None else ()), *([self.test] if self.test else [])]:
             for tensor in pair:
                 digest.update(_kind(tensor.dtype, tensor.shape))
@@ -133,14 +150,22 @@ def _raw(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _add_store(digest: blake2b, store: Store, sizes: Sequence[int]) -> None:
-    """What the clients' tensors would add one by one, without making an object of each."""
-    both = [(_raw(t), t[0].nbytes, t) for t in (store.x, store.y)]
-    kinds = {n: [_kind(t.dtype, (n, *t.shape[1:])) for _, _, t in both] for n in set(sizes)}
-    for begin, n in zip(store.begins, sizes, strict=True):
-        for (raw, row, _), kind in zip(both, kinds[n], strict=True):
-            digest.update(kind)
-            digest.update(raw[begin * row : (begin + n) * row])
+def _add_store(digest: blake2b, store: Store) -> None:
+    """What the clients' tensors would add one by one: those of as many samples, where they are neighbours, in one piece."""
+    both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
+    at = 0
+    for n, alike in groupby(store.sizes):
+        count = sum(1 for _ in alike)
+        step = (store.begins[at + 1] - store.begins[at]) if count > 1 else n
+        for first in range(at, at + count, _TOGETHER):
+            some = min(_TOGETHER, at + count - first)
+            parts = []
+            for raw, row, t in both:
+                kind = np.frombuffer(_kind(t.dtype, (n, *t.shape[1:])), np.uint8)
+                own = as_strided(raw[store.begins[first] * row :], (some, n * row), (step * row, 1), writeable=False)
+                parts += [np.broadcast_to(kind, (some, len(kind))), own]
+            digest.update(np.concatenate(parts, axis=1).data)
+        at += count
 
 
 def check_labels(population: Population, classes: int, ignored: int = IGNORED) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,9 @@ from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
 from fastsam.fed.clients.samples import Collate, Samples
-from fastsam.fed.clients.store import LARGEST, Store, store_of, stored
+from fastsam.fed.clients.store import LARGEST, Store, StoredPairs, store_of, stored
+
+Watched = Callable[[Sequence[Any]], Iterable[Any]]
 
 
 def prepare(
@@ -25,11 +28,13 @@ def prepare(
     device: torch.device,
     whole: bool = False,
     collate: Collate | None = None,
+    watched: Watched = iter,
 ) -> Population:
     """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may be, or None: the data's).
 
     Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64. whole: the loss
-    takes batches, of pairs too. collate: makes batches of lists of samples.
+    takes batches, of pairs too. collate: makes batches of lists of samples. watched: goes through the clients while they are read one by
+    one, and may show how far that is.
     Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples, NaN or infinity in x.
     """
     if isinstance(clients, Lazy):
@@ -55,10 +60,10 @@ def prepare(
     made = None if whole or collate is not None else _together(given, dtype, device)
     if made is not None and (test is None or _is_pair(test)):
         checked = None if test is None else checked_pair(test, "the test set", dtype, device)
-        return Population(made[0], checked, store=made[1], **about)
-    found, tested = _read(given, test, collate, dtype, device)
+        return Population(StoredPairs(made), checked, store=made, **about)
+    found, tested = _read(given, test, collate, dtype, device, watched)
     if not whole and not any(isinstance(own, Samples) for own in (*found, tested)):
-        pairs, store = made or stored(cast(list[Pair], found))
+        pairs, store = stored(cast(list[Pair], found)) if made is None else (StoredPairs(made), made)
         return Population(pairs, cast("Pair | None", tested), store=store, **about)
     if about["augment"] is not None:
         raise ValueError(
@@ -91,7 +96,12 @@ def _is_pair(given: Any) -> bool:
 
 
 def _read(
-    given: Sequence[Any], test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device
+    given: Sequence[Any],
+    test: Any,
+    collate: Collate | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    watched: Watched = iter,
 ) -> tuple[list[Pair | Samples], Pair | Samples | None]:
     collated = collate is not None
     sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(given)]
@@ -102,30 +112,29 @@ def _read(
     if test is not None:
         sources.append((source(test, "the test set", collated), "the test set"))
     share = LARGEST_READ / max(1, sum(len(one) for one, _ in sources if isinstance(one, Source)))
-    found = [read(one, who, collate, dtype, device, share) for one, who in sources]
+    found = [read(one, who, collate, dtype, device, share) for one, who in watched(sources)]
     return found[: len(given)], found[-1] if test is not None else None
 
 
-def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> tuple[list[Pair], Store] | None:
+def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Store | None:
     """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong, of which the look at
     one after the other tells whose it is, and where they are not alike."""
-    if not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
-        for pair in given
-    ):
+    if not set(map(type, given)) <= {tuple, list} or set(map(len, given)) != {2}:
         return None
-    columns = [[pair[i].detach() for pair in given] for i in (0, 1)]
-    if any(
-        len({t.dtype for t in ts}) > 1 or any(t.dim() == 0 or t.layout != torch.strided for t in ts) for ts in columns
-    ):
+    columns = list(zip(*given, strict=True))
+    kinds = set(map(type, chain(*columns)))
+    if not all(issubclass(kind, Tensor) for kind in kinds):
         return None
-    sizes, others = ([t.shape[0] for t in ts] for ts in columns)
+    if any(len({(t.dtype, t.layout, t.device) for t in ts}) > 1 or ts[0].layout != torch.strided for ts in columns):
+        return None
+    if any(0 in {t.dim() for t in ts} or len({t.shape[1:] for t in ts}) > 1 for ts in columns):
+        return None
+    sizes, others = ([t.size(0) for t in ts] for ts in columns)
     if sizes != others or 0 in sizes or sum(sizes) * sum(ts[0][0].nbytes for ts in columns) > LARGEST:
         return None
-    if any(len({t.shape[1:] for t in ts}) > 1 or len({t.device for t in ts}) > 1 for ts in columns):
-        return None
     try:
-        x, y = checked_pair(tuple(map(torch.cat, columns)), "all clients", dtype, device)
+        with torch.no_grad():
+            x, y = checked_pair(tuple(map(torch.cat, columns)), "all clients", dtype, device)
     except ValueError:
         return None
     return store_of(x, y, sizes)

@@ -22,7 +22,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
+from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
 from fastsam.fed.clients.samples import Collate, Fetched, Samples, Stacked, fetch, generators, leaves, placed, seeded
 
 LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
@@ -157,7 +157,7 @@ def _tree(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Sam
     if count == 0:
         raise ValueError(f"{who} has no samples; leave it out or give it some")
     for path, leaf in leaves(tree):
-        if leaf.is_floating_point() and not torch.isfinite(leaf).all():
+        if leaf.is_floating_point() and not all_finite(leaf):
             raise ValueError(f"{who}: {path} holds NaN or infinity (in {dtype}); remove or replace those values")
     return Stacked(tree, count)
 

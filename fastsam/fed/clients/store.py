@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd, lcm
@@ -17,14 +17,50 @@ LARGEST = 256 * 2**20  # bytes: what there is beside the user's own tensors
 
 @dataclass(frozen=True)
 class Store:
-    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody. begins: each client's first."""
+    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody, zeros. begins: each client's first;
+    sizes: how many it has."""
 
     x: Tensor
     y: Tensor
     begins: Sequence[int]
+    sizes: Sequence[int]
+
+    def labels(self) -> Tensor:
+        """y of everybody, `[samples, ...]`, without what is between two clients."""
+        return self.y if len(self.y) == sum(self.sizes) else self.y[_places(self.sizes, self.begins).to(self.y.device)]
 
 
-def stored(pairs: Sequence[Pair]) -> tuple[list[Pair], Store | None]:
+class StoredPairs(Sequence[Pair]):
+    """The clients of a store: views of it, each made when it is first asked for, since of 100,000 clients few train in a round."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._made: dict[int, Pair] = {}
+
+    def __len__(self) -> int:
+        return len(self.store.sizes)
+
+    def __getitem__(self, client: int) -> Pair:  # type: ignore[override]
+        made = self._made.get(client)
+        if made is None:
+            if not 0 <= client < len(self):
+                raise IndexError(client)
+            store = self.store
+            begin, n = store.begins[client], store.sizes[client]
+            made = self._made[client] = store.x.narrow(0, begin, n), store.y.narrow(0, begin, n)
+        return made
+
+    def __iter__(self) -> Iterator[Pair]:
+        store = self.store
+        gaps = [
+            end - begin - n
+            for begin, end, n in zip(store.begins, [*store.begins[1:], len(store.y)], store.sizes, strict=True)
+        ]
+        parts = [n for pair in zip(store.sizes, gaps, strict=True) for n in pair]
+        yield from zip(*(t.split_with_sizes(parts)[::2] for t in (store.x, store.y)), strict=True)
+
+
+def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
     """The pairs as views of one store, each at a multiple of the alignment.
 
     As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a second copy.
@@ -35,23 +71,26 @@ def stored(pairs: Sequence[Pair]) -> tuple[list[Pair], Store | None]:
     if sum(sizes) * sum(t[0].nbytes for t in pairs[0]) > LARGEST:
         return list(pairs), None
     made = store_of(torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]), sizes)
-    return (list(pairs), None) if made is None else made
+    return (list(pairs), None) if made is None else (StoredPairs(made), made)
 
 
-def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> tuple[list[Pair], Store] | None:
-    """The clients' samples, which lie behind each other in x and y, as views of a store; None where it would be too large, or holds nothing."""
+def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> Store | None:
+    """A store of the clients' samples, which lie behind each other in x and y; None where it would be too large, or holds nothing."""
     rows = [t[0].nbytes for t in (x, y)]
     if not all(rows):
         return None
     unit = lcm(*(ALIGNMENT // gcd(ALIGNMENT, row) for row in rows))
-    gaps = [-n % unit for n in sizes]
-    begins = [0, *accumulate(n + gap for n, gap in zip(sizes, gaps, strict=True))]
+    begins = [0, *accumulate(n + -n % unit for n in sizes)]
     if begins[-1] * sum(rows) > LARGEST:
         return None
-    if any(gaps):
-        moved = torch.tensor(begins[:-1]) - torch.tensor([0, *accumulate(sizes)][:-1])
-        places = torch.arange(len(y)) + moved.repeat_interleave(torch.tensor(sizes))
+    if begins[-1] > len(y):
+        places = _places(sizes, begins[:-1])
         x, y = (t.new_zeros(begins[-1], *t.shape[1:]).index_copy_(0, places.to(t.device), t) for t in (x, y))
-    parts = [n for pair in zip(sizes, gaps, strict=True) for n in pair]
-    views = (t.split_with_sizes(parts)[::2] for t in (x, y))
-    return list(zip(*views, strict=True)), Store(x, y, begins[:-1])
+    return Store(x, y, begins[:-1], sizes)
+
+
+def _places(sizes: Sequence[int], begins: Sequence[int]) -> Tensor:
+    """Where the samples of clients are that begin at `begins`, int64 `[samples]`."""
+    counts = torch.tensor(sizes)
+    moved = torch.tensor(begins) - (counts.cumsum(0) - counts)
+    return torch.arange(sum(sizes)) + moved.repeat_interleave(counts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -110,26 +111,41 @@ class Words:
     """
 
     _BLOCK = 4096
+    _FEW, _MANY = 64, 1024  # words that are looked at one by one; all at once, where none of those will do
 
     def __init__(self, rng: np.random.RandomState) -> None:
         self.rng, self._begin, self._used, self._at = rng, rng.get_state(), 0, 0
-        self._block: list[int] = []
+        self._words, self._block = np.empty(0, np.uint32), list[int]()
 
-    def first_open(self, slots: Sequence[int]) -> int:
-        """`rng.randint(len(slots))`, again until there is a slot: words are cut to the bits of the largest number, and taken where in range."""
-        n = len(slots)
-        mask = (1 << (n - 1).bit_length()) - 1
+    def first_open(self, slots: bytearray) -> int:
+        """`rng.randint(clients)`, again until there is a slot: words are cut to the bits of the largest number, and taken where in range.
+
+        slots: whether each client has one, from `flags`.
+        """
+        mask = len(slots) - 1
         while mask:  # numpy draws nothing where there is nothing to choose
-            for at in range(self._at, len(self._block)):
-                found = self._block[at] & mask
-                if found < n and slots[found]:
-                    self._at = at + 1
-                    return found
+            at = self._at
+            for word in self._block[at : at + self._FEW]:
+                at += 1
+                if slots[word & mask]:
+                    self._at = at
+                    return word & mask
+            for begin in range(at, len(self._block), self._MANY):
+                found = self._words[begin : begin + self._MANY] & mask
+                hits = np.frombuffer(slots, np.uint8)[found]
+                first = int(hits.argmax())
+                if hits[first]:
+                    self._at = begin + first + 1
+                    return int(found[first])
             self._refill()
         return 0
 
     def uniform(self) -> float:
         """`rng.random_sample()`: 53 bits of two words."""
+        at = self._at
+        if at + 1 < len(self._block):
+            self._at = at + 2
+            return ((self._block[at] >> 5) * 67108864.0 + (self._block[at + 1] >> 6)) / 9007199254740992.0
         return ((self._next() >> 5) * 67108864.0 + (self._next() >> 6)) / 9007199254740992.0
 
     def close(self) -> None:
@@ -146,7 +162,14 @@ class Words:
 
     def _refill(self) -> None:
         self._used += len(self._block)
-        self._block, self._at = self.rng.randint(0, 2**32, self._BLOCK, np.uint32).tolist(), 0
+        self._words = self.rng.randint(0, 2**32, self._BLOCK, np.uint32)
+        self._block, self._at = self._words.tolist(), 0
+
+
+def flags(slots: Sequence[int]) -> bytearray:
+    """A byte for each client, 1 where it has slots, and zeros behind them up to a power of two."""
+    n = len(slots)
+    return bytearray(bool(count) for count in slots) + bytearray((1 << (n - 1).bit_length()) - n)
 
 
 def draw(
@@ -169,20 +192,20 @@ def draw(
     sizes = np.asarray(sizes)
     _check_draw(labels, priors, sizes, exhausted)
     classes = priors.shape[1]
-    lists = [np.flatnonzero(labels == c) for c in range(classes)]
+    lists = [np.flatnonzero(labels == c).tolist() for c in range(classes)]
     left = [len(pool) for pool in lists]
     open_slots = sizes.tolist()
-    cdf = np.cumsum(priors, axis=1).tolist()
-    taken = [np.empty(n, dtype=np.int64) for n in open_slots]
-    remaining = int(sizes.sum())
-    words = Words(rng)
+    begins = [0, *accumulate(open_slots)]
+    cdf, taken = np.cumsum(priors, axis=1).ravel().tolist(), [0] * begins[-1]
+    has_slots, words = flags(open_slots), Words(rng)
     uniform = words.uniform
-    while remaining:
-        client = words.first_open(open_slots)
-        remaining -= 1
+    for _ in range(begins[-1]):
+        client = words.first_open(has_slots)
         open_slots[client] -= 1
+        has_slots[client] = open_slots[client] > 0
+        row = client * classes
         for _ in range(_MAX_REJECTIONS):
-            c = bisect_left(cdf[client], uniform())
+            c = bisect_left(cdf, uniform(), row, row + classes) - row
             c = 0 if c == classes else c  # rounding left the last sum under 1: numpy's argmax of "none is true" is 0
             if left[c]:
                 break
@@ -193,9 +216,10 @@ def draw(
             c = _renormalised(priors[client], counts, uniform())
             left[c] = left[c] or len(lists[c])
         left[c] -= 1
-        taken[client][open_slots[client]] = lists[c][left[c]]
+        taken[begins[client] + open_slots[client]] = lists[c][left[c]]
     words.close()
-    return taken
+    places = np.array(taken, dtype=np.int64)
+    return [places[begin:end] for begin, end in pairwise(begins)]
 
 
 def _renormalised(prior: np.ndarray, available: list[int], u: float) -> int:

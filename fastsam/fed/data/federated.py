@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.pairs import all_finite
 from fastsam.fed.data import partition
 from fastsam.fed.data.augment import Augment
 
@@ -117,7 +118,7 @@ def as_tensors(x: Any, y: Any, classes: int | None = None, what: str = "data") -
     if x.dtype == torch.uint8:
         x = x.to(torch.float32) / 255
     elif x.is_floating_point():
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise ValueError(f"{what}: x holds NaN or infinity; remove or replace those values")
     else:
         x = x.to(torch.int64)

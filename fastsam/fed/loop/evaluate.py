@@ -54,13 +54,13 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
 
 def _observed(population: Population) -> np.ndarray:
     """`[clients, classes]`: each client's own class frequencies."""
-    own, test = population.labels, population.test_labels
+    own, test = population.labels_together(), population.test_labels
     assert own is not None and test is not None
-    labels = _integers(torch.cat([y.flatten() for y in own]))
+    labels, number = _integers(own[0]), len(own[1])
     classes = 1 + max(int(labels.max()), int(_integers(test).max()))
-    clients = np.repeat(np.arange(len(own)), [y.numel() for y in own])
+    clients = np.repeat(np.arange(number), own[1])
     known = labels >= 0
-    counts = np.bincount(clients[known] * classes + labels[known], minlength=len(own) * classes)
+    counts = np.bincount(clients[known] * classes + labels[known], minlength=number * classes)
     counts = counts.reshape(-1, classes).astype(np.float64)
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
 
@@ -72,10 +72,10 @@ def _integers(y: Tensor) -> np.ndarray:
 
 def _two_classes(population: Population) -> bool:
     """Whether every sample has one label, 0 or 1 (or false or true): classes, though the model has no output for each."""
-    if population.labels is None or population.test_labels is None:
+    own, test = population.labels_together(), population.test_labels
+    if own is None or test is None or list(own[1]) != list(population.sizes) or test.numel() != population.test_size:
         return False
-    labels = zip([*population.labels, population.test_labels], [*population.sizes, population.test_size], strict=True)
-    return all(y.numel() == n and bool(((y == 0) | (y == 1)).all()) for y, n in labels)
+    return all(bool(((y == 0) | (y == 1)).all()) for y in (own[0], test))
 
 
 def _known_labels(population: Population) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fastsam.fed.callbacks.base import METHODS, CallbackError, RunView, Stop
-from fastsam.fed.callbacks.terminal import RunProgress
+from fastsam.fed.callbacks.terminal import RunProgress, counted
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.sums.ranks import Ranks
@@ -37,6 +37,14 @@ class Listeners:
         self._started: list[Any] = []
         self._shown: RunProgress | None = None
         self._bar = ExitStack()
+
+    def reading(self, clients: Sequence[Any]) -> Iterable[Any]:
+        """The clients one after the other, as they are read; a bar shows how many there were, where one shows the rounds."""
+        if self.progress is not True:
+            return clients
+        from rich.console import Console
+
+        return counted(clients, "reading clients", Console(stderr=True))
 
     def names(self) -> list[str]:
         """The classes of the callbacks, which all ranks must have in common."""

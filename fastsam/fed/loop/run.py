@@ -132,7 +132,7 @@ def run(
     dtype = check_model(model)
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
-    population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate)
+    population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
     loss = cast(Loss, trial_batch.batch_loss(given, population))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,

@@ -66,12 +66,17 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             value.backward()
         check_gradients(trainable(trial))
         check_frozen(trial, frozen)
-        known = [*(population.labels or ()), *([] if population.test is None else [population.test[1]])]
-        classifies = labels and y.dim() == 1 and (classes or one_per_class(output, known, loss))
+        classifies = labels and y.dim() == 1 and (classes or one_per_class(output, _all_labels(population), loss))
         draws = not all(map(torch.equal, states, generator_states(x.device)))
         changed = changed_buffers(trial, before)
         _check_others(trial.eval(), population, client, loss, batch_size)
     return Trial(classifies, changed, draws, (x, y))
+
+
+def _all_labels(population: Population) -> list[Tensor]:
+    """Those of the clients and of the test set."""
+    own, test = population.labels_together(), population.test_labels
+    return [*([] if own is None else [own[0]]), *([] if test is None else [test])]
 
 
 @contextmanager

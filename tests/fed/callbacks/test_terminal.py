@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from fastsam.fed.callbacks.terminal import Countdown, RunProgress, describe, duration
+from fastsam.fed import callbacks
+from fastsam.fed.callbacks.terminal import Countdown, RunProgress, counted, describe, duration
 
 
 def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture) -> None:
@@ -37,6 +38,16 @@ def test_progress_of_a_run_that_was_done_before_is_full(capsys: pytest.CaptureFi
         pass
     last = capsys.readouterr().out.rpartition("fedsam")[2]
     assert "4/4" in last and "done before" in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reading_that_takes_its_time_is_shown_on_a_terminal(terminal, capsys, monkeypatch) -> None:
+    things = list(range(40))
+    console = Console(force_terminal=terminal, width=80)
+    assert list(counted(things, "reading clients", console)) == things and not capsys.readouterr().out, "it was quick"
+    monkeypatch.setattr(callbacks.terminal, "_PATIENCE", -1.0)
+    assert list(counted(things, "reading clients", console)) == things
+    assert ("reading clients" in capsys.readouterr().out) is terminal
 
 
 def test_describe_leaves_out_what_a_round_does_not_have() -> None:

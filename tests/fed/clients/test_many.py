@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed.clients import population
+from fastsam.fed.clients import population, store
 from fastsam.fed.clients import prepare as preparing
-from fastsam.fed.clients.pairs import ALIGNMENT
+from fastsam.fed.clients.pairs import ALIGNMENT, all_finite
 from fastsam.fed.clients.population import Population, check_labels
 from fastsam.fed.clients.prepare import prepare
 from tests.helpers import oracle
@@ -49,6 +51,7 @@ def test_together_they_are_what_they_are_one_by_one(
     data = [(x.abs().to(dtype), y) for x, y in clients(sizes)]
     ours, theirs = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
     assert ours.store is not None and theirs.store is not None
+    assert ours.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
     assert list(ours.store.begins) == list(theirs.store.begins) and ours.sizes == theirs.sizes
     for mine, other in zip(ours.clients, theirs.clients, strict=True):
         for a, b in zip(mine, other, strict=True):
@@ -85,3 +88,62 @@ def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest
     theirs = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
     assert [r["client_accuracy_mean"] for r in ours.history] == [r["client_accuracy_mean"] for r in theirs.history]
     assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+
+
+def calls_before_the_first_round(many: int) -> int:
+    """Calls of functions, of Python's and of C's, that a run of so many clients makes."""
+    data, test = clients([4] * many), clients([32])[0]
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        fed.run(
+            torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1, participation=0.5 / many, sampler="fixed", test=test
+        )
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_client_costs_few_calls_before_the_first_round() -> None:
+    """Each of them is dealt a test sample, which takes ten: a hundred thousand clients are ready in two seconds."""
+    calls_before_the_first_round(10)  # what is imported and made once
+    few, many = (calls_before_the_first_round(n) for n in (1000, 3000))
+    assert (many - few) / 2000 < 25
+
+
+def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
+    data = clients([4, 1, 9])
+    found = prepare(data, None, torch.float32, CPU).clients
+    assert len(found) == 3 and found[1] is found[1]
+    for pairs in (list(found), [found[i] for i in range(3)]):
+        assert all(
+            torch.equal(a, b) for own, pair in zip(pairs, data, strict=True) for a, b in zip(own, pair, strict=True)
+        )
+    with pytest.raises(IndexError):
+        found[3]
+
+
+def test_of_much_data_there_is_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clients([4, 1, 9])
+    for module in (preparing, store):
+        monkeypatch.setattr(module, "LARGEST", 100)
+    found = prepare(data, None, torch.float32, CPU)
+    aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
+    kept = {t.data_ptr() for pair in found.clients for t in pair}
+    assert found.store is None and aligned and all(t.data_ptr() in kept for pair in aligned for t in pair)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_not_finite_is_found_wherever_it_is(bad: float, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 50).to(dtype)
+    assert all_finite(x) and all_finite(x[:0]) and all_finite(torch.full((9,), torch.finfo(dtype).max, dtype=dtype))
+    for place in (0, 77, 149):
+        spoiled = x.clone().flatten()
+        spoiled[place] = bad
+        assert not all_finite(spoiled) and not all_finite(spoiled.view(3, 50).t())

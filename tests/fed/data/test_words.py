@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastsam.fed.data.dealing import Words
+from fastsam.fed.data.dealing import Words, flags
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000, 100_000])
@@ -13,7 +13,7 @@ from fastsam.fed.data.dealing import Words
 def test_words_are_the_generators_own(n: int, count: int) -> None:
     theirs, ours = (np.random.RandomState(7) for _ in range(2))
     theirs.randint(5), ours.randint(5)  # not from a state's beginning
-    words, slots = Words(ours), [1] * n
+    words, slots = Words(ours), flags([1] * n)
     for i in range(count):
         client = theirs.randint(n)
         while not slots[client]:
