@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, State
+from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import integer
 
 
@@ -35,19 +36,10 @@ class FedRep(Algorithm):
             )
 
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
-        return [self.head] if self.head is not None else last_layer(model)
+        return [self.head if self.head is not None else last_layer(model) or "*"]
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         rows = round.rows
         head = rows.places("head", self.own_parameters(rows.template))
         body = tuple(place for place in range(len(rows.names)) if place not in head)
         return LocalStep(epochs=self.head_epochs, only=head, then=LocalStep(only=body))
-
-
-def last_layer(model: nn.Module) -> list[str]:
-    """The names of the trainable parameters of the last module that has some of its own."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        own = [f"{name}.{n}" if name else n for n, p in module.named_parameters(recurse=False) if p.requires_grad]
-        found = own or found
-    return found

@@ -98,9 +98,9 @@ def why_not(setup: Setup) -> str | None:
 
 def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
     """The vectors of a LocalStep."""
-    taught = None if step.teacher is None else step.teacher.weights
+    taught = () if step.teacher is None else step.teacher.rows
     then = () if step.then is None else vectors(step.then)
-    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), taught, *then
+    return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *taught, *then
 
 
 def tensors(ends: RowEnds) -> list[Tensor]:

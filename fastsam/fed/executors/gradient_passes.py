@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastsam.arena import Layout
 from fastsam.fed.clients.batch_loss import BatchLoss
@@ -15,6 +15,9 @@ from fastsam.fed.models.pixels import Pixels
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.teacher import Teacher
+
+if TYPE_CHECKING:
+    from fastsam.fed.executors.taught import Taught
 
 
 def check_scalar(loss: object) -> Tensor:
@@ -55,13 +58,13 @@ class Passes:
         loss.backward()
         return loss.detach(), self._taken()
 
-    def run_taught(self, x: Tensor, y: Tensor, teacher: Teacher, model: nn.Module) -> tuple[Tensor, Gradients]:
-        """As `run`, with gradients of the teacher's term too; the loss is that of the data alone. model: the teacher."""
-        outputs = self.replica.module(x)
+    def run_taught(self, x: Tensor, y: Tensor, teacher: Teacher, models: Taught) -> tuple[Tensor, Gradients]:
+        """As `run`, with gradients of the teacher's term too; the loss is that of the data alone. models: the trained one, and the teachers."""
+        outputs, own = models.own(x)
         with torch.no_grad():
-            told = model(x)
+            told = [other(x)[1] for other in models.others[: len(teacher.rows)]]
         loss = check_scalar(self.loss(outputs, y))
-        (loss + teacher.weight * check_scalar(teacher.term(outputs, told, y))).backward()
+        (loss + teacher.weight * check_scalar(teacher.compare(own, told, y))).backward()
         return loss.detach(), self._taken()
 
     def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:

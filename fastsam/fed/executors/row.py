@@ -14,10 +14,10 @@ from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
 from fastsam.fed.executors.gradient_passes import Gradients, Passes
 from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
 from fastsam.fed.executors.randomness import PassRandomness
+from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
-from fastsam.fed.step.teacher import Teacher
 
 
 class Row:
@@ -39,7 +39,7 @@ class Row:
         self.replica = Replica(setup.model, setup.layout, self.z[0])
         self.passes = Passes(self.replica, setup.layout, setup.loss)
         self.random = PassRandomness(setup.device) if random is None else random
-        self._run, self._teacher = self.passes.run, _Taught()
+        self._run, self._teacher = self.passes.run, Taught(setup, self.form, self.replica)
         self._filled: tuple[float, ...] = ()
         self._known: tuple[LocalStep | None, float] = None, 0.0
         self._kind = self.form.kind
@@ -170,7 +170,7 @@ class Row:
         if self._known[0] is not step or self._known[1] != self.task.lr or step.surrogate_gap:
             self._fill(step, self.task.lr)
         if step.teacher is not None:
-            self._teacher.listen_(step.teacher, self.buffers, self.setup, self.form)
+            self._teacher.listen_(step.teacher, self.task, self.buffers)
         form.arrange(self._kind)
         form.begin_(self.start)
         q, mu, s = (self.task.vector(name) for name in ("q", "mu", "s"))
@@ -232,9 +232,9 @@ class Row:
         return loss, gradients
 
     def _run_taught(self, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        teacher, replica = self.task.step.teacher, self._teacher.replica
-        assert teacher is not None and replica is not None  # _begin() saw to it
-        return self.passes.run_taught(x, y, teacher, replica.module)
+        teacher = self.task.step.teacher
+        assert teacher is not None  # _fill() saw to it
+        return self.passes.run_taught(x, y, teacher, self._teacher)
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
@@ -270,23 +270,6 @@ def _together(before: RowEnds, ends: RowEnds) -> RowEnds:
         samples=(before.samples[0] + ends.samples[0],),
         snapshots=before.snapshots,
     )
-
-
-class _Taught:
-    """The teacher of a row: a model of its own, made when the first step with one comes."""
-
-    def __init__(self) -> None:
-        self.replica: Replica | None = None
-        self._loaded: tuple[Tensor | None, Sequence[Tensor]] = None, ()
-
-    def listen_(self, teacher: Teacher, buffers: Sequence[Tensor], setup: Setup, form: Form) -> None:
-        """Takes the teacher's weights, and the buffers of the round's start; those that it has already are not copied again."""
-        if self.replica is None:
-            self.replica = Replica(setup.model, setup.layout, form.field("teacher")[0])
-            self.replica.module.eval()
-        if self._loaded[0] is not teacher.weights or self._loaded[1] is not buffers:
-            self.replica.load_(teacher.weights, buffers)
-            self._loaded = teacher.weights, buffers
 
 
 def check_vectors(step: LocalStep, start: Tensor) -> None:

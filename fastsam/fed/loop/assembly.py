@@ -118,12 +118,13 @@ def _check_inputs(
         raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
     if step.teacher is None:
         return
-    if personal is not None:
+    if isinstance(personal, Personal) and len(personal.places):
         raise ValueError(
             f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and {name} has one"
         )
     if tried.example is not None:
-        check_term(step.teacher, rows.model(step.teacher.weights), *tried.example)
+        w = step.teacher.rows[0]
+        check_term(step.teacher, rows.model(w if w.dim() == 1 else w[0]), *tried.example)
 
 
 def _check_path(step: LocalStep, name: str, measures: Sequence[str] | Measures) -> None:

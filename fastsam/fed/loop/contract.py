@@ -196,16 +196,16 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
                 f"LocalStep.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) on {w.device}, like "
                 f"the server's w; got {got}"
             )
-    teacher = step.teacher
-    if teacher is not None and (teacher.weights.shape, teacher.weights.dtype, teacher.weights.device) != (
-        w.shape,
-        w.dtype,
-        w.device,
-    ):
-        raise ValueError(
-            f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w; got {teacher.weights.dtype} "
-            f"{list(teacher.weights.shape)} on {teacher.weights.device}"
-        )
+    for v in () if step.teacher is None else step.teacher.rows:
+        if (
+            not isinstance(v, Tensor)
+            or (v.shape != w.shape and v.shape != (n, *w.shape))
+            or (v.dtype, v.device) != (w.dtype, w.device)
+        ):
+            got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
+            raise ValueError(
+                f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w, or {[n, *w.shape]}; got {got}"
+            )
     if step.then is not None:
         _check_step(step.then, w, n)
     return step

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from fastsam.fed.common.checks import number
+from fastsam.fed.common.checks import nearest, number
 
-Term = Callable[[Tensor, Tensor, Tensor], Tensor]
+Term = Callable[[Tensor, Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Teacher:
     """Local steps descend on `loss(model(x), y) + weight*term(model(x), teacher(x), y)`.
 
-    weights: `[stride]`, of the teacher: a model like the trained one, in evaluation mode, with the buffers of the global model; no gradient goes
-    through it. term: of outputs, the teacher's outputs and labels a scalar tensor, the mean over the batch; `divergence` is one.
+    weights: `[stride]`, of the teacher, or `[n, stride]`, a row for each client: a model like the trained one, in evaluation mode, with the buffers
+    with which the client begins; no gradient goes through it. Several of these are several teachers, and the term is given a tuple of what they say.
+    term: of outputs, the teacher's outputs and labels a scalar tensor, the mean over the batch; `divergence` is one.
+    features: a module of the model by name, what it returns being compared in place of the outputs, or with `received` what it is given.
     Raises ValueError for a weight that is no finite number, and a term that cannot be called.
     """
 
-    weights: Tensor
+    weights: Tensor | Sequence[Tensor]
     term: Term
     weight: float = 1.0
+    features: str | None = None
+    received: bool = False
 
     def __post_init__(self) -> None:
         number("weight", self.weight)
@@ -32,6 +38,15 @@ class Teacher:
             raise ValueError(
                 f"Teacher: term must be a function of outputs, the teacher's outputs and labels, got {self.term!r}"
             )
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """The weights of each teacher."""
+        return (self.weights,) if isinstance(self.weights, Tensor) else tuple(self.weights)
+
+    def compare(self, own: Tensor, told: Sequence[Tensor], y: Tensor) -> Tensor:
+        """The term. told: of each teacher."""
+        return self.term(own, told[0] if isinstance(self.weights, Tensor) else tuple(told), y)
 
 
 def divergence(outputs: Tensor, told: Tensor, temperature: float = 1.0, left_out: Tensor | None = None) -> Tensor:
@@ -49,16 +64,65 @@ def divergence(outputs: Tensor, told: Tensor, temperature: float = 1.0, left_out
     return temperature**2 * (share * (q - p)).sum(1).mean()
 
 
+class Heard:
+    """A model of ours, and what of it is compared: its outputs, or what a module inside returns or receives."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._what: tuple[str | None, bool] = None, False
+        self._hook: RemovableHandle | None = None
+        self._found: object = None
+
+    def attend_(self, teacher: Teacher) -> None:
+        """Listens to what this teacher compares."""
+        what = teacher.features, teacher.received
+        if what == self._what:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._what, self._hook = what, None
+        if teacher.features is not None:
+            inner = self.module.get_submodule(teacher.features)
+            listen = inner.register_forward_pre_hook if teacher.received else inner.register_forward_hook
+            self._hook = listen(self._take)
+
+    def _take(self, module: nn.Module, inputs: tuple[object, ...], output: object = None) -> None:
+        self._found = inputs[0] if self._what[1] else output
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs, and what is compared. Raises ValueError for a pass that does not come by there, or with something else than a tensor."""
+        outputs = self.module(x)
+        if self._hook is None:
+            return outputs, outputs
+        found, self._found = self._found, None
+        if not isinstance(found, Tensor):
+            did = (
+                f"{'receives' if self._what[1] else 'returns'} {type(found).__name__}"
+                if found is not None
+                else "is not called"
+            )
+            raise ValueError(
+                f"features={self._what[0]!r} must be a module that works on one tensor; in a pass of the model it {did}"
+            )
+        return outputs, found
+
+
 @torch.no_grad()
 def check_term(teacher: Teacher, model: nn.Module, x: Tensor, y: Tensor) -> None:
     """Raises ValueError unless the term of this model's outputs, as both, is a finite scalar. x, y: a batch."""
-    outputs = model.to(x.device)(x)
-    try:
-        value = teacher.term(outputs, outputs, y)
-    except Exception as error:
-        shapes = (
-            f"outputs {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"outputs {type(outputs).__name__}"
+    heard = Heard(model.to(x.device))
+    modules = [name for name, _ in model.named_modules() if name]
+    if teacher.features is not None and teacher.features not in modules:
+        raise ValueError(
+            f"features={teacher.features!r} is no module of the model{nearest(teacher.features, modules)}; its modules are {', '.join(modules)}"
         )
+    heard.attend_(teacher)
+    _, own = heard(x)
+    try:
+        value = teacher.compare(own, [own] * len(teacher.rows), y)
+    except Exception as error:
+        what = "outputs" if teacher.features is None else "features"
+        shapes = f"{what} {list(own.shape)}" if isinstance(own, Tensor) else f"{what} {type(own).__name__}"
         raise ValueError(
             f"the teacher's term cannot be made of {shapes} and labels {y.dtype} {list(y.shape)}: {type(error).__name__}: {error}"
         ) from error

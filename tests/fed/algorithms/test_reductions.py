@@ -46,6 +46,7 @@ EXACT = {
     "half of FedSMOO, rho = 0, is FedAvg": lambda r, s, p: (fed.FedSMOO(rho=0.0, dyn=False), fed.FedAvg()),
     "FedAvgM, beta = 0, is FedAvg": lambda r, s, p: (fed.FedAvgM(beta=0.0), fed.FedAvg()),
     "FedExP, eps too large, is FedAvg": lambda r, s, p: (fed.FedExP(eps=1e9, average=False), fed.FedAvg()),
+    "MOON, mu = 0, is FedAvg": lambda r, s, p: (fed.MOON(mu=0.0), fed.FedAvg()),
     "FedNTD, beta = 0, is FedAvg": lambda r, s, p: (fed.FedNTD(beta=0.0), fed.FedAvg()),
     "FedProx, phi = 0, is FedAvg": lambda r, s, p: (fed.FedProx(phi=0.0), fed.FedAvg()),
     "FedRobust with a map at rest is FedAvg": lambda r, s, p: (fed.FedRobust(eta_2=0.0, form="diag"), fed.FedAvg()),

@@ -64,7 +64,7 @@ def test_both_gradients_of_a_sharp_step_are_taught():
     assert oracle.difference(final, oracle.run(model, clients, UnfusedSharp(beta=0.8), options, ACTIVE)) < 1e-12
 
 
-@pytest.mark.parametrize("method", ["fedgmt", "fedntd"])
+@pytest.mark.parametrize("method", ["fedgmt", "fedntd", "moon"])
 def test_threads_have_the_bits_of_the_plain_executor(method):
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
     one, other = (
@@ -138,6 +138,14 @@ def test_the_divergence_is_torchs():
         (lambda w: fed.Teacher(w, lambda o, t, y: o.mean() / 0), "finite scalar"),
         (lambda w: fed.Teacher(w, None), "term must be a function"),
         (lambda w: fed.Teacher(w, divergence, weight=float("nan")), "weight must be a finite number"),
+        (
+            lambda w: fed.Teacher((w, w[None, :-1]), divergence),
+            r"Teacher.weights must be torch.float64 .* or \[1, 256\]; got",
+        ),
+        (
+            lambda w: fed.Teacher(w, divergence, features="3"),
+            "features='3' is no module of the model.*; its modules are 0, 1, 2",
+        ),
     ],
 )
 def test_a_teacher_is_checked_before_the_run(teacher, words, tmp_path):
@@ -178,3 +186,83 @@ def test_samples_that_come_in_batches_have_no_teacher():
     clients = [({"input": x}, y) for x, y in oracle.ragged_clients()]
     with pytest.raises(ValueError, match=r"FedNTD compares two models' outputs of the inputs x of pairs \(x, y\), and"):
         fed.run(torch.nn.Linear(6, 3).double(), clients, fed.FedNTD(), rounds=1)
+
+
+def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
+    """The first client's teacher is twice the model, the others' thrice; of the first layer, as it is seen by hooks of ours."""
+    said: list[Any] = []
+
+    @dataclass(frozen=True)
+    class Each(fed.Algorithm):
+        received: bool = False
+
+        def init_client(self, server):
+            return {"v": 2 * server["w"]}
+
+        def local_step(self, server, client, round):
+            def term(own, told, y):
+                if own.requires_grad:
+                    said.append((own.detach().clone(), [t.clone() for t in told]))
+                return 0.0 * own.sum()
+
+            name = "2" if self.received else "0"
+            return fed.LocalStep(
+                teacher=fed.Teacher((server["w"], client["v"]), term, features=name, received=self.received)
+            )
+
+        def close_client(self, server, client, ends, round):
+            return {"v": 3 * server["w"].expand(len(ends.clients), -1)}, fed.Upload(
+                mean={"delta": 0 * ends.displacement}
+            )
+
+    model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=(6, 6))
+    for received in (False, True):
+        said.clear()
+        fed.run(
+            model,
+            clients,
+            Each(received),
+            rounds=2,
+            participation=1.0,
+            shuffle=False,
+            batch_size=6,
+            executor="sequential",
+        )
+        wanted = []
+        for factor in (1, 2, 3):
+            scaled_model = oracle.smooth_model()
+            with torch.no_grad():
+                for p in scaled_model.parameters():
+                    p.mul_(factor)
+            wanted.append([scaled_model[: 2 if received else 1](x).detach() for x, _ in clients])
+        for visit, (own, told) in enumerate(said):
+            client, factor = visit % 2, 2 + visit // 2
+            torch.testing.assert_close(own, wanted[0][client])
+            torch.testing.assert_close(told[0], wanted[0][client])
+            torch.testing.assert_close(told[1], wanted[factor - 1][client])
+        assert len(said) == 4
+
+
+def test_features_are_a_tensor_of_every_pass():
+    class Pair(torch.nn.Module):
+        def forward(self, x):
+            return x, x
+
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.idle, self.out = Pair(), torch.nn.Identity(), torch.nn.Linear(6, 3).double()
+
+        def forward(self, x):
+            return self.out(self.pair(x)[0])
+
+    for name, words in (("pair", "it returns tuple"), ("idle", "it is not called")):
+        with pytest.raises(
+            ValueError, match=f"features='{name}' must be a module that works on one tensor; .* {words}"
+        ):
+            fed.run(Odd(), oracle.ragged_clients(), fed.MOON(features=name), rounds=1)
+
+
+def test_moon_is_fedavg_in_a_clients_first_round():
+    options = {"rounds": 1, "participation": 1.0}
+    assert same_bits(run(fed.MOON(mu=5.0), **options).model, run(fed.FedAvg(), **options, executor="sequential").model)

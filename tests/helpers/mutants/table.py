@@ -136,6 +136,16 @@ MUTANTS = [
     Mutant(A + "fedgmt", "divergence(outputs, told, tau)", "divergence(told, outputs, tau)", "fedgmt"),
     Mutant(A + "fedntd", "left_out=classes == y.unsqueeze(1)", "left_out=None", "fedntd"),
     Mutant(A + "fedntd", "self.tau), self.beta)", "self.tau), 1.0)", "fedntd"),
+    # MOON
+    Mutant(A + "moon", "(old - received)", "(received - old)", "moon"),
+    Mutant(A + "moon", "(old - received) / tau", "(old - received)", "moon"),
+    Mutant(A + "moon", "            self.mu,\n", "            1.0,\n", "moon"),
+    Mutant(A + "moon", '(server["w"], client["w_i"])', '(client["w_i"], server["w"])', "moon"),
+    Mutant(
+        A + "moon", '{"w_i": server["w"] + ends.displacement}', '{"w_i": client["w_i"] + ends.displacement}', "moon"
+    ),
+    Mutant(A + "moon", "received=self.features is None", "received=False", "moon"),
+    Mutant("executors.taught", "at[0][0] is not weights", "False", "moon"),
     Mutant("step.teacher", "temperature**2 * ", "", "fedgmt"),
     Mutant("step.teacher", "outputs / temperature, told / temperature", "outputs, told", "fedntd"),
     Mutant("step.teacher", ".sum(1).mean()", ".mean()", "fedntd"),

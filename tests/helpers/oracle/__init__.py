@@ -25,9 +25,10 @@ from .problems import (
 )
 from .robust import FedRobust
 from .servers import FedAdagrad, FedAvgM, FedExP, FedNova, FedYogi
-from .taught import FedGMT, FedNTD
+from .taught import MOON, FedGMT, FedNTD
 
 __all__ = [
+    "MOON",
     "SCAFFOLD",
     "FedAdagrad",
     "FedAdam",

@@ -1,4 +1,4 @@
-"""Methods whose loss has a term of another model's outputs: FedGMT, FedNTD."""
+"""Methods whose loss has a term of another model's outputs or features: FedGMT, FedNTD, MOON."""
 
 from __future__ import annotations
 
@@ -89,3 +89,39 @@ class FedNTD(Taught):
         classes = out.shape[1]
         others = torch.tensor([[c for c in range(classes) if c != label] for label in y.tolist()])
         return out.gather(1, others)
+
+
+@dataclass
+class MOON(FedAvg):
+    """Li et al. 2021, eq. 3, of a Sequential: z is what its last layer receives, or what the layer `features` returns."""
+
+    mu: float = 1.0
+    tau: float = 0.5
+    features: str | None = None
+
+    def representation(self, visit: Visit, x: Tensor) -> Tensor:
+        layers = list(visit.model.children())
+        for layer in layers[:-1] if self.features is None else layers[: int(self.features) + 1]:
+            x = layer(x)
+        return x
+
+    def start_client(self, w: Vector) -> Kept:
+        return {"last": [p.clone() for p in w]}
+
+    def gradient(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        parameters = list(visit.model.parameters())
+        told = []
+        with torch.no_grad():
+            for other in (visit.anchor, visit.mine["last"]):
+                for p, value in zip(parameters, other, strict=True):
+                    p.copy_(value)
+                told.append(self.representation(visit, x))
+        loss = visit.loss(w, x, y)
+        z = self.representation(visit, x)
+        near, far = (((z * t).sum(1) / (z.norm(dim=1) * t.norm(dim=1)) / self.tau).exp() for t in told)
+        contrast = -(near / (near + far)).log().mean()
+        return list(torch.autograd.grad(loss + self.mu * contrast, parameters, allow_unused=False))
+
+    def finish(self, visit: Visit, delta: Vector) -> Kept:
+        visit.mine["last"] = add(visit.anchor, delta)
+        return {}
