@@ -23,6 +23,9 @@ from tests.helpers.op_cases import parameter
 # `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is deep under pytest:
 # half of the time of a short federated run.
 fake_tensors.traceback = SimpleNamespace(extract_stack=list)  # type: ignore[assignment]
+# So does `torch.manual_seed`, for every kind of device that has not been used: a millisecond or two for each.
+for devices in (torch.cuda, torch.mtia, torch.xpu):
+    devices.traceback = SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 if os.environ.get("FASTSAM_INTEGRATIONS"):
     with_torchvision()  # before the first of the libraries that import it

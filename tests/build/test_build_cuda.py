@@ -123,6 +123,7 @@ __attribute__((constructor)) void keep() { if (false) call(nullptr); }
 """
 
 
+@pytest.mark.gpu_code
 @needs_compiler
 def test_cuda_library_needs_torchs_cuda_and_keeps_its_run_time_private(sources: Path, tmp_path: Path) -> None:
     """Also where torch is a CPU build: what nvcc makes there must load beside a CUDA build."""

@@ -81,7 +81,7 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
     ("compiler", "reason"),
     [
         pytest.param("/bin/false", "compiling failed", marks=pytest.mark.slow),
-        ("no-such-compiler", "no-such-compiler not found"),
+        pytest.param("no-such-compiler", "no-such-compiler not found", marks=pytest.mark.slow),
     ],
 )
 def test_missing_or_failing_compiler_gives_the_pure_wheel_and_says_so(

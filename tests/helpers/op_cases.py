@@ -40,7 +40,7 @@ def parameter(b: backends.Backend, *more: Any) -> Any:
 BACKENDS = [parameter(b) for b in backends.table()]
 
 
-def explore(backend: backends.Backend, examples: int = 40) -> Callable[[Any], Any]:
+def explore(backend: backends.Backend, examples: int = 24) -> Callable[[Any], Any]:
     """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow, and fewer of the reference,
     which is itself what the others are compared with."""
     fewer = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)

@@ -1,11 +1,14 @@
-"""Figures that no test looks at are named and not drawn; slow tests draw them."""
+"""Figures that no test looks at are named and not drawn (slow tests draw them), and clients train one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fastsam.fed.executors import auto
 
 DRAWN = ("test_plots",)  # files whose figures are figures
 
@@ -19,3 +22,11 @@ def quick_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 def name_file(figure: Any, path: str | Path, **options: Any) -> None:
     Path(path).write_bytes(b"not drawn")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_short_run_is_sequential() -> Iterator[None]:
+    """Recording passes for stacked clients takes longer than the few rounds of these commands."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))
+        yield

@@ -24,6 +24,7 @@ model = "mlp"
 model_options = {hidden = [8]}
 rounds = 3
 batch_size = 32
+executor = "sequential"
 participation = 0.5
 target = 0.1
 [fedsam]

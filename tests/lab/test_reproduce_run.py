@@ -130,6 +130,7 @@ def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: An
     assert "error: fedsam-seed0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interruption_says_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     def interrupted(*arguments: Any) -> Any:
         raise KeyboardInterrupt

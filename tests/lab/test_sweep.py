@@ -19,6 +19,7 @@ model = "mlp"
 model_options = {hidden = [8]}
 rounds = 2
 batch_size = 32
+executor = "sequential"
 participation = 0.5
 target = 0.1
 [fedsam]

@@ -36,23 +36,23 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     [parameter(b, *([] if b.name in ("native", "triton") else [pytest.mark.slow])) for b in CPU],
 )
 def test_no_op_leaves_its_operands(backend: backends.Backend) -> None:
-    done = run(backend.name, *(() if backend.name == "native" else ("--dtypes", "float32")))
+    done = run(backend.name, "--dtypes", "float32")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     found = re.search(r"(\d+) calls within bounds", done.stdout)
-    assert found and int(found[1]) > (40 if backend.name == "triton" else 150)
+    assert found and int(found[1]) > 40
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "the best"])
 def test_no_instruction_set_leaves_its_operands(isa: str) -> None:
-    """The loops are compiled once per instruction set; a vector too many would be one of its own."""
+    """In every type. The loops are compiled once per instruction set; a vector too many would be one of its own."""
     if not (native := CPU[0]).available or native.name != "native":
         pytest.skip(f"native on cpu: {native.reason}")
-    done = run("native", "--dtypes", "float32,bfloat16", FASTSAM_ISA=isa)
+    done = run("native", **({} if isa == "the best" else {"FASTSAM_ISA": isa}))
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("how", ["read", "write"])
+@pytest.mark.parametrize("how", ["read", pytest.param("write", marks=pytest.mark.slow)])
 def test_one_element_too_far_is_noticed(how: str) -> None:
     assert run("reference", "--beyond", how).returncode == -signal.SIGSEGV
 

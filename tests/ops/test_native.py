@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", native._OPS)
 def test_opcheck(name: str, dtype: torch.dtype) -> None:
     """Schema, autograd registration, fake and AOT dispatch of every op."""

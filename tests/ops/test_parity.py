@@ -55,7 +55,7 @@ def test_norm(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_perturb(backend: Backend) -> None:
-    @explore(backend, examples=60)
+    @explore(backend, examples=30)
     @given(cases(), st.booleans())
     def holds(case: Case, save: bool) -> None:
         hyper, sumsq, z, grads = case.hyper(), case.sums(), case.values("z"), case.values("grads")
@@ -89,7 +89,7 @@ def test_perturb_with_stochastic_rounding(backend: Backend) -> None:
     """The same bits as the reference in the same dtypes. float32 and float64 take no notice: they have the bits that they have without seeds
     (not always the reference's: MKL's root of a float64, which is torch's, is not always the nearest)."""
 
-    @explore(backend, examples=60)
+    @explore(backend, examples=30)
     @given(cases(), st.booleans())
     def holds(case: Case, save: bool) -> None:
         hyper, sumsq, z, grads = case.hyper(), case.sums(), case.values("z"), case.values("grads")
@@ -265,7 +265,7 @@ def test_update(backend: Backend, rule: str) -> None:
 
     counts, founds = st.sampled_from((0.0, 1.0, 7.0, 1000.0)), st.sampled_from((None, False, True))
 
-    @explore(backend, examples=60)
+    @explore(backend, examples=30)
     @given(cases(), OPTIONS, fields_of(rule), st.booleans(), st.booleans(), counts, founds)
     def holds(
         case: Case,

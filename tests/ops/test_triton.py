@@ -120,7 +120,14 @@ def test_compiled_without_graph_breaks() -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    "op", ["norm_", "perturb_", "restore_", "dual_norm_", "dual_perturb_", "inner_", "accumulate_", "_update_"]
+    "op",
+    [
+        *("norm_", "dual_perturb_", "_update_"),
+        *(
+            pytest.param(op, marks=pytest.mark.slow)
+            for op in ("perturb_", "restore_", "dual_norm_", "inner_", "accumulate_")
+        ),
+    ],
 )
 def test_opcheck(op: str) -> None:
     step = Step()
@@ -143,6 +150,7 @@ def test_opcheck(op: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fastsam_triton, op).default, args)
 
 
+@pytest.mark.slow  # a process of its own
 def test_the_cpu_is_served_in_the_interpreter_only() -> None:
     """These tests run in it (conftest.py) where there is no GPU."""
     code = "from fastsam_kernels import triton_launch as t; print(t.why_not('cpu')); print(t.why_not('cuda'))"
@@ -161,6 +169,7 @@ def test_the_cpu_is_served_in_the_interpreter_only() -> None:
     assert "no Triton kernels for the device 'mps'" in triton_launch.why_not("mps")
 
 
+@pytest.mark.slow  # a process of its own
 def test_without_triton_the_backend_says_so() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"

@@ -255,7 +255,11 @@ MEMORY: list[tuple[str, torch.dtype, float, dict[str, Any]]] = [
 
 
 @native
-@pytest.mark.parametrize(("base", "dtype", "expected", "options"), MEMORY)
+@pytest.mark.parametrize(
+    ("base", "dtype", "expected", "options"),
+    [pytest.param(*case, marks=[] if i % 2 else pytest.mark.slow) for i, case in enumerate(MEMORY)],
+    ids=str,
+)
 def test_peak_memory_per_parameter(base: str, dtype: torch.dtype, expected: float, options: dict[str, Any]) -> None:
     weights = [torch.randn(500, 400).to(dtype), torch.randn(400).to(dtype)]
 

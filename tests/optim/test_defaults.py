@@ -13,6 +13,7 @@ from torch import nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
+from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import BASES
 from tests.helpers.sam_oracle import backward, make_parameters, same_bits
 
@@ -53,9 +54,11 @@ def trained(name: str, dtype: torch.dtype, backend: Backend, surroundings: Any) 
     return params
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("default", ["meta", torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name", "default"),
+    one_in(2, [torch.float32, torch.bfloat16], BASES, ["meta", torch.float64, torch.float16]),
+    ids=str,
+)
 def test_a_step_does_not_depend_on_defaults(default: Any, name: str, dtype: torch.dtype, backend: Backend) -> None:
     """The device "meta" stands for a GPU: tensors that get there by default have no values on the CPU."""
     if default == "meta" and name == "rmsprop":

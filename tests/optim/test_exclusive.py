@@ -186,7 +186,7 @@ def test_a_step_without_an_update_leaves_everything(end: str, name: str) -> None
 
 
 @native
-@pytest.mark.parametrize("base", [SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("base", [SGD, pytest.param(torch.optim.RMSprop, marks=pytest.mark.slow)])
 def test_interrupted_at_any_line(base: type) -> None:
     """Wholly made or not made, and every parameter in its own memory."""
 

@@ -71,8 +71,8 @@ def tensor_bytes() -> int:
 @pytest.mark.parametrize(
     ("base", "dtype", "sam", "each"),
     [
-        ("sgd", torch.float32, SAM(), 8),
         ("adamw", torch.bfloat16, GSAM(), 14),
+        pytest.param("sgd", torch.float32, SAM(), 8, marks=pytest.mark.slow),
         pytest.param("adamw", torch.float32, SAM(), 12, marks=pytest.mark.slow),
         pytest.param("sgd", torch.float32, MSAM(), 8, marks=pytest.mark.slow),
     ],

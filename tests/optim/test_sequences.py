@@ -148,5 +148,5 @@ class Training(RuleBasedStateMachine):
 
 TestTraining = Training.TestCase
 TestTraining.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=30, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import fastsam
 from fastsam import FusedSAM, frozen_batchnorm_stats
 from fastsam.backends import Backend
+from tests.helpers import ddp_ranks
+from tests.helpers.rank_group import on_ranks
 from tests.helpers.sam_cases import BASES, SGD, closure_of
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -238,53 +238,14 @@ def test_a_sam_step_with_frozen_statistics_sees_each_batch_once() -> None:
 
 # --- distributed ---
 
-DDP = """
-import gc, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-from fastsam import FusedSAM
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-mine = slice(4 * rank, 4 * rank + 4)
-def train(style):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
-    x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
-    ddp = DDP(model, gradient_as_bucket_view=style == "views")
-    opt = FusedSAM(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.3)
-    def closure():
-        loss = (ddp(x[mine]) - y[mine]).square().mean()
-        loss.backward()
-        return loss
-    for _ in range(3):
-        if style == "no_sync":
-            with ddp.no_sync():
-                closure()
-            opt.first_step(zero_grad=True)
-            closure()
-            opt.second_step(zero_grad=True)
-        else:
-            opt.step(closure)
-    print(style, torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes().hex())
-for style in ("plain", "views", "no_sync"):
-    train(style)
-gc.collect()  # a DDP module that outlives the group keeps gloo's threads, which end the process with "terminate called" as Python shuts down
-dist.destroy_process_group()
-"""
-
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def two_ranks() -> list[dict[str, Tensor]]:
     """Per rank and style: the weights after three steps."""
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
-    store = str(tmp_path_factory.mktemp("ranks") / "store")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([sys.executable, "-c", DDP, str(rank), store], **pipes) for rank in (0, 1)]  # type: ignore[call-overload]
-    outputs = [rank.communicate(timeout=180) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs
-    lines = [[line.split() for line in out.splitlines()] for out, _ in outputs]
-    return [{s: torch.frombuffer(bytearray.fromhex(w), dtype=torch.float64) for s, w in rank} for rank in lines]
+    ranks = on_ranks(2, ddp_ranks.train, ("plain", "views", "no_sync"))
+    return [{s: torch.frombuffer(bytearray(w), dtype=torch.float64) for s, w in rank.items()} for rank in ranks]
 
 
 @pytest.mark.parametrize("style", ["plain", "views", "no_sync"])

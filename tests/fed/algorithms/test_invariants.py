@@ -98,7 +98,7 @@ def at_the_end_of(record, t, name, size):
     ],
     ids=["SCAFFOLD", "FedGAMMA", "FedLESAM_S", "FedDyn", "FedLESAM_D", "FedSMOO", "FedGloSS", "FedGMT"],
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server, client, rho, phi, options):
     record = watched(made(rho, phi), **options)
@@ -108,7 +108,7 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server
     assert record._servers[-1][server].norm() > 0
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(lr=st.floats(1e-3, 0.2), seed=st.integers(0, 9), epochs=st.integers(1, 3))
 def test_with_everybody_there_control_is_the_mean_gradient(lr, seed, epochs):
     """c = (w^{t-1} - w^t)/(lr*K), for equal clients and server_lr = 1."""
@@ -121,7 +121,7 @@ def test_with_everybody_there_control_is_the_mean_gradient(lr, seed, epochs):
 
 
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(options=RUNS)
 def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, options):
     record = watched(getattr(fed, method)(rho=0.1), **options)
@@ -134,7 +134,7 @@ def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, 
 
 
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rho=RHO, options=RUNS)
 def test_the_perturbation_of_fedlesam_points_to_the_old_model(method, rho, options):
     """<eps, w_old - w^t> = rho*||w_old - w^t||, and its length is rho. One client, one step a round: every gradient is at w^t + eps."""
@@ -164,7 +164,7 @@ def test_the_perturbation_of_fedlesam_points_to_the_old_model(method, rho, optio
     ],
     ids=["FedSAM", "FedGSAM", "MoFedSAM", "FedGAMMA", "FedSMOO", "FedSMOO-alone", "FedSpeed", "Centralised_SAM"],
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rho=RHO, phi=PHI, options=RUNS)
 def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, options):
     """All layers together: not one radius per tensor, and not a sum of norms."""
@@ -175,7 +175,7 @@ def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, opti
         assert ((z - w) != 0).sum() > 60
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(rho=RHO, alpha=st.floats(0.3, 3), rule=st.sampled_from(["paper", "mu_active", "mu_all"]), options=RUNS)
 def test_the_duals_of_fedsmoo(rho, alpha, rule, options):
     """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every local step."""

@@ -75,7 +75,7 @@ def test_the_clip_scopes_of_a_proximal_step():
     "method",
     [
         oracle.SCAFFOLD(),
-        oracle.FedDyn(0.4),
+        pytest.param(oracle.FedDyn(0.4), marks=pytest.mark.slow),
         pytest.param(oracle.FedSpeed(0.0, 1.0, 0.4), marks=pytest.mark.slow),
         pytest.param(oracle.FedSpeed(0.0, 0.3, 0.4), marks=pytest.mark.slow),
     ],
@@ -88,7 +88,7 @@ def test_corrected_methods_reach_the_global_minimum_with_many_local_steps(method
     "method",
     [
         oracle.FedAvg(),
-        oracle.FedCM(0.5),
+        pytest.param(oracle.FedCM(0.5), marks=pytest.mark.slow),
         pytest.param(oracle.FedProx(0.4), marks=pytest.mark.slow),
         pytest.param(oracle.FedLESAM(0.0), marks=pytest.mark.slow),
     ],

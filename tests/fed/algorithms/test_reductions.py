@@ -66,7 +66,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("pair", EXACT)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), share=st.floats(0.01, 0.99), phi=st.floats(0.01, 1), options=RUNS)
 def test_reductions(pair, rho, share, phi, options):
     one, other = EXACT[pair](rho, share, phi)
@@ -85,7 +85,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("pair", FIRST)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), phi=st.floats(0.01, 1), options=RUNS)
 def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
     """All vectors start at zero. A dual moves within a round, so of FedSMOO it is the first step alone."""
@@ -97,7 +97,7 @@ def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
     assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)  # penalty*g1 has another length beside nu
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), share=st.floats(0.05, 1), lr=st.floats(1e-3, 0.2), seed=st.integers(0, 9))
 def test_with_momentum_the_first_round_has_shorter_steps(rho, share, lr, seed):
     """D = m = 0 in round 0: steps of alpha*lr (beta*lr), the clipping and weight decay aside."""
@@ -111,7 +111,7 @@ def test_with_momentum_the_first_round_has_shorter_steps(rho, share, lr, seed):
         assert oracle.difference(a, final(base, torch.float64, lr=share * lr, **options)) < 1e-13
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(phi=st.floats(0.01, 1), options=RUNS)
 def test_the_clients_of_feddyn_in_round_0_are_those_of_fedprox(phi, options):
     """h_i = 0: the proximal term is left. And FedAdam's clients are FedAvg's."""

@@ -102,6 +102,7 @@ USE = """
     """
 
 
+@pytest.mark.slow  # a process of its own
 def test_what_the_compiled_part_would_declare_is_declared(tmp_path: Path) -> None:
     (tmp_path / "torchvision").mkdir()
     for name, text in PARTS.items():

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._inductor.exc import InductorError
 
 from fastsam.fed.executors import compiler
 
@@ -21,6 +20,7 @@ def test_other_errors_pass_as_they_are() -> None:
 
 def test_a_broken_file_in_the_compilers_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What torch says of a library that a killed linker left empty; the end about TORCH_LOGS helps nobody here."""
+    from torch._inductor.exc import InductorError  # here: it takes seconds, in every worker
 
     def broken(*arguments: object, **options: object) -> None:
         error = InductorError(ImportError("a.so: file too short"), None)

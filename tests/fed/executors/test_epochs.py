@@ -46,7 +46,7 @@ def train(algorithm: object, sizes: tuple[int, ...] = EVEN, **options: object) -
 CLIPPED = {"clip_norm": 0.5, "weight_decay": 0.01}
 
 
-QUICK = ("fedsam", "fedsmoo")  # a Watch keeps all memory and looks at every operation; the others: `make test-slow`
+QUICK = ("fedsmoo",)  # a Watch keeps all memory and looks at every operation; the others: `make test-slow`
 
 
 @pytest.mark.parametrize(

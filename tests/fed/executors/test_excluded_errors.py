@@ -64,7 +64,10 @@ def test_it_is_excluded_and_named_and_the_run_goes_on(
 
 @pytest.mark.parametrize(
     "algorithm",
-    [fed.SCAFFOLD(), fed.FedSMOO(), fed.MimeLite(), fed.FedLESAM(first="none")],
+    [
+        fed.SCAFFOLD(),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in (fed.FedSMOO(), fed.MimeLite(), fed.FedLESAM(first="none"))),
+    ],
     ids=lambda a: type(a).__name__,
 )
 def test_the_others_train_as_without_it(algorithm: fed.Algorithm) -> None:

@@ -42,7 +42,7 @@ LOSSES = [
 ]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(mlps(), st.sampled_from(LOSSES), st.sampled_from([torch.float32, torch.float64]), st.integers(1, 6), st.data())
 def test_a_replay_is_the_plain_pass(made, loss, dtype, rows, data):
     width, model, classes = made

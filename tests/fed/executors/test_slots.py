@@ -46,8 +46,10 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
     return max(counts)
 
 
-@pytest.mark.parametrize("clients", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("executor", "slots"), EXECUTORS)
+@pytest.mark.parametrize(
+    ("clients", "executor", "slots"),
+    [(100, "vmap", 8), *(pytest.param(10_000, *each, marks=pytest.mark.slow) for each in EXECUTORS)],
+)
 def test_memory_is_bounded_by_slots_and_not_by_clients(monkeypatch, executor, slots, clients):
     """Ten thousand stateless clients cost what twenty do."""
     few, many = (peak_of_vectors(monkeypatch, n, executor, slots) for n in (20, clients))

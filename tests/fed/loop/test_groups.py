@@ -134,11 +134,11 @@ RUNS = [
 ]
 
 
-# Every algorithm in one of the runs, one after the other; the other combinations are slow.
+# In every run one algorithm of some; the other combinations are slow.
 @pytest.mark.parametrize(
     ("made", "its", "bad", "options"),
     [
-        pytest.param(*algorithm, *run, marks=[] if i % len(RUNS) == j else pytest.mark.slow)
+        pytest.param(*algorithm, *run, marks=[] if i % (2 * len(RUNS)) == j else pytest.mark.slow)
         for i, algorithm in enumerate(ALGORITHMS)
         for j, run in enumerate(RUNS)
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn import metrics as sklearn
 from torch import Tensor, nn
 
 from fastsam import fed
@@ -21,7 +21,13 @@ LABELS = (torch.rand(50, 3, generator=G) < 0.4).float()
 LOGITS, TOKENS = torch.randn(4, 6, 9, generator=G), torch.randint(9, (4, 6), generator=G)
 
 
-def test_regression_is_what_scikit_learn_says() -> None:
+@pytest.fixture
+def sklearn() -> Any:
+    """Not imported with this file: it takes as long as all the tests here."""
+    return importlib.import_module("sklearn.metrics")
+
+
+def test_regression_is_what_scikit_learn_says(sklearn: Any) -> None:
     out, true = OUT.numpy(), TRUE.numpy()
     assert tasks.mean_absolute_error(OUT, TRUE) == pytest.approx(sklearn.mean_absolute_error(true, out))
     assert tasks.root_mean_squared_error(OUT, TRUE) == pytest.approx(math.sqrt(sklearn.mean_squared_error(true, out)))
@@ -31,7 +37,7 @@ def test_regression_is_what_scikit_learn_says() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])
-def test_several_labels_are_what_scikit_learn_says(threshold: float) -> None:
+def test_several_labels_are_what_scikit_learn_says(threshold: float, sklearn: Any) -> None:
     said, true = (threshold < OUT).numpy().astype(int), LABELS.numpy().astype(int)
     assert tasks.multilabel_f1(OUT, LABELS, threshold) == pytest.approx(sklearn.f1_score(true, said, average="micro"))
     assert tasks.multilabel_accuracy(OUT, LABELS.bool(), threshold) == pytest.approx(np.mean(said == true))

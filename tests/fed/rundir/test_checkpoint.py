@@ -90,12 +90,13 @@ def test_killed_at_random_instants(tmp_path):
     assert set(seen["resumed"]) == {seen["whole"]}
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 3], ids=["all", "one in three"])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 6], ids=["all", "one in six"])
 def test_killed_before_every_operation_on_a_file(tmp_path, each):
     seen = killed("every", tmp_path, each)
     assert len(seen["resumed"]) > 30 // each and set(seen["resumed"]) == {seen["whole"]}
 
 
+@pytest.mark.slow  # tests/lab/test_cli.py sends the command one
 def test_interrupted_by_a_signal(tmp_path):
     seen = killed("interrupt", tmp_path)
     assert seen["resumed"] == [seen["whole"]]

@@ -186,6 +186,7 @@ def test_the_rule(name):
     assert memory_format.rule(model, CPU, stacked=True)[0] == "preserve"
 
 
+@pytest.mark.slow
 def test_auto_leaves_stacked_clients_as_they_are():
     auto, plain = (run(small(), f, executor="vmap", slots=2, rounds=1, batch_size=19) for f in ("auto", "preserve"))
     assert apart(auto, plain) == 0
@@ -319,10 +320,11 @@ print(*(b - a for a, b in zip(seen, seen[1:])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the thresholds are those of glibc")
 @pytest.mark.parametrize(
     ("how", "low", "high"),
-    [("with", 0, 1000), pytest.param("without", 2000, sys.maxsize, marks=pytest.mark.slow)],
+    [("with", 0, 1000), ("without", 2000, sys.maxsize)],
     ids=["with", "without"],
 )
 def test_steps_do_not_fault_their_memory_in_again(how, low, high):

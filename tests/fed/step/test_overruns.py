@@ -73,6 +73,7 @@ def scan(*arguments: str) -> None:
     assert " 0 let through" in done.stdout
 
 
+@pytest.mark.slow
 def test_one_byte_too_many_is_seen(canary):
     assert counted(ONE_TOO_MANY, canary) == ["0", "1"]
 

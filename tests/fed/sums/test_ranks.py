@@ -57,7 +57,7 @@ def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, alone: dict[s
     assert hashes(launch(ranks, tmp_path)) == alone
 
 
-@pytest.mark.alone
+@pytest.mark.slow  # test_ranks_cases.py has ranks that fail and are interrupted
 def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, alone: dict[str, str]) -> None:
     began = time.monotonic()
     died = launch(2, tmp_path, algorithms="scaffold", die="1:20")
