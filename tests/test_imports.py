@@ -23,7 +23,7 @@ FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
     ("aggregation", "clients", "models", "step"),
     ("algorithms", "data", "executors"),
-    ("measures",),
+    ("measures", "privacy"),
     ("rundir",),
     ("callbacks",),
     ("loop",),
@@ -73,7 +73,7 @@ EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"}
 LATE = frozenset(
     {
         *("matplotlib", "jinja2", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
-        *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow"),
+        *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting"),
     }
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_the_commands_in_the_examples_work(
     assert cli.main(["compare", "examples/digits.toml", "--algorithms", f"fedavg,{own}", *flags]) == 0
     assert re.search(r"^ *fedavgm +\d", capsys.readouterr().out, re.M)
     assert (tmp_path / "runs" / "digits-compare-001" / "fedavgm-seed0" / "summary.json").exists()
+
+
+def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", str(EXAMPLES / "private.toml"), "--rounds", "2", "--run-dir", "run"]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["algorithm"] == "FedSAM" and 2 < summary["privacy"]["epsilon"] < 10
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["delta"] for record in records] == [1e-3, 1e-3]
+    tree = ["--noise", "tree", "--sampler", "shuffled", "--rounds", "1", "--run-dir", "tree"]
+    assert cli.main(["run", str(EXAMPLES / "private.toml"), *tree]) == 0
 
 
 def test_the_demo_is_what_it_says_it_is() -> None:

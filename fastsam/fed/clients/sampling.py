@@ -7,6 +7,7 @@ A sampler is a callable `(round, generator) -> client ids`: `round` counts from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,18 @@ from fastsam.fed.common.checks import integer, number
 
 Sampler = Callable[[int, torch.Generator], Iterable[Any]]
 Available = Callable[[int], Any]  # from a round (from 0) to client ids, or a mask of all clients
-NAMES = ("bernoulli", "fixed", "simulator")
+NAMES = ("bernoulli", "fixed", "shuffled", "simulator")
 
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
 
-def make(sampler: str | Sampler, clients: int, participation: float) -> Sampler:
+def make(sampler: str | Sampler, clients: int, participation: float, redraws: bool = True) -> Sampler:
     """The sampler of that name over `clients` clients, or the callable itself (`participation` has no meaning for it).
 
-    "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does (Qu et al. 2022).
+    "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does (Qu et al. 2022), unless
+    `redraws` is false.
     "fixed": exactly `participation * clients` of them (rounded, one at least), without replacement.
+    "shuffled": all clients in a random order, so many a round (of the last round what is left), then all of them in a new one.
     "simulator": that of FL-Simulator and FedLESAM's code, to repeat their cohorts: numpy's old generator with the seed `20 + round`, and the
     next seed while nobody takes part. The run's seed has no part in it.
     Raises ValueError for another name and for a participation outside (0, 1].
@@ -42,13 +45,13 @@ def make(sampler: str | Sampler, clients: int, participation: float) -> Sampler:
     def bernoulli(round: int, generator: torch.Generator) -> list[int]:
         for _ in range(_MAX_REDRAWS):
             u = torch.rand(clients, generator=generator, dtype=torch.float64)
-            if (u < ratio).any():
+            if (u < ratio).any() or not redraws:
                 return torch.nonzero(u < ratio).flatten().tolist()
         # Where the participation is so small that this is reached, one client alone is what redrawing would end with.
         return [int(u.argmin())]
 
     def fixed(round: int, generator: torch.Generator) -> list[int]:
-        return torch.randperm(clients, generator=generator)[: max(1, int(ratio * clients + 0.5))].tolist()
+        return torch.randperm(clients, generator=generator)[: fixed_size(ratio, clients)].tolist()
 
     def simulator(round: int, generator: torch.Generator) -> list[int]:
         for redraw in range(_MAX_REDRAWS):
@@ -57,12 +60,51 @@ def make(sampler: str | Sampler, clients: int, participation: float) -> Sampler:
                 break
         return np.flatnonzero(u <= ratio).tolist() or [int(u.argmin())]
 
-    return {"bernoulli": bernoulli, "fixed": fixed, "simulator": simulator}[sampler]
+    shuffled = Shuffled(clients, fixed_size(ratio, clients))
+    made: dict[str, Sampler] = {"bernoulli": bernoulli, "fixed": fixed, "shuffled": shuffled, "simulator": simulator}
+    return made[sampler]
 
 
-def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
-    """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return."""
-    ids = sampler(round, seeds.generator(seed, "sample", round))
+@dataclass(frozen=True)
+class Shuffled:
+    """Everybody once, in a random order, before anybody takes part again. size: of a cohort."""
+
+    clients: int
+    size: int
+
+    def __call__(self, round: int, generator: torch.Generator) -> list[int]:
+        """generator: the same in all rounds of an epoch."""
+        at = round % self.epoch * self.size
+        return torch.randperm(self.clients, generator=generator)[at : at + self.size].tolist()
+
+    @property
+    def epoch(self) -> int:
+        """Rounds in which everybody takes part once."""
+        return -(-self.clients // self.size)
+
+
+def fixed_size(participation: float, clients: int) -> int:
+    """Clients in a round of "fixed" and "shuffled"."""
+    return max(1, int(participation * clients + 0.5))
+
+
+def epoch(participation: float, clients: int) -> int:
+    """Rounds in which "shuffled" has everybody once."""
+    return Shuffled(clients, fixed_size(participation, clients)).epoch
+
+
+def expected(sampler: str | Sampler, participation: float, clients: int) -> float | None:
+    """How many clients a round has on average, by its sampler alone; None where that cannot be said."""
+    if sampler == "bernoulli":
+        return participation * clients
+    return float(fixed_size(participation, clients)) if sampler in ("fixed", "shuffled") else None
+
+
+def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = False) -> list[int]:
+    """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return, and, unless `nobody` is true, for
+    nobody."""
+    first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
+    ids = sampler(round, seeds.generator(seed, "sample", first))
     try:
         given = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         chosen = given if set(map(type, given)) == {int} else [integer("a client id", i) for i in given]
@@ -71,6 +113,8 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int) -> list[int]:
             f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned {ids!r}"
         ) from error
     ordered = sorted(chosen)
+    if not ordered and nobody:
+        return ordered
     if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
         wrong = [i for i in chosen if not 0 <= i < clients]
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
@@ -128,5 +172,5 @@ def likely(sampler: str | Sampler, clients: int, participation: float) -> int:
     if callable(sampler):
         return clients
     mean = participation * clients
-    spread = 0.0 if sampler == "fixed" else 2 * (mean * (1 - participation)) ** 0.5
+    spread = 0.0 if sampler in ("fixed", "shuffled") else 2 * (mean * (1 - participation)) ** 0.5
     return max(1, min(clients, round(mean + spread)))

@@ -33,6 +33,7 @@ from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
+from fastsam.fed.privacy import mechanism
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep
 from fastsam.fed.step.model_copy import Replica, trainable
@@ -64,6 +65,7 @@ def assemble(
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
+    mechanism.check(settings, algorithm, tried.changed_buffers)
     personal = personal_of(
         algorithm, settings, rows, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
     )
@@ -71,6 +73,9 @@ def assemble(
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
+    privacy = mechanism.make(settings, rows, len(population.sizes))
+    if privacy is not None:
+        server = privacy.begin(server)
     state = RunState(0, server, view.copy_of_buffers())
     personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
     weights = own_weights(settings.weighting, len(population.sizes))
@@ -100,7 +105,7 @@ def assemble(
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
     return Loop(
-        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal
+        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal, privacy
     ), state
 
 

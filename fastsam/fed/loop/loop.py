@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Round
+from fastsam.fed.algorithms.base import Algorithm, Round, Sums
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
@@ -24,6 +24,7 @@ from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.loop.round import BUFFERS, Cohort
 from fastsam.fed.measures.base import Measures
+from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.step.model_copy import Replica, move_buffers
 from fastsam.fed.step.rows import Rows
@@ -36,7 +37,7 @@ class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
     view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row holds.
-    weights: of all clients, where the user names them. personal: where the clients have models of their own.
+    weights: of all clients, where the user names them. personal: where the clients have models of their own. privacy: the noise.
     """
 
     population: Population
@@ -51,6 +52,7 @@ class Loop:
     rows: Rows
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
+    privacy: Privacy | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
@@ -84,7 +86,12 @@ class Loop:
     @cached_property
     def sampler(self) -> sampling.Sampler:
         """Who takes part in a round."""
-        return sampling.make(self.settings.sampler, len(self.population.sizes), self.settings.participation)
+        settings = self.settings
+        return sampling.make(settings.sampler, len(self.population.sizes), settings.participation, not self._poisson)
+
+    @cached_property
+    def _poisson(self) -> bool:
+        return self.privacy is not None and self.privacy.poisson
 
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
@@ -123,6 +130,7 @@ class Loop:
             self.measures,
             mine,
             self.weights,
+            self.privacy,
         )
         executor = self.chosen.executor
         tasks = cohort.tasks(executor, self._next(t))
@@ -130,8 +138,7 @@ class Loop:
             cohort.close(ends)
         cohort.join()
         cohort.check()
-        server = asked(self.algorithm, "step_server", (state.server, cohort.server_sums, about), t)
-        server = check_server(server, state.server["w"], "step_server")
+        server = self._stepped(state, cohort, about)
         if t == 0:
             check_padding({"w": server["w"]}, self.rows, "the state that step_server returns")
         check_finite(server, state.server, t + 1, about.server_lr)
@@ -147,23 +154,44 @@ class Loop:
         self.states.commit()
         return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
 
+    def _stepped(self, state: RunState, cohort: Cohort | None, about: Round) -> dict[str, Tensor]:
+        """The server's state after its step. cohort: None where nobody was sampled, and the step is of noise alone."""
+        t, privacy = about.index, self.privacy
+        if privacy is None or not privacy.at_server:
+            assert cohort is not None
+            sums: Sums = cohort.server_sums
+        else:
+            plain = None if cohort is None else cohort.sums
+            sums = privacy.sums(plain, t, state.server, about.active)
+            about = replace(about, active=sums.clients)
+        server = asked(self.algorithm, "step_server", (state.server, sums, about), t)
+        server = check_server(server, state.server["w"], "step_server")
+        if privacy is not None:
+            server = privacy.after(state.server, server, None if cohort is None else cohort.sums, t)
+        return server
+
     def _cohort(self, t: int) -> list[int]:
         """Who takes part in round t, as this rank draws it."""
         settings, clients = self.settings, len(self.population.sizes)
         if settings.available is None:
-            return sampling.draw(self.sampler, t, clients, settings.seed)
+            return sampling.draw(self.sampler, t, clients, settings.seed, self._poisson)
         assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
         return sampling.draw_present(
             settings.sampler, settings.participation, settings.available, t, clients, settings.seed
         )
 
     def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
-        """A round in which nobody was available: nothing changes, and its record says so."""
+        """A round in which nobody was available: nothing changes, and its record says so; or nobody was sampled, which noise must hide."""
+        before, why = state.server, "nobody was available"
+        if self._poisson:
+            why = "nobody was sampled, and the server's step was of noise alone"
+            state = replace(state, server=self._stepped(state, None, about))
+            check_finite(state.server, before, about.index + 1, about.server_lr)
         if self.ranks.first:
             record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, "clients": 0, "samples": 0, "steps": 0}
             record |= {"train_loss": None} | self._evaluate(state, about.index + 1)
             record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
-            record |= {"skipped": "nobody was available"}
+            record |= {"skipped": why} | self._private(about.index, before)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         return replace(state, round=about.index + 1)
 
@@ -182,19 +210,23 @@ class Loop:
             "excluded": cohort.excluded_list(),
             "outliers": cohort.outlier_list(),
             "seconds_training": trained,
-        }
+        } | self._private(about.index, cohort.before.server)
         if self.measures is not None:
             about = replace(about, rows=about.rows.with_buffers(buffers))
             found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)
             record |= numbers(found, "round()", {*record, *own, "seconds"})
         return record | own
 
+    def _private(self, t: int, before: dict[str, Tensor]) -> dict[str, Any]:
+        """What the record of round t says of its noise. before: the server's state when it began."""
+        return {} if self.privacy is None else self.privacy.record(t, before)
+
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""
         settings = self.settings
         if not self.states.looks_ahead or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed)
+        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._poisson)
 
     def _evaluate(self, state: RunState, completed: int) -> dict[str, float | None]:
         if not self._evaluates(completed):

@@ -30,6 +30,8 @@ from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.measures.tasks import METRICS
+from fastsam.fed.privacy.options import NOISES
+from fastsam.fed.privacy.options import check_options as check_privacy
 from fastsam.fed.step.memory_format import FORMATS
 
 
@@ -51,7 +53,8 @@ class Settings:
     participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
     sampler: str | Sampler = option("bernoulli",
         "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without replacement), "
-        "'simulator' (the cohorts of the papers' code), or a callable (round, generator) -> client ids, in a config its import path")
+        "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), or a callable "
+        "(round, generator) -> client ids, in a config its import path")
     available: str | Available | None = option(None,
         "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the sampler draws; a round with "
         "nobody is skipped; in a config its import path")
@@ -98,6 +101,16 @@ class Settings:
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the round",
         choices=("raise", "exclude"), free=True)
     clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; none: no limit", above=0)
+    clip_quantile: float | None = option(None,
+        "share of the displacements that clip_update is to leave as they are: it follows them from round to round, with noise; none: it stays",
+        above=0, at_most=1)
+    noise_multiplier: float = option(0.0,
+        "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential privacy of clients; 0: none",
+        at_least=0)
+    noise: str = option("central",
+        "who adds it: the server, each client to its own displacement, or the server along a tree of rounds (DP-FTRL)", choices=NOISES)
+    delta: float | None = option(None, "of the guarantee (epsilon, delta) in the records; none: clients**-1.1", above=0)
+    accountant: str | None = option("rdp", "of epsilon; none: noise without a guarantee", choices=("rdp",))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
 
@@ -118,6 +131,7 @@ class Settings:
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
+        check_privacy(self)
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)

@@ -30,6 +30,8 @@ from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.measures.base import Measures
+from fastsam.fed.privacy.clip import shorten
+from fastsam.fed.privacy.mechanism import SHORT, Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
 from fastsam.fed.sums.all_reduce import Exchange
@@ -65,9 +67,14 @@ class Cohort:
         measures: Measures | None = None,
         mine: Sequence[int] | None = None,
         weights: Sequence[int] | None = None,
+        privacy: Privacy | None = None,
     ) -> None:
         self.algorithm, self.population, self.settings = algorithm, population, settings
         self.before, self.about, self.active = before, about, active
+        # What the algorithm is told: how many clients a round has must not reach the model past the noise.
+        self.told = about if privacy is None else privacy.told(about)
+        self.privacy = privacy
+        self.limit = settings.clip_update if privacy is None else privacy.clip(before.server)
         self.states = states
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
@@ -85,6 +92,7 @@ class Cohort:
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # of the displacements that enter the sums
+        self.short: dict[int, float] = {}  # 1 for those that were not clipped, where a clip follows their share
         self.steps = self.backprops = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, tuple[LocalStep, int]] | None = None
@@ -140,7 +148,7 @@ class Cohort:
     def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
         """Those of clients whose states are alike."""
         server, index = self.before.server, self.about.index
-        made = asked(self.algorithm, "local_step", (server, rows(states), self.about), index, clients)
+        made = asked(self.algorithm, "local_step", (server, rows(states), self.told), index, clients)
         return check_steps(made, server["w"], len(states))
 
     def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
@@ -165,20 +173,31 @@ class Cohort:
         self.backprops += sum(ends.backprops)
         if ends.then is not None:
             self.backprops += sum(ends.then.backprops)
-        if self.settings.clip_update is not None:
-            ends = replace(ends, displacement=shorten(ends.displacement, self.settings.clip_update))
-        norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()
+        if self.limit is None:
+            norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()
+        else:
+            ends, norms = self._clipped(ends, self.limit)
         self.norms |= zip(ends.clients, norms, strict=True)
         states = [self._open.pop(i, {}) for i in ends.clients]
         for places in alike(states):
             whole = len(places) == len(states)
             self._close([states[i] for i in places], ends if whole else ends.take(places))
 
+    def _clipped(self, ends: RowEnds, limit: float) -> tuple[RowEnds, list[float]]:
+        """The ends as they leave the clients, and the norms of their displacements, without noise."""
+        rows, norms = shorten(ends.displacement, limit)
+        if self.privacy is not None:
+            self.short |= {i: float(norm <= limit) for i, norm in zip(ends.clients, norms, strict=True)}
+            rows = self.privacy.on_rows(rows, ends.clients, self.about.index, limit)
+        if rows is not ends.displacement:
+            ends = replace(ends, displacement=rows)
+        return ends, [min(norm, limit) for norm in norms]
+
     def _close(self, states: Sequence[State], ends: RowEnds) -> None:
         """Of clients whose states are alike."""
         server, client, lent = self.before.server, rows(states), Unwritten()
         lent.lend("client", client)
-        given = (server, dict(client), ends, self.about)
+        given = (server, dict(client), ends, self.told)
         closed = asked(self.algorithm, "close_client", given, self.about.index, ends.clients)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
@@ -189,6 +208,8 @@ class Cohort:
         if self.settings.buffers == "average" and ends.buffers is not None:
             mean[BUFFERS] = ends.buffers
         numbers: dict[str, Sequence[float]] = {"loss": ends.losses.tolist(), "samples": ends.samples}
+        if self.privacy is not None and self.privacy.quantile is not None:
+            numbers[SHORT] = [self.short[i] for i in ends.clients]
         if self.measures is not None:
             found = self.measures.clients(server, ends, self.about)
             numbers |= rows_of_numbers(found, "clients()", numbers, len(states))
@@ -307,14 +328,6 @@ def _bits(x: float) -> int:
 
 def _number(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
-
-
-def shorten(rows: Tensor, limit: float) -> Tensor:
-    """`rows` `[n, stride]`, those that are longer scaled to the norm `limit`. What is not finite stays so."""
-    norms = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
-    if all(norm <= limit for norm in norms):
-        return rows
-    return torch.stack([x if norm <= limit else x * (limit / norm) for x, norm in zip(rows, norms, strict=True)])
 
 
 def _problems(ends: RowEnds, summed: Sequence[Tensor]) -> Problems:

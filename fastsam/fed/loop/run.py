@@ -93,6 +93,11 @@ def run(
     max_excluded: float = 1.0,
     on_client_error: str = "raise",
     clip_update: float | None = None,
+    clip_quantile: float | None = None,
+    noise_multiplier: float = 0.0,
+    noise: str = "central",
+    delta: float | None = None,
+    accountant: str | None = "rdp",
     measures: Sequence[str] | Measures = (),
     measure_options: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,
@@ -230,4 +235,5 @@ def _summary(loop: Loop) -> dict[str, Any]:
         "metrics": list(loop.evaluator.metrics),
         "seed": loop.settings.seed,
         "client_megabytes": vectors * loop.view.nbytes / 1e6,
+        "privacy": None if loop.privacy is None else loop.privacy.about(),
     }

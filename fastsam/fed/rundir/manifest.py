@@ -21,6 +21,11 @@ _SINCE = {
     "memory_format": "preserve",
     "aggregation": "mean",
     "drop_last": False,
+    "clip_quantile": None,
+    "noise_multiplier": 0.0,
+    "noise": "central",
+    "delta": None,
+    "accountant": "rdp",
 }  # keys of the identity that older directories lack, and what their runs did
 
 _MEANING = {  # of values of the identity that do not speak for themselves

@@ -45,6 +45,7 @@ class Result:
         first reached the target; seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round:
         median, evaluation and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
         personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning (`personalise`).
+        privacy: of a run with noise: whom it hides (`neighbours`), epsilon at the end and delta; None for another run.
         measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the test set and over
         clients. state_megabytes: what server and clients keep between rounds at the end; client_state: where the clients' part of it is,
         "device" or "host" memory.
@@ -102,6 +103,9 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "backprops": sum(r["backprops"] for r in history),
         "excluded": sum(len(r["excluded"]) for r in history),
         "personal": facts.get("personal"),
+        "privacy": None
+        if not facts.get("privacy")
+        else facts["privacy"] | {"epsilon": history[-1].get("epsilon") if history else 0.0},
         "measures": _measured(history),
         "metrics": {key: last.get(key) for key in _metric_keys(facts["metrics"])},
         **{

@@ -13,6 +13,7 @@ from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import round as rounds
 from fastsam.fed.loop.round import Cohort
+from fastsam.fed.privacy.clip import shorten
 from fastsam.fed.step.local_step import RowEnds
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest
@@ -161,9 +162,12 @@ def test_clip_update_shortens_long_displacements_and_no_others():
 def test_shortened():
     x = torch.tensor([[3.0, 4.0], [0.5, 0.0], [float("inf"), 1.0]])
     longest = x[:2]
-    assert rounds.shorten(longest, 5.0) is longest
-    assert torch.equal(rounds.shorten(x, 1.0)[:2], torch.stack([x[0] / 5, x[1]]))
-    assert not torch.isfinite(rounds.shorten(x, 1.0)[2]).all()
+    same, norms = shorten(longest, 5.0)
+    assert same is longest and norms == [5.0, 0.5]
+    short, _ = shorten(x, 1.0)
+    torch.testing.assert_close(short[0], x[0] / 5, rtol=3e-7, atol=0)
+    assert float(short[0].double().norm()) <= 1.0 and torch.equal(short[1], x[1])
+    assert not torch.isfinite(short[2]).all()
 
 
 def test_control_variates_follow_the_shortened_displacement():

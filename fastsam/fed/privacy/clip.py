@@ -1,0 +1,27 @@
+"""Displacements of bounded length: how far one client can move a sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def norms_of(rows: Tensor) -> Tensor:
+    """Of each of `rows` `[n, stride]`, float64 `[n]`; of a row alone the same bits as among others, where executors promise that."""
+    if rows.is_cuda:  # a reduction's order may depend on how many rows there are
+        return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows])
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # several come from stacked clients alone
+
+
+def shorten(rows: Tensor, limit: float) -> tuple[Tensor, list[float]]:
+    """`rows` `[n, stride]`, those that are longer scaled to the norm `limit`, and the norms that they came with. What is not finite stays so.
+
+    No row is longer than `limit` afterwards, not by a rounding either: the factor and the product are each rounded once, and the factor is
+    two units in the last place smaller than it would have to be.
+    """
+    norms = norms_of(rows)
+    lengths = norms.tolist()
+    if all(length <= limit for length in lengths):
+        return rows, lengths
+    factors = torch.where(norms > limit, (1 - 2 * torch.finfo(rows.dtype).eps) * limit / norms, 1.0)
+    return rows * factors.to(rows.dtype)[:, None], lengths

@@ -1,0 +1,50 @@
+"""What the server's step reads of a round whose sum has noise on it: the one noisy mean, and nothing else."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NoReturn
+
+from torch import Tensor
+
+from fastsam.fed.sums.fixed_point import RoundSums
+
+DELTA = "delta"  # the upload of `Algorithm.close_client`
+
+
+class PrivateSums:
+    """(sum of the clipped displacements + noise) / cohort.
+
+    sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. noise: on the sum, float64
+    `[stride]`. cohort: clients that are expected in a round: how many there were depends on who is among the clients.
+    """
+
+    def __init__(self, sums: RoundSums | None, noise: Tensor, cohort: float) -> None:
+        self._sums, self._noise, self._cohort = sums, noise, cohort
+
+    @property
+    def clients(self) -> int:
+        """As many as are expected."""
+        return max(1, round(self._cohort))
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        made = self._noise if self._sums is None else self._sums.sum(DELTA).add_(self._noise)
+        return made / self._cohort
+
+    def mean(self, name: str) -> Tensor:
+        """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""
+        return self._mean if name == DELTA else self._refused(f"mean({name!r})")
+
+    def total(self, name: str) -> Tensor:
+        """Raises ValueError."""
+        self._refused(f"total({name!r})")
+
+    def number(self, name: str) -> float:
+        """Raises ValueError."""
+        self._refused(f"number({name!r})")
+
+    def _refused(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"with noise_multiplier the server has the noisy mean of the displacements alone, sums.mean({DELTA!r}); it asked for sums.{what}"
+        )

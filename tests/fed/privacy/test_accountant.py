@@ -1,0 +1,57 @@
+"""Epsilon in the records, beside what dp-accounting itself says of the sampler's events."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from tests.helpers import privacy_checks as checks
+
+pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'")
+
+
+@pytest.mark.parametrize("check", ["poisson", "without_replacement", "unsampled", "fewer_orders"])
+def test_the_events_of_a_sampler(check: str, caplog: pytest.LogCaptureFixture) -> None:
+    getattr(checks, check)()
+    level = logging.getLogger("absl").level
+    assert level < logging.ERROR  # the package's warnings come back
+
+
+def test_every_record_has_epsilon_and_the_summary_whom_it_hides() -> None:
+    options = {"accountant": "rdp", "noise_multiplier": 1.2, "participation": 1.0, "delta": 1e-5, "rounds": 3}
+    result = checks.run(**options)
+    found = [record["epsilon"] for record in result.history]
+    expected = [checks.package("gaussian", "ADD_OR_REMOVE_ONE", t, 1.2) for t in (1, 2, 3)]
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert {record["delta"] for record in result.history} == {1e-5}
+    privacy = result.summary()["privacy"]
+    assert privacy == {"neighbours": "one client is there or not", "delta": 1e-5, "epsilon": found[-1]}
+
+
+def test_delta_is_below_one_in_so_many_clients_by_default() -> None:
+    (record,) = checks.run(accountant="rdp", participation=1.0).history
+    assert record["delta"] == checks.CLIENTS**-1.1
+
+
+def test_noise_of_the_clients_counts_the_rounds_of_the_busiest_one() -> None:
+    result = checks.run(accountant="rdp", noise="local", participation=0.5, rounds=5, delta=1e-5, seed=3)
+    busiest = next(
+        n
+        for n in range(1, 6)
+        if math.isclose(result.history[-1]["epsilon"], checks.package("gaussian", "REPLACE_ONE", n, 1.0))
+    )
+    assert busiest in (3, 4, 5)
+    assert [r["epsilon"] for r in result.history] == sorted(r["epsilon"] for r in result.history)
+
+
+def test_without_noise_nothing_is_said() -> None:
+    result = checks.run(noise_multiplier=0.0, accountant="rdp")
+    assert "epsilon" not in result.history[0] and result.summary()["privacy"] is None
+
+
+def test_without_an_accountant_there_is_noise_and_no_epsilon() -> None:
+    result = checks.run(sampler=lambda t, generator: [0, 1, 2])
+    assert "epsilon" not in result.history[0] and result.summary()["privacy"] is None
+    assert float(checks.moved(result, 6).std()) > 0.1

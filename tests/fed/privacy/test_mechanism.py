@@ -1,0 +1,144 @@
+"""The noise of whole runs: its scale, what one client can do to the sum, rounds with nobody, a resumed run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed.algorithms import registry
+from fastsam.fed.privacy.noise import normals
+from fastsam.fed.privacy.options import serves
+from tests.helpers import privacy_checks as checks
+
+BITS = ("scales", "local_scale", "tree_scale", "tree_nodes", "denominator", "clipped", "adaptive", "adapted")
+KINDS: dict[str, dict[str, Any]] = {
+    "poisson": {"participation": 0.5},
+    "adaptive": {"participation": 0.5, "clip_quantile": 0.5},
+    "local": {"participation": 0.5, "noise": "local"},
+    "tree": {"participation": 0.25, "sampler": "shuffled", "noise": "tree"},
+}
+
+
+@pytest.mark.parametrize("check", BITS)
+def test_what_must_hold(check: str) -> None:
+    getattr(checks, check)()
+
+
+class Summed(fed.FedAvg):
+    """Keeps what the server reads."""
+
+    mean: torch.Tensor
+
+    def step_server(self, server: Any, sums: Any, round: Any) -> Any:
+        type(self).mean = sums.mean("delta")
+        return super().step_server(server, sums, round)
+
+
+def total(cohort: list[int], **options: Any) -> torch.Tensor:
+    """The sum of a round, from what the server reads: of clients whose inputs are 1e4 times as large as usual."""
+    g = torch.Generator().manual_seed(1)
+    data = [(1e4 * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for _ in range(6)]
+    torch.manual_seed(0)
+    fed.run(
+        nn.Linear(9, 3), data, Summed(), rounds=1, lr=3.0, batch_size=2, executor="sequential", sampler=lambda t, g: cohort, accountant=None,
+        **options,
+    )  # fmt: skip
+    return Summed.mean * len(cohort)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0], ids=["clip alone", "with noise"])
+@pytest.mark.parametrize("clip", [0.37, *(pytest.param(c, marks=pytest.mark.slow) for c in (1e-3, 50.0))])
+def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float) -> None:
+    """With and without it, client for client; the noise is the same in both, being a function of seed and round."""
+    everybody = list(range(6))
+    whole = total(everybody, clip_update=clip, noise_multiplier=noise)
+    moves = [
+        total([i for i in everybody if i != one], clip_update=clip, noise_multiplier=noise) - whole for one in everybody
+    ]
+    lengths = [float(move.norm()) for move in moves]
+    assert max(lengths) <= clip * (1 + 1e-12)  # the noise that is taken out again leaves a last bit of float64
+    assert max(lengths) > 0.99 * clip
+
+
+def test_nobody_in_a_round_is_noise_alone() -> None:
+    """Poisson sampling has such rounds; to skip one, or to draw again, would tell that nobody was there."""
+    result = checks.run(size=2000, participation=0.02, rounds=1)
+    (record,) = result.history
+    assert record["clients"] == 0 and "noise alone" in record["skipped"]
+    checks.scale(2 * 0.5 / (0.02 * 8), participation=0.02)
+    plain = checks.run(participation=0.02, noise_multiplier=0.0).history[0]
+    assert plain["clients"] == 1  # as ever where there is no noise
+
+
+def test_the_padding_of_a_row_stays_zero() -> None:
+    """A model of 6 * 8 + 8 parameters in a row of 256: the loop refuses a first step with numbers in between."""
+    for kind in KINDS.values():
+        checks.run(size=5, **kind)
+
+
+def test_other_seeds_and_rounds_have_other_noise() -> None:
+    drawn = [normals(1000, seed, purpose, t) for seed in (0, 1) for purpose in ("noise", "count") for t in (0, 1)]
+    apart = torch.corrcoef(torch.stack(drawn)) - torch.eye(8)
+    assert float(apart.abs().max()) < 0.16
+    assert torch.equal(normals(1000, 0, "noise", 1)[:10], normals(10, 0, "noise", 1))
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
+
+
+@pytest.mark.parametrize(
+    "kind", ["adaptive", "tree", *(pytest.param(k, marks=pytest.mark.slow) for k in ("poisson", "local"))]
+)
+def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
+    options = KINDS[kind] | {"lr": 0.1, "noise_multiplier": 1.0}
+    options["accountant"] = None
+    checks.run(rounds=5, run_dir=tmp_path / "whole", **options)
+    checks.run(rounds=2, run_dir=tmp_path / "parts", **options)
+    checks.run(rounds=5, run_dir=tmp_path / "parts", resume=True, **options)
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+    seen = [[record["train_loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")]
+    assert seen[0] == seen[1]
+
+
+def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
+    options = KINDS["local"] | {"accountant": "rdp"}
+    whole = [r["epsilon"] for r in checks.run(rounds=4, **options).history]
+    checks.run(rounds=2, run_dir=tmp_path, **options)
+    assert [r["epsilon"] for r in checks.run(rounds=4, run_dir=tmp_path, resume=True, **options).history] == whole
+
+
+@pytest.mark.slow
+def test_executors_agree() -> None:
+    """Local noise and the clip are the client's, whoever trains it next to whom."""
+    for kind in ("local", "adaptive"):
+        options = KINDS[kind] | {"lr": 0.1, "rounds": 2}
+        one, other = (checks.run(executor=name, slots=3, **options) for name in ("threads", "vmap"))
+        torch.testing.assert_close(checks.moved(one, 6), checks.moved(other, 6), rtol=1e-4, atol=1e-5)
+
+
+def test_who_is_served() -> None:
+    served = {one.__name__ for one in registry.values() if serves(one())}
+    assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
+    assert not served & {
+        "SCAFFOLD",
+        "FedNova",
+        "FedExP",
+        "FedDyn",
+        "FedSMOO",
+        "FedCM",
+        "MimeLite",
+        "Centralised_SGD",
+        "FedBN",
+    }
+    for name in sorted(served):
+        checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")

@@ -1,0 +1,120 @@
+"""What noise does not go together with: told before the run, with what would work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed.algorithms import registry
+from fastsam.fed.privacy.options import serves
+from tests.helpers import privacy_checks as checks
+
+ASKED = {"accountant": "rdp", "participation": 0.5}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"clip_update": None}, "noise_multiplier=2 .* without a clip .* set clip_update"),
+    ({"sampler": lambda t, g: [0]}, "no epsilon for a sampler of your own.*'bernoulli', 'fixed' or 'shuffled'.*accountant=None"),
+    ({"sampler": "simulator"}, "no epsilon for sampler='simulator'.*accountant=None"),
+    ({"available": lambda t: [0, 1]}, "no epsilon for available=.*accountant=None"),
+    ({"delta": 0.0}, "delta .* > 0, got 0.0"),
+    ({"delta": -1e-5}, "delta .* > 0"),
+    ({"delta": 1.0}, r"delta must be a number in \(0, 1\), below 1/clients, such as 1e-5; got 1.0"),
+    ({"delta": 0.125}, "one client of 8, drawn at random.*got 0.125. Use 1e-5"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number >= 0, got -1"),
+    ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
+    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' is of a run with noise; set noise_multiplier"),
+    ({"noise_multiplier": 0.0, "clip_quantile": 0.5}, "clip_quantile=0.5 is of a run with noise"),
+    ({"clip_quantile": 1.5}, "clip_quantile .* <= 1, got 1.5"),
+    ({"clip_quantile": 0.5, "noise": "local"}, "clip_quantile with noise='local'.*noise='central'"),
+    ({"clip_quantile": 0.5, "noise": "tree", "sampler": "shuffled"}, "clip_quantile with noise='tree'"),
+    ({"noise": "tree"}, "noise='tree' .* sampler='bernoulli' does not promise that; use sampler='shuffled'"),
+    ({"noise": "gauss"}, "noise must be one of 'central', 'local', 'tree', got 'gauss'"),
+    ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
+    ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
+    ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
+    ({"personal": "bias"}, "personal='bias' with noise_multiplier.*leave out personal"),
+    ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of .*FedSAM"),
+    ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),
+    ({"algorithm": fed.Centralised_SGD()}, "not Centralised_SGD: it has no clients"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), REFUSED, ids=[f"{next(iter(o))}-{i}" for i, (o, _) in enumerate(REFUSED)]
+)
+def test_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        checks.run(**ASKED | {"run_dir": tmp_path / "run"} | options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_averaged_buffers_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
+    options: dict[str, Any] = {"rounds": 1, "clip_update": 1.0, "noise_multiplier": 1.0, "accountant": None}
+    with pytest.raises(
+        ValueError, match="buffers='average' with noise_multiplier.*buffers='keep', or a model with group norms"
+    ):
+        fed.run(model, data, fed.FedAvg(), buffers="average", **options)
+    with pytest.raises(ValueError, match="buffers='local' with noise_multiplier"):
+        fed.run(model, data, fed.FedAvg(), buffers="local", **options)
+    with pytest.raises(ValueError, match="and not FedBN: its clients keep something"):
+        fed.run(model, data, fed.FedBN(), **options)
+    fed.run(model, data, fed.FedAvg(), buffers="keep", **options)
+
+
+def test_every_algorithm_that_is_not_served_is_refused_by_name() -> None:
+    for kind in registry.values():
+        if not serves(kind()):
+            with pytest.raises(ValueError, match=f"and not {kind.__name__}: "):
+                checks.run(algorithm=kind())
+
+
+def test_a_client_state_alone_is_refused() -> None:
+    class Stateful(fed.FedAvg):
+        def init_client(self, server: Any) -> Any:
+            return {"seen": torch.zeros(1)}
+
+    with pytest.raises(ValueError, match="not Stateful: its clients keep something, which depends on the rounds"):
+        checks.run(algorithm=Stateful())
+
+
+def test_a_server_that_asks_for_more_than_the_mean_is_told() -> None:
+    class Curious(fed.FedAvg):
+        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
+            return super().step_server(server, sums, round) if sums.number("loss") else server
+
+    with pytest.raises(fed.AlgorithmError, match="noisy mean of the displacements alone.*asked for sums.number"):
+        checks.run(algorithm=Curious())
+
+
+def test_the_algorithm_does_not_learn_how_many_came() -> None:
+    class Counted(fed.FedAvg):
+        told: ClassVar[set[int]] = set()
+
+        def local_step(self, server: Any, client: Any, round: Any) -> Any:
+            self.told.add(round.active)
+            return super().local_step(server, client, round)
+
+        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
+            self.told.update((round.active, sums.clients))
+            return super().step_server(server, sums, round)
+
+    came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]
+    assert len(set(came)) > 2 and Counted.told == {1, 4}  # 1: of the trial before the first round
+
+
+def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
+    with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fastsam\[privacy\]', or accountant=None"):
+        checks.run(**ASKED)
+    checks.run(**ASKED | {"accountant": None})
+
+
+@pytest.mark.parametrize("rule", ["median", "krum"])
+def test_a_robust_rule_works_on_noisy_rows(rule: str) -> None:
+    checks.run(participation=1.0, noise="local", aggregation=rule)

@@ -1,0 +1,56 @@
+"""Wrong noise, wrong clips and wrong accounts: a factor, a sign, an event. Each names the check that must notice it (`privacy_checks`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """In module `fastsam.fed.<module>`, `new` for `old`."""
+
+    module: str
+    old: str
+    new: str
+    check: str
+
+
+P = "privacy."
+
+MUTANTS = [
+    # the noise on the sum, its denominator, and that of the clients
+    Mutant(P + "mechanism", "mul_(z * self.clip(server))", "mul_(z)", "scales"),
+    Mutant(P + "mechanism", "mul_(z * self.clip(server))", "mul_(z * self.clip(server) ** 2)", "scales"),
+    Mutant(P + "mechanism", "self.cohort or active", "active", "scales"),
+    Mutant(P + "mechanism", "self.cohort or active", "active", "denominator"),
+    Mutant(P + "private_sums", "made / self._cohort", "made", "scales"),
+    Mutant(P + "private_sums", "self._sums.sum(DELTA)", "self._sums.mean(DELTA)", "denominator"),
+    Mutant(P + "mechanism", "(self.asked.noise_multiplier * clip)", "self.asked.noise_multiplier", "local_scale"),
+    Mutant(P + "mechanism", '"local noise", index, i)', '"local noise", index)', "local_scale"),  # all of them the same
+    Mutant("clients.sampling", "return participation * clients", "return float(clients)", "scales"),
+    # the clip
+    Mutant(P + "clip", "(1 - 2 * torch.finfo(rows.dtype).eps) * limit", "limit", "clipped"),
+    Mutant(P + "clip", "norms > limit", "norms > 2 * limit", "clipped"),
+    Mutant(P + "clip", "limit / norms", "limit / norms**2", "clipped"),
+    # the tree
+    Mutant(P + "tree", "yield -1, level", "yield 1, level", "tree_scale"),
+    Mutant(P + "tree", "(k - 1) >> level", "k >> level", "tree_nodes"),
+    Mutant(P + "tree", "(k & -k).bit_length() - 1", "0", "tree_scale"),
+    Mutant(P + "mechanism", '"node", tree, level, node', '"node", level, node', "tree_scale"),
+    Mutant(P + "mechanism", "alpha=sign", "alpha=abs(sign)", "tree_scale"),
+    # the adaptive clip
+    Mutant(P + "adaptive", "-RATE * (share - self.quantile)", "RATE * (share - self.quantile)", "adaptive"),
+    Mutant(P + "adaptive", "short - clients / 2", "short", "adaptive"),
+    Mutant(P + "adaptive", "(2 * self.count_noise) ** -2", "self.count_noise**-2", "adaptive"),
+    Mutant(P + "adaptive", "self.z**-2 - ", "self.z**-2 + ", "adaptive"),
+    Mutant(P + "mechanism", "else self.quantile.sum_multiplier", "else self.quantile.z", "adapted"),
+    Mutant(P + "mechanism", 'self.asked.seed, "count", index', "0, index", "adapted"),
+    Mutant("loop.round", "float(norm <= limit)", "float(norm > limit)", "adapted"),
+    # epsilon
+    Mutant(P + "accountant", "PoissonSampledDpEvent(participation, every)", "GaussianDpEvent(z)", "poisson"),
+    Mutant(P + "accountant", "cohort, dp.GaussianDpEvent(z / 2))", "cohort, dp.GaussianDpEvent(z))", "without_replacement"),
+    Mutant(P + "accountant", "(dp.GaussianDpEvent(z / 2), most", "(dp.GaussianDpEvent(z), most", "unsampled"),
+    Mutant(P + "accountant", "-(-rounds // epoch)", "rounds // epoch", "unsampled"),
+    Mutant(P + "accountant", "(z, rest), 1)]", "(z, epoch), 1)]", "unsampled"),
+    Mutant(P + "accountant", "(z, epoch), whole)", "(z, epoch), 1)", "unsampled"),
+    Mutant(P + "accountant", "self._orders.index(order) + 1", "self._orders.index(order) - 3", "fewer_orders"),
+]  # fmt: skip

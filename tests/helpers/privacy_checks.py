@@ -1,0 +1,190 @@
+"""What must hold of noise, clip and accountant, each as a function that raises AssertionError: the tests call them, and so do the mutants."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.fed.privacy.accountant import Accountant, law
+from fastsam.fed.privacy.adaptive import Quantile
+from fastsam.fed.privacy.clip import shorten
+from fastsam.fed.privacy.noise import normals
+from fastsam.fed.privacy.tree import changes
+
+CLIENTS = 8
+
+
+def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, **options: Any) -> fed.Result:
+    """A linear model of `size` inputs and 8 classes on 8 clients, who hardly move unless `lr` is named."""
+    g = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, size, generator=g), torch.randint(0, 8, (4,), generator=g)) for _ in range(CLIENTS)]
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "executor": "sequential",
+        "lr": 1e-12,
+        "batch_size": 4,
+        "noise_multiplier": 2.0,
+        "clip_update": 0.5,
+        "accountant": None,
+    }
+    return fed.run(
+        nn.Linear(size, 8), data, algorithm or fed.FedAvg(), rounds=rounds, eval_every=100, **given | options
+    )
+
+
+def moved(result: fed.Result, size: int) -> Tensor:
+    """By how much all parameters moved, float64."""
+    torch.manual_seed(0)
+    before = nn.Linear(size, 8)
+    pairs = zip(result.model.parameters(), before.parameters(), strict=True)
+    return torch.cat([(p.detach().double() - q.detach().double()).flatten() for p, q in pairs])
+
+
+def scale(expected: float, size: int = 2000, **options: Any) -> None:
+    """The standard deviation of every coordinate is `expected`: 16,008 of them tell it to 0.6 %, and five times that is allowed."""
+    noise = moved(run(size, **options), size)
+    assert abs(float(noise.std()) / expected - 1) < 5 / math.sqrt(2 * len(noise)), (float(noise.std()), expected)
+    assert abs(float(noise.mean())) < 5 * expected / math.sqrt(len(noise))
+    assert abs(float((noise / expected).pow(4).mean()) - 3) < 5 * math.sqrt(96 / len(noise))
+
+
+def scales() -> None:
+    """z * clip / (cohort that is expected), whoever came."""
+    came = [r["clients"] for r in run(participation=0.5, seed=3).history]
+    assert came != [4]  # a cohort unlike the expected one tells the two denominators apart
+    scale(2 * 0.5 / 4, participation=0.5, seed=3)
+    scale(2 * 0.5 / 2, participation=0.25, sampler="fixed")
+    scale(2 * 0.5 / 8, participation=1.0)
+
+
+def local_scale() -> None:
+    """Each client's own noise, in the mean of those who came."""
+    scale(2 * 0.5 / math.sqrt(2), participation=0.25, sampler="fixed", noise="local")
+
+
+def tree_scale() -> None:
+    """After k rounds of a tree the noise is that of as many nodes as k has bits; a second tree begins anew beside the first one."""
+    for rounds, nodes in ((1, 1), (2, 1), (3, 2), (4, 1), (8, 2)):
+        scale(2 * 0.5 / 2 * math.sqrt(nodes), rounds=rounds, participation=0.25, sampler="shuffled", noise="tree")
+
+
+def tree_nodes() -> None:
+    """The changes of rounds 1..k add up to the cover of k leaves by whole nodes, the largest first."""
+    held: set[tuple[int, int]] = set()
+    for k in range(1, 40):
+        for sign, level, node in changes(k):
+            assert ((level, node) in held) == (sign < 0)
+            held ^= {(level, node)}
+        leaves = sorted(leaf for level, node in held for leaf in range((node - 1) << level, node << level))
+        assert leaves == list(range(k)) and len(held) == bin(k).count("1")
+
+
+def denominator() -> None:
+    """The sum of who came over the cohort that is expected."""
+    options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip_update": 100.0}
+    (record,) = run(**options, noise_multiplier=0.0).history
+    plain = moved(run(**options, noise_multiplier=0.0), 6)
+    private = moved(run(**options, noise_multiplier=1e-12), 6)
+    torch.testing.assert_close(private, plain * record["clients"] / 4, rtol=1e-5, atol=1e-6)
+
+
+def clipped() -> None:
+    """No row is longer than the limit, by no rounding; those that were not longer keep their bits."""
+    for dtype in (torch.float32, torch.float64):
+        g = torch.Generator().manual_seed(0)
+        for limit in (1e-3, 0.7, 1.0, 1e3):
+            rows = torch.randn(200, 33, generator=g, dtype=dtype) * limit * torch.logspace(-2, 3, 200)[:, None]
+            short, norms = shorten(rows.to(dtype), limit)
+            lengths = torch.linalg.vector_norm(short.double(), dim=1)
+            assert float(lengths.max()) <= limit
+            for row, was, norm in zip(short, rows.to(dtype), norms, strict=True):
+                assert torch.equal(row, was) if norm <= limit else float(row.double().norm()) >= limit * (1 - 1e-6)
+
+
+def adaptive() -> None:
+    """The clip of every round, and the noise that is left for the sum, from the paper's equations."""
+    z, cohort, gamma = 1.5, 60.0, 0.3
+    made = Quantile(gamma, z, cohort)
+    assert made.count_noise == 3.0 and Quantile(gamma, z, 10.0).count_noise == z
+    assert math.isclose(made.sum_multiplier**-2 + (2 * made.count_noise) ** -2, z**-2)
+    indicators = [1] * 25 + [0] * 30
+    share = (sum(b - 0.5 for b in indicators) + 3.0 * 0.7) / cohort + 0.5
+    assert math.isclose(made.next_clip(2.0, 25, 55, 0.7), 2.0 * math.exp(-0.2 * (share - gamma)))
+
+
+def adapted() -> None:
+    """The clips in the records of a run are those of the equation, with the run's own counts and noise."""
+    seen = run(
+        rounds=4, participation=0.5, lr=0.1, seed=3, clip_quantile=0.5, noise_multiplier=1.0, clip_update=0.02
+    ).history
+    made, clip = Quantile(0.5, 1.0, 4.0), 0.02
+    for t, record in enumerate(seen):
+        assert math.isclose(record["clip_update"], clip)
+        clip = made.next_clip(clip, 0, record["clients"], float(normals(1, 3, "count", t)))  # all are longer
+    scale(made.sum_multiplier * 0.5 / 4, participation=0.5, seed=3, clip_quantile=0.5, noise_multiplier=1.0)
+
+
+@cache
+def package(kind: str, relation: str, count: int, *numbers: float) -> float:
+    """Epsilon at delta 1e-5 by dp-accounting's own accountant, of an event of the package, so many times."""
+    import dp_accounting as dp
+
+    relations = dp.NeighboringRelation
+    *sampled, z = numbers
+    inner = dp.GaussianDpEvent(z)
+    events = {
+        "gaussian": lambda: [(inner, count)],
+        "poisson": lambda: [(dp.PoissonSampledDpEvent(*sampled, inner), count)],
+        "without replacement": lambda: [(dp.SampledWithoutReplacementDpEvent(*sampled, inner), count)],
+        "trees": lambda: [(dp.SingleEpochTreeAggregationDpEvent(z, int(n)), 1) for n in sampled],
+    }
+    accountant = dp.rdp.RdpAccountant(neighboring_relation=relations[relation])
+    for event, times in events[kind]():
+        accountant.compose(event, times)
+    return float(accountant.get_epsilon(1e-5))
+
+
+def epsilon(noise: str, sampler: str, participation: float, rounds: int = 7) -> float:
+    """Ours, of 10 clients and noise multiplier 1.2, at delta 1e-5, asked for round by round."""
+    made = Accountant(law(noise, sampler, participation, 10, 1.2, lambda rounds: 3), 1e-5)
+    return [made.epsilon(t + 1) for t in range(rounds)][-1]
+
+
+def same(found: float, *events: Any) -> None:
+    assert math.isclose(found, package(*events), rel_tol=1e-12), (events, found)
+
+
+def poisson() -> None:
+    same(epsilon("central", "bernoulli", 0.3), "poisson", "ADD_OR_REMOVE_ONE", 7, 0.3, 1.2)
+
+
+def without_replacement() -> None:
+    """A client in place of another one: twice the clip, so half the multiplier."""
+    same(epsilon("central", "fixed", 0.3), "without replacement", "REPLACE_ONE", 7, 10, 3, 0.6)
+
+
+def unsampled() -> None:
+    """Everybody in every round, or once an epoch (10 clients, 3 a round: four rounds), or by noise of their own."""
+    for sampler in ("bernoulli", "fixed", "shuffled"):
+        same(epsilon("central", sampler, 1.0), "gaussian", "ADD_OR_REMOVE_ONE", 7, 1.2)
+    same(epsilon("central", "shuffled", 0.3), "gaussian", "ADD_OR_REMOVE_ONE", 2, 1.2)
+    same(epsilon("local", "fixed", 0.3), "gaussian", "REPLACE_ONE", 3, 0.6)
+    same(epsilon("tree", "shuffled", 0.3), "trees", "REPLACE_SPECIAL", 1, 4, 3, 1.2)
+    same(epsilon("tree", "shuffled", 0.3, 8), "trees", "REPLACE_SPECIAL", 1, 4, 4, 1.2)
+
+
+def fewer_orders() -> None:
+    """The orders that are left out from round to round are not those of the least epsilon."""
+    for noise, sampler, share in (("central", "bernoulli", 1.0), ("tree", "shuffled", 0.1)):
+        made = law(noise, sampler, share, 10, 8.0)
+        slow, fast = Accountant(made, 1e-5), Accountant(made, 1e-5)
+        for t in range(1, 200):
+            slow._last = 0, len(slow._orders)
+            assert fast.epsilon(t) == slow.epsilon(t)
+        assert fast._last[1] < len(fast._orders) / 2
+        assert fast.epsilon(1) == Accountant(made, 1e-5).epsilon(1)  # asked for again
