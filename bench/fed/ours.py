@@ -30,6 +30,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         slots=workload.slots,
         progress=lambda record: tick(),
         **how,
+        **dict(workload.options),
     ).model
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from bench.timing import Summary, Usage, no_garbage_collection
 
 UNIT = "fedavg"
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
+# What protects clients, in FedAvg: its options. It costs nothing in a local step, so these have rounds alone.
+PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {"fedavg, secure_sums": (("secure_sums", 2 / 3),)}
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
 LR = 0.05  # with the workload's, five epochs of so few clients diverge under SCAFFOLD
@@ -31,7 +34,10 @@ ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an algorithm relative to FedAvg's. seconds: of one of its local steps. problem: why there is none of this."""
+    """Seconds of an algorithm relative to FedAvg's. seconds: of one of its local steps; with step None where rounds alone are looked at.
+
+    problem: why there is none of this.
+    """
 
     label: str
     step: Summary | None = None
@@ -75,12 +81,16 @@ def compare(model: str, executor: str, device: str, turns: int) -> Costs:
     """All algorithms, one after the other."""
     before = Usage.now()
     costs = [against_unit(Workload(model, name, device=device, lr=LR), executor, turns) for name in ALGORITHMS]
+    for label, options in PROTECTED.items():
+        workload = Workload(model, UNIT, device=device, lr=LR, options=options)
+        costs.append(replace(against_unit(workload, executor, turns), label=label, step=None, seconds=None))
     return Costs(f"{model.upper()}, {executor}", costs, Usage.now().others_since(before))
 
 
 def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
     """An algorithm beside FedAvg, each of which begins every other turn. The first turn is not counted."""
-    own, unit = (Runs(replace(workload, algorithm=n), executor, turns + 1) for n in (workload.algorithm, UNIT))
+    plain, alone = replace(workload, algorithm=UNIT, options=()), bool(workload.options)
+    own, unit = (Runs(load, executor, turns + 1, alone) for load in (workload, plain))
     pairs: Pairs = []
     problem = None
     with no_garbage_collection():
@@ -113,13 +123,16 @@ def cost(label: str, pairs: Pairs, problem: str | None) -> Cost:
 
 
 class Runs:
-    """An algorithm's runs: of the workload as it is, and of two with fewer clients whose rounds differ in their local epochs alone."""
+    """An algorithm's runs: of the workload as it is, and of two with fewer clients whose rounds differ in their local epochs alone.
 
-    def __init__(self, workload: Workload, executor: str, turns: int) -> None:
+    alone: the workload's own alone; a local step then counts as 1.
+    """
+
+    def __init__(self, workload: Workload, executor: str, turns: int, alone: bool = False) -> None:
         self.chunk, few = ROUNDS[workload.model], replace(workload, cohort=CLIENTS[workload.model])
         # Local steps that the long round takes and the short one does not.
         self.steps = few.cohort * (SAMPLES // BATCH) * (LONG - 1)
-        loads = (workload, few, replace(few, epochs=LONG))
+        loads = (workload,) * 3 if alone else (workload, few, replace(few, epochs=LONG))
         known = {load: Paused(load, executor, turns * self.chunk) for load in dict.fromkeys(loads)}
         self.all = list(known.values())
         self.whole, self.short, self.long = (known[load] for load in loads)
@@ -127,7 +140,7 @@ class Runs:
     def times(self, seconds: Mapping[Paused, float]) -> Times:
         """Of the seconds of a turn's rounds."""
         whole, short, long = (seconds[run] / self.chunk for run in (self.whole, self.short, self.long))
-        return Times(whole, (long - short) / self.steps)
+        return Times(whole, 1.0 if self.long is self.short else (long - short) / self.steps)
 
     def close(self) -> str | None:
         """Ends the runs; says what is wrong with one of them."""

@@ -53,7 +53,8 @@ def costs_table(case: Mapping[str, Any]) -> str:
         if cost["problem"]:
             lines.append(f"| {cost['label']} | {_failed(cost['problem'])} | | | |")
             continue
-        cells = [f"{s['median']:.3f} | {s['q1']:.3f}–{s['q3']:.3f}" for s in (cost["step"], cost["round"])]
+        both = (cost["step"], cost["round"])
+        cells = [f"{s['median']:.3f} | {s['q1']:.3f}–{s['q3']:.3f}" if s else "– | –" for s in both]
         lines.append(f"| {cost['label']} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 

@@ -6,6 +6,7 @@ numpy and torch only: the other simulators run in environments of their own, wit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +39,8 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots.
+    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots. options: other options
+    of ours.
 
     device: of the model and the data (the other simulators take the CPU).
     """
@@ -51,6 +53,7 @@ class Workload:
     slots: int | None = None
     epochs: int = 1
     lr: float = LR
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -46,10 +46,10 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "measure_options": [{}, {"x": 1}], "metrics": [["x"], []], "target": [0.5], "buffers": ["average", "keep"],
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"], "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],
-    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "checkpoint_every": [1, 5],
+    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "secure_sums": [0.5, 1.0], "checkpoint_every": [1, 5],
 }  # fmt: skip
 NOT_TRIED = ("compile", "device")
-Refusal = (TypeError, ValueError, RuntimeError)
+Refusal = (TypeError, ValueError, RuntimeError, ImportError)
 
 
 @contextmanager

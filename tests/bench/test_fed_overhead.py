@@ -30,6 +30,7 @@ class Costly:
         monkeypatch.setattr(overhead, "time", self)
         monkeypatch.setattr(overhead.ours, "train", self.train)
         monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold", "fedcm"))
+        monkeypatch.setattr(overhead, "PROTECTED", {})
         monkeypatch.setattr(Workload, "loss_of", lambda load, model: 3.0 if load.algorithm == self.untrained else 0.5)
 
     def train(self, load: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
@@ -38,7 +39,7 @@ class Costly:
             self.log.append(load.algorithm)
             if load.algorithm == self.failing and round == 1:
                 raise ValueError("no such vector")
-            self.now += self.PER_ROUND[load.algorithm] + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
+            self.now += dict(load.options).get("more", 0) + self.PER_ROUND[load.algorithm] + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
             tick()
         return nn.Identity()
 
@@ -56,6 +57,15 @@ def test_a_steps_cost_is_what_it_adds_to_a_round(model: str, cohort: int, monkey
     turns, runs = 1 + 3, 2 if cohort == 20 else 3
     each = turns * runs * overhead.ROUNDS[model]
     assert [clock.log.count(n) for n in ("scaffold", "fedcm", "fedavg")] == [each + runs] * 2 + [2 * (each + runs)]
+
+
+def test_what_protects_clients_is_beside_plain_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    Costly(monkeypatch)
+    monkeypatch.setattr(overhead, "ALGORITHMS", ())
+    monkeypatch.setattr(overhead, "PROTECTED", {"hidden": (("more", 20.5),)})
+    (cost,) = overhead.compare("cnn", "sequential", "cpu", 2).costs
+    assert (cost.label, cost.problem, cost.step, cost.seconds) == ("hidden", None, None, None)
+    assert cost.round is not None and cost.round.median == 2
 
 
 def test_in_a_turn_an_algorithm_is_beside_fedavg(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +103,7 @@ def test_a_cost_counts_only_where_training_worked(
 @pytest.mark.of_each_kind
 def test_one_real_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "ALGORITHMS", ("scaffold",))
+    monkeypatch.setattr(overhead, "PROTECTED", {})
     monkeypatch.setattr(overhead, "ROUNDS", {"mlp": 1})
     (cost,) = overhead.compare("mlp", "auto", "cpu", 1).costs
     assert cost.problem is None and cost.round is not None and cost.round.median > 0

@@ -52,6 +52,7 @@ def content() -> dict[str, Any]:
                                 "fedcm", Summary(1.0312, 1.02, 1.04), Summary(1.2, 1.1, 1.3), Summary(1, 1, 1)
                             )
                         ),
+                        asdict(overhead.Cost("fedavg, hidden", round=Summary(2, 1.5, 3))),
                         asdict(overhead.Cost("feddyn", problem="no | vector")),
                     ],
                     "busy": 0.0,
@@ -80,6 +81,7 @@ def test_a_page_says_every_figure() -> None:
     assert "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |" in page
     assert "| flower | failed: no / actors at all | | |" in page
     assert "| fedcm | 1.031 | 1.020–1.040 | 1.200 | 1.100–1.300 |" in page
+    assert "| fedavg, hidden | – | – | 2.000 | 1.500–3.000 |" in page
     assert "| feddyn | failed: no / vector | | | |" in page
     assert "3.4% of a CNN round" in page
     assert "| 4 | 12.3 | – |" in page and "| 8 | – | 500.0 |" in page

@@ -9,6 +9,7 @@ from fastsam.fed.common.checks import integer
 
 Weighting = Sequence[int] | Callable[[int], int]
 NAMES = ("uniform", "samples")
+MOST = 2**53  # a double has all whole numbers up to it
 
 
 def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
@@ -28,7 +29,7 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
 
 
 def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
-    """The weights of all clients where the user names them; None for one of `NAMES`. Raises ValueError unless they are whole numbers >= 1.
+    """The weights of all clients where the user names them; None for one of `NAMES`. Raises ValueError unless they are whole numbers from 1 to `MOST`.
 
     Whole numbers, because sums over clients are exact.
     """
@@ -38,4 +39,11 @@ def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
         raise ValueError(f"weighting must have one weight for each of the {clients} clients, got {len(weighting)}")
     given = map(weighting, range(clients)) if callable(weighting) else weighting
     what = "weighting takes whole numbers (shares of 0.25 and 0.5 are 1 and 2): the weight of client"
-    return [integer(f"{what} {i}", weight, at_least=1) for i, weight in enumerate(given)]
+    weights = [integer(f"{what} {i}", weight, at_least=1) for i, weight in enumerate(given)]
+    if max(weights) > MOST:
+        i = weights.index(max(weights))
+        raise ValueError(
+            f"{what} {i} must be at most {MOST} = 2^53, what the factor on an exact sum can hold, got {weights[i]}; "
+            "divide all weights by a number"
+        )
+    return weights

@@ -40,6 +40,7 @@ from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
+from fastsam.fed.sums.secure import check_secure_sums
 
 
 def assemble(
@@ -85,6 +86,7 @@ def assemble(
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
+    check_secure_sums(settings.secure_sums, settings.aggregation, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)
     inner = personal.inner if isinstance(personal, Personal) else algorithm

@@ -100,6 +100,9 @@ class Settings:
         at_least=0, at_most=1, free=True)
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the round",
         choices=("raise", "exclude"), free=True)
+    secure_sums: float | None = option(None,
+        "pairwise masks hide each client's upload from the server; the share of a round's clients that must stay until its end (2/3, say); "
+        "none: no masks", above=0, at_most=1)
     clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; none: no limit", above=0)
     clip_quantile: float | None = option(None,
         "share of the displacements that clip_update is to leave as they are: it follows them from round to round, with noise; none: it stays",

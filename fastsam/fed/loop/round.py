@@ -6,6 +6,7 @@ import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import Problems, RoundSums
+from fastsam.fed.sums.secure import SecureSums
 
 log = logging.getLogger("fastsam.fed")
 
@@ -86,7 +88,9 @@ class Cohort:
         self._looked = about.index > 0  # at what the algorithm makes of rows
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
-        self.sums = RoundSums(len(active), max(self.weights.values()), places)
+        heaviest, share = max(self.weights.values()), settings.secure_sums
+        self.sums = RoundSums(len(active), heaviest, places)
+        self.secure = None if share is None else SecureSums(self.sums, share, active, heaviest, about.index)
         rule = settings.rule
         self.robust = None if rule is None else RobustSums(self.sums, rule)
         self.clients, self.homes = dict(before.clients), before.homes
@@ -217,7 +221,8 @@ class Cohort:
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
         problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
-        problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
+        add_ = self.sums.add_rows_ if self.secure is None else partial(self.secure.add_rows_, ends.clients)
+        problems = add_(weights, mean, upload.total, numbers, problems)
         if self.robust is not None:
             if upload.total:
                 raise no_totals(self.robust.rule, type(self.algorithm).__name__)
@@ -276,7 +281,7 @@ class Cohort:
             join(ranks, self.about)
 
     def check(self) -> None:
-        """After the last end. Raises RuntimeError when nobody is left, or more than `max_excluded` of the cohort were excluded."""
+        """After the last end. Raises RuntimeError when nobody is left, more than `max_excluded` of the cohort were excluded, or masks stay."""
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
             log.warning("round %d: %d of %d clients are excluded", self.about.index + 1, out, len(self.active))
@@ -293,6 +298,8 @@ class Cohort:
                 f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
                 f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
+        if self.secure is not None:
+            self.secure.unmask_(self.excluded)
 
     @property
     def server_sums(self) -> Sums:

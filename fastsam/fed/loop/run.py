@@ -92,6 +92,7 @@ def run(
     client_state: str = "auto",
     max_excluded: float = 1.0,
     on_client_error: str = "raise",
+    secure_sums: float | None = None,
     clip_update: float | None = None,
     clip_quantile: float | None = None,
     noise_multiplier: float = 0.0,

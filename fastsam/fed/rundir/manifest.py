@@ -26,6 +26,7 @@ _SINCE = {
     "noise": "central",
     "delta": None,
     "accountant": "rdp",
+    "secure_sums": None,
 }  # keys of the identity that older directories lack, and what their runs did
 
 _MEANING = {  # of values of the identity that do not speak for themselves

@@ -111,6 +111,7 @@ def test_weights_of_the_clients_own(tmp_path):
     ("weighting", "words"),
     [
         ([1, 2], "weighting must have one weight for each of the 1 clients, got 2"),
+        ([2**53 + 1], "weight of client 0 must be at most 9007199254740992 = 2\\^53, .*got 9007199254740993"),
         ([0.5], "shares of 0.25 and 0.5 are 1 and 2.: the weight of client 0 must be an integer >= 1, got 0.5"),
         (lambda i: 0, "the weight of client 0 must be an integer >= 1, got 0"),
         ({0: 1}, "weighting must be 'uniform', 'samples', a list .* or a function of a client's id .*got {0: 1}"),
