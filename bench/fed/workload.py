@@ -39,7 +39,7 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots. options: other options
+    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots. options: others
     of ours.
 
     device: of the model and the data (the other simulators take the CPU).

@@ -39,7 +39,11 @@ class Costly:
             self.log.append(load.algorithm)
             if load.algorithm == self.failing and round == 1:
                 raise ValueError("no such vector")
-            self.now += dict(load.options).get("more", 0) + self.PER_ROUND[load.algorithm] + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
+            self.now += (
+                dict(load.options).get("more", 0)
+                + self.PER_ROUND[load.algorithm]
+                + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
+            )
             tick()
         return nn.Identity()
 

@@ -29,9 +29,9 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
 
 
 def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
-    """The weights of all clients where the user names them; None for one of `NAMES`. Raises ValueError unless they are whole numbers from 1 to `MOST`.
+    """The weights of all clients where the user names them; None for one of `NAMES`.
 
-    Whole numbers, because sums over clients are exact.
+    Raises ValueError unless they are whole numbers from 1 to `MOST`. Whole numbers, because sums over clients are exact.
     """
     if isinstance(weighting, str):
         return None

@@ -99,7 +99,9 @@ class Server:
                 _add_(self._sum, _agreed(key, self.publics[j]), -_sign(j, i))
         if self._sum[:, -1].any():
             lost = sorted(self.publics.keys() - {*self.received, *dropped})
-            reason = f"clients {lost} sent nothing, and nobody told" if lost else "what was sent is not what was agreed on"
+            reason = (
+                f"clients {lost} sent nothing, and nobody told" if lost else "what was sent is not what was agreed on"
+            )
             raise RuntimeError(
                 f"round {self.round + 1}: the masks of {n} clients do not cancel ({reason}): their sum is noise, and the round is refused"
             )

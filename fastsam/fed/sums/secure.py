@@ -29,7 +29,9 @@ def check_secure_sums(share: float | None, aggregation: str, algorithm: object, 
             "clip_update=..., which clients do themselves), or no secure_sums"
         )
     if getattr(algorithm, "pools_data", False):
-        raise ValueError(f"{asked} hides clients from the server, and {type(algorithm).__name__} has none: leave it out")
+        raise ValueError(
+            f"{asked} hides clients from the server, and {type(algorithm).__name__} has none: leave it out"
+        )
     if ranks > 1:
         raise ValueError(f"{asked} is simulated in one process, and this run has {ranks}: use one, or no secure_sums")
     if cohort < _FEWEST:
@@ -52,8 +54,8 @@ class SecureSums:
     def __init__(self, sums: RoundSums, share: float, active: Sequence[int], heaviest: int, round: int) -> None:
         if len(active) < _FEWEST:
             raise RuntimeError(
-                f"round {round + 1}: client {active[0]} is alone in its round, and the sum of one client is its upload, which secure_sums must not show; "
-                "sampler='fixed' draws as many clients in every round"
+                f"round {round + 1}: client {active[0]} is alone in its round, and the sum of one client is its upload, which secure_sums must not "
+                "show; sampler='fixed' draws as many clients in every round"
             )
         self.sums, self.heaviest = sums, heaviest
         self.clients = {i: Client(i) for i in active}
@@ -79,8 +81,8 @@ class SecureSums:
             if place in problems:
                 continue
             own = RoundSums(self.sums.terms, self.heaviest)
-            vectors = ({name: x[place] for name, x in rows.items()} for rows in (mean, total))
-            problem = own.add_(weights[place], *vectors, {name: values[place] for name, values in numbers.items()})
+            means, totals = ({name: x[place] for name, x in rows.items()} for rows in (mean, total))
+            problem = own.add_(weights[place], means, totals, {name: x[place] for name, x in numbers.items()})
             if problem is not None:
                 problems[place] = problem
                 continue
@@ -95,11 +97,10 @@ class SecureSums:
         if self._shapes is None:
             self._shapes, self._like = shapes, like
         elif shapes != self._shapes:
-            names = (", ".join(f"{key[1]!r} {list(shape)}" for key, shape in s.items()) for s in (shapes, self._shapes))
+            own_ones, others = (", ".join(f"{k[1]!r} {list(s)}" for k, s in x.items()) for x in (shapes, self._shapes))
             raise ValueError(
-                "with secure_sums all clients of a round must upload vectors of the same names and shapes, got {} from client {} after {}".format(
-                    next(names), client, next(names)
-                )
+                "with secure_sums all clients of a round must upload vectors of the same names and shapes, got "
+                f"{own_ones} from client {client} after {others}"
             )
         limbs = [own.limbs(key, shape, like).reshape(2, -1).cpu() for key, shape in shapes.items()]
         return torch.cat([*limbs, torch.zeros(2, 1, dtype=torch.int64)], dim=1)

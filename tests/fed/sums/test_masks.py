@@ -68,7 +68,7 @@ def seen() -> tuple[list[Tensor], Tensor]:
     """What the server of a round gets of four clients with one upload of small numbers, one of which drops, and the sum that it makes."""
     upload = words([k % 7 for k in range(3000)])
     made = Round(range(4), 2)
-    sent = made.send({i: upload for i in (0, 2, 3)})
+    sent = made.send(dict.fromkeys((0, 2, 3), upload))
     return list(sent.values()), made.unmask({1})
 
 
@@ -123,7 +123,10 @@ def test_every_seed_masks_one_upload_or_one_pair_once(monkeypatch: pytest.Monkey
 def test_a_dropout_nobody_told_of_is_refused() -> None:
     made = Round(range(4), 2)
     made.send({i: words([5]) for i in (0, 1, 3)})
-    with pytest.raises(RuntimeError, match=r"round 1: the masks of 4 clients do not cancel \(clients \[2\] sent nothing, and nobody told\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"round 1: the masks of 4 clients do not cancel \(clients \[2\] sent nothing, and nobody told\)",
+    ):
         made.unmask()
 
 
@@ -139,7 +142,9 @@ def test_what_was_not_agreed_on_is_refused(dropped: set[int]) -> None:
 def test_too_few_who_stay_are_refused() -> None:
     made = Round(range(5), 4)
     made.send({i: words([5]) for i in (0, 1, 3)})
-    with pytest.raises(RuntimeError, match="round 1: 3 of 5 clients stayed, and 4 must.*a smaller secure_sums needs fewer"):
+    with pytest.raises(
+        RuntimeError, match="round 1: 3 of 5 clients stayed, and 4 must.*a smaller secure_sums needs fewer"
+    ):
         made.unmask({2, 4})
 
 
