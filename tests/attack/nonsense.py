@@ -49,7 +49,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "secure_sums": [0.5, 1.0], "checkpoint_every": [1, 5],
 }  # fmt: skip
 NOT_TRIED = ("compile", "device")
-Refusal = (TypeError, ValueError, RuntimeError, ImportError)
+Refusal = (TypeError, ValueError, RuntimeError)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ _FEWEST = 2  # clients of a round: the sum of one is its upload
 
 
 def check_secure_sums(share: float | None, aggregation: str, algorithm: object, cohort: int, ranks: int) -> None:
-    """Raises ValueError, with what would work, where masks have no meaning; ImportError without the library that makes them.
+    """Raises ValueError, with what would work, where masks have no meaning, and without the package that makes them.
 
     cohort: clients that a round is likely to have at most.
     """
@@ -40,7 +40,9 @@ def check_secure_sums(share: float | None, aggregation: str, algorithm: object, 
             "larger participation"
         )
     if find_spec("Crypto") is None:
-        raise ImportError("secure_sums needs the package pycryptodome: pip install 'fastsam[secure]'")
+        raise ValueError(
+            f"{asked}: keys and masks are made by the package pycryptodome, which is not installed: pip install 'fastsam[secure]'"
+        )
 
 
 class SecureSums:

@@ -64,6 +64,15 @@ def test_weights_and_buffers_change_no_bit() -> None:
 
 
 @needs_library
+def test_masks_change_no_bit_under_noise() -> None:
+    """Displacements are clipped before they are masked, and the server adds its noise to the sum; so does a clip that follows their norms."""
+    noise = {"clip_update": 0.1, "noise_multiplier": 1.0, "clip_quantile": 0.5, "accountant": None, "sampler": "fixed"}
+    plain, masked = (run(fed.FedSAM(), share, **noise, **DROPOUTS) for share in (None, 0.5))
+    assert digest(plain) == digest(masked)
+    assert plain.history[0]["clip_update"] != plain.history[1]["clip_update"]
+
+
+@needs_library
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "executor"),
@@ -207,6 +216,6 @@ def test_several_processes_are_refused() -> None:
 
 def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secure, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="pycryptodome: pip install 'fastsam\\[secure\\]'"):
+    with pytest.raises(ValueError, match="pycryptodome, which is not installed: pip install 'fastsam\\[secure\\]'"):
         run()
     run(share=None, rounds=1)
