@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fastsam.fed.common.atomic_files import make_directory, named, open_regular, write_bytes, write_json
+from fastsam.fed.rundir.holdings import Holdings, nbytes
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.manifest import (
     FORMAT,
@@ -44,8 +45,6 @@ log = logging.getLogger("fastsam.fed")
 _TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's own files
 _FILES = ("config.json", "environment.json", "metrics.jsonl", "personal.json", "summary.json", "model.safetensors")
 _OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
-
-_LIVE = 0.5
 
 State = dict[str, Tensor]
 
@@ -89,7 +88,7 @@ class RunDirectory:
         self._metrics = b""  # what metrics.jsonl holds
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
         self._hashes: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}  # bytes of the tensors in each file of clients' states
+        self._holdings = Holdings()  # of the files of clients' states
 
     @classmethod
     def open(
@@ -207,7 +206,9 @@ class RunDirectory:
             "files": {name: self._hashes[name] for name in sorted(names)},
             "identity": self.identity,
         }
-        write_json(self._manifest, sealed(manifest))
+        write_bytes(
+            self._manifest, (json.dumps(sealed(manifest)) + "\n").encode()
+        )  # in one line: indented takes ten times as long
         self._hashes = {name: self._hashes[name] for name in names}
         for path in self._manifest.parent.iterdir():
             if _TENSORS.fullmatch(path.name) and path.name not in names and path.is_file():
@@ -229,14 +230,16 @@ class RunDirectory:
         """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in it once.
 
         Who is long away keeps a file alive that is full of old states of others. So what is left in a file goes into the new one when it
-        is less than `_LIVE` of it: on the disk there is never more than the inverse of that times what lives, and what moves is at most what died.
+        is less than half of it: on the disk there is never more than the inverse of that times what lives, and what moves is at most what died.
         """
-        self._clients = {i: e for i, e in self._clients.items() if i in state.clients and e[0] is state.clients[i]}
+        for i in [i for i, (own, _) in self._clients.items() if state.clients.get(i) is not own]:
+            own, name = self._clients.pop(i)
+            self._holdings.drop(name, own)
         changed = {i: s for i, s in state.clients.items() if i not in self._clients}
         if not changed:
             return
-        sparse = self._sparse_files()
-        changed |= {i: s for i, (s, name) in self._clients.items() if name in sparse}
+        if sparse := self._holdings.sparse():
+            changed |= {i: s for i, (s, name) in self._clients.items() if name in sparse}
         tensors: State = {}
         keys: dict[int, str] = {}
         places: dict[str, dict[str, str]] = {}
@@ -247,16 +250,12 @@ class RunDirectory:
                 places.setdefault(str(i), {})[name] = key
         rank = "" if self.ranks.size == 1 else f"-{self.ranks.rank}"
         file = self._write(f"clients-{state.round:06d}{rank}.safetensors", tensors, {"places": json.dumps(places)})
-        self._clients |= {i: (s, file) for i, s in changed.items()}
-        self._sizes = {name: self._sizes[name] for _, name in self._clients.values() if name != file}
-        self._sizes[file] = _bytes(tensors.values())
-
-    def _sparse_files(self) -> set[str]:
-        """Files of which less than `_LIVE` is still some client's state."""
-        live: dict[str, dict[int, Tensor]] = {name: {} for name in self._sizes}
-        for state, name in self._clients.values():
-            live[name].update((id(t), t) for t in state.values())
-        return {name for name, tensors in live.items() if _bytes(tensors.values()) < _LIVE * self._sizes[name]}
+        self._holdings.made(file, nbytes(tensors.values()))
+        for i, own in changed.items():
+            if i in self._clients:  # it moves
+                self._holdings.drop(self._clients[i][1], own)
+            self._clients[i] = own, file
+            self._holdings.add(file, own)
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> str:
         data = safetensors.torch.save(
@@ -299,6 +298,7 @@ class RunDirectory:
     ) -> dict[int, State]:
         """The states of the clients whose home is this rank. What several of them share in a file they share here."""
         made: dict[tuple[str, str], Tensor] = {}
+        held: set[str] = set()
         places = {name: json.loads(stored[name][1]["places"]) for name in set(files.values())}
         for i, name in files.items():
             if homes[int(i)] != self.ranks.rank:
@@ -308,8 +308,11 @@ class RunDirectory:
                 if (name, key) not in made:
                     made[name, key] = self.adopt(stored[name][0][key])
                 state[n] = made[name, key]
+            if name not in held:
+                held.add(name)
+                self._holdings.made(name, nbytes(stored[name][0].values()))
             self._clients[int(i)] = (state, name)
-            self._sizes[name] = _bytes(stored[name][0].values())
+            self._holdings.add(name, state)
         return {i: state for i, (state, _) in self._clients.items()}
 
     def rewind(self) -> None:
@@ -342,7 +345,3 @@ def stored_model(model: nn.Module, metadata: dict[str, str] | None = None) -> by
         name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in model.state_dict().items()
     }
     return safetensors.torch.save(tensors, metadata)
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.nbytes for t in tensors)

@@ -17,6 +17,7 @@ from fastsam.fed.common.fingerprints import difference
 FORMAT, VERSION = "fastsam run", 2
 _WITHOUT_CHECKSUM = 1  # a version: an earlier one, read as ever; no flip of one bit makes a 1 of a 2
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
+_OF_NAMES = ("clients", "files")  # from names to names
 _SINCE = {
     "memory_format": "preserve",
     "aggregation": "mean",
@@ -51,8 +52,9 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     """Of everything but itself; the same before and after JSON."""
-    contents = json.loads(json.dumps({key: value for key, value in manifest.items() if key != "checksum"}))
-    return digest_of(json.dumps(contents, sort_keys=True).encode())
+    names = {key: manifest[key] for key in _OF_NAMES if key in manifest}  # long, and the same after JSON as they are
+    others = json.loads(json.dumps({key: v for key, v in manifest.items() if key != "checksum" and key not in names}))
+    return digest_of(json.dumps({**others, **names}, sort_keys=True).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from fastsam import fed
+from fastsam.fed.rundir.checkpoint import RunDirectory
 from tests.helpers import oracle
 from tests.helpers.fed_rundir import records
 from tests.helpers.fed_runs import same_bits
@@ -71,3 +72,22 @@ def test_a_run_whose_states_moved_goes_on_with_the_same_bits(tmp_path: Path) -> 
         parts = go(tmp_path / "parts", rounds, resume=True)
     assert same_bits(whole.model, parts.model)
     assert records(tmp_path / "whole") == records(tmp_path / "parts")
+
+
+def test_a_disk_that_was_full_does_not_leave_old_states_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a file that could not be moved is moved the next time."""
+    write, failed = RunDirectory._write, []
+
+    def full(self: RunDirectory, name: str, *rest: Any) -> str:
+        if name == "clients-000006.safetensors" and not failed:
+            failed.append(name)
+            raise OSError(28, "No space left on device", name)
+        return write(self, name, *rest)
+
+    monkeypatch.setattr(RunDirectory, "_write", full)
+    with pytest.raises(OSError, match="No space"):
+        start(tmp_path / "run", fed.FedDyn(), 9)
+    assert failed
+    start(tmp_path / "run", fed.FedDyn(), 9, resume=True)
+    whole, live = on_disk(tmp_path / "run")
+    assert 0 < live <= whole <= 2 * live
