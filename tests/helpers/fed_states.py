@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed.executors import streams
-from fastsam.fed.loop import client_state
+from fastsam.fed.loop import client_state, host_pool
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_ranks import SIZES
@@ -37,7 +37,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_state, "Cuda", FakeCuda)
     monkeypatch.setattr(client_state, "apart", lambda device: True)
     monkeypatch.setattr(client_state, "total_memory", lambda device: 10**6)
-    monkeypatch.setattr(client_state, "make_pinned", ordinary)
+    monkeypatch.setattr(host_pool, "make_pinned", ordinary)
     monkeypatch.setattr(streams, "Cuda", FakeCuda)
     monkeypatch.setattr(streams, "why_not", lambda setup: None)
 

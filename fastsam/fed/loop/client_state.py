@@ -1,4 +1,4 @@
-"""Where the states of clients live between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the device of the run, or in host memory.
+"""Where the states of clients live between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the device of the run, in host memory, or in files.
 
 `RunState.clients` maps a client to its state; the store says what kind of tensors these are. A cohort takes a state with `get` and leaves
 the new one with `put`; what is in a RunState is never written again, so a round that is left in the middle leaves the one before whole.
@@ -7,104 +7,24 @@ the new one with `put`; what is in a RunState is never written again, so a round
 from __future__ import annotations
 
 import logging
+import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.loop.host_pool import Beside, HostPool, make_mapped
 
 log = logging.getLogger("fastsam.fed")
 
-T = TypeVar("T")
-
-_FIRST, _LARGEST = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
-# Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8 rows.
-_ROWS = (8, 4096)
-
-
-class HostPool:
-    """Tensors in host memory, each a row of a slab, one kind of slab per shape and dtype.
-
-    A row is given away again when the tensor that was made of it is gone, and not before: whoever holds an old version of a state holds
-    its memory. pinned: what makes `[rows, *shape]` in pinned memory. When that fails, a line in the log says so, and this slab and all
-    later ones are ordinary memory.
-    """
-
-    def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
-        self._pinned = make_pinned if pinned is None else pinned
-        self.pins, self.nbytes = True, 0  # of all slabs, whether their rows are used or not
-        self._slabs: set[int] = set()
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-
-    def row(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of this shape, with anything in it."""
-        free = self._free.setdefault((shape, dtype), [])
-        if not free:
-            free += self._slab(shape, dtype).unbind()
-        row = free.pop()
-        tensor = row.view(shape)  # another object: that `row` comes back is what its end is for
-        weakref.finalize(tensor, free.append, row).atexit = False
-        return tensor
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a row of this pool."""
-        return tensor.untyped_storage().data_ptr() in self._slabs
-
-    def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """As much memory again as there is, within limits."""
-        size = max(shape.numel() * dtype.itemsize, 1)
-        wanted = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
-        rows = min((1 << (wanted - 1).bit_length()) // size, _ROWS[1])
-        slab = self._made((rows, *shape), dtype)
-        self.nbytes += slab.nbytes
-        self._slabs.add(slab.untyped_storage().data_ptr())
-        return slab
-
-    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.pins:
-            try:
-                return self._pinned(shape, dtype)
-            except RuntimeError as error:
-                self.pins = False
-                log.warning(
-                    "no more memory can be pinned for the states of clients (%s): they go to ordinary memory, and the GPU waits for copies",
-                    str(error).splitlines()[0],
-                )
-        return torch.empty(shape, dtype=dtype)
-
-
-def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Uninitialised pinned memory. Raises RuntimeError when the system has none to give."""
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-
-class Beside(Generic[T]):
-    """Something that belongs to a tensor, by identity, as long as the tensor lives."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], T]] = {}
-
-    def get(self, tensor: Tensor) -> T | None:
-        """What belongs to it; None when nothing does."""
-        found = self._found.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
-
-    def set(self, tensor: Tensor, value: T) -> None:
-        """`value` belongs to `tensor` from now on."""
-        key, found = id(tensor), self._found
-        found[key] = (weakref.ref(tensor, lambda gone: found.pop(key, None)), value)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-
-CHOICES = ("auto", "host", "device")
+CHOICES = ("auto", "host", "device", "disk")
 SHARE = 0.25  # of the device's memory: what states of all clients may take there by the rule of "auto"
+HOST_SHARE = 0.5  # of the host's memory; beyond that they go to files
 _AHEAD = 4  # states that are fetched before they are asked for, where fewer clients train at once
 
 State = dict[str, Tensor]
@@ -112,7 +32,7 @@ States = Mapping[int, State]
 
 
 class ClientStates(Protocol):
-    """A store. where: "device" or "host", in whose memory states are. looks_ahead: whether it is of use to know who is next."""
+    """A store. where: "device" or "host", in whose memory states are, or "disk". looks_ahead: whether it is of use to know who is next."""
 
     where: str
     looks_ahead: bool
@@ -179,9 +99,11 @@ class InHostMemory:
 
     where, looks_ahead = "host", True
 
-    def __init__(self, device: torch.device, reason: str, ahead: int) -> None:
+    def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
+        """pool: of another memory than pinned memory."""
         self.device, self.reason, self.ahead = device, reason, ahead
-        self.cuda, self.pool = Cuda(device), HostPool()
+        self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
+        self.where = "host" if pool is None else "disk"
         self.stream = self.cuda.stream()
         self._fetched: dict[int, Fetched] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
@@ -263,21 +185,83 @@ class InHostMemory:
         return tensor.device.type == self.device.type
 
 
-def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
-    """The store for `where` ("auto", "host", "device"). nbytes: of the states of all clients; ahead: see `InHostMemory`.
+class OnDisk:
+    """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A client trains on a copy.
 
-    "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its memory. On the CPU
-    all of them are the same. The bits of a run do not depend on any of it.
+    A tensor that several states share (a past model) is written once, and stays shared.
     """
-    if not apart(device):
-        return OnDevice(device, "the device of the run is the CPU, whose memory is host memory")
+
+    where, looks_ahead = "disk", False
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.pool = reason, HostPool(make_mapped)
+        self._file: Beside[Tensor] = Beside()  # beside a tensor in memory: the same in a file
+        self._copy: Beside[weakref.ref[Tensor]] = Beside()  # beside a tensor in a file: its copy in memory
+
+    def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
+        pass
+
+    def get(self, client: int, state: State) -> State:
+        return {name: self._read(t) for name, t in state.items()}
+
+    def put(self, client: int, state: State) -> State:
+        return {name: self._written(t) for name, t in state.items()}
+
+    def commit(self) -> None:
+        pass
+
+    def adopt(self, tensor: Tensor) -> Tensor:
+        return self.pool.row(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _read(self, tensor: Tensor) -> Tensor:
+        known = self._copy.get(tensor)
+        copy = None if known is None else known()
+        if copy is None:
+            copy = tensor.clone()
+            self._copy.set(tensor, weakref.ref(copy))
+            self._file.set(copy, tensor)
+        return copy
+
+    def _written(self, tensor: Tensor) -> Tensor:
+        kept = self._file.get(tensor)
+        if kept is None:
+            kept = self.adopt(tensor.detach())
+            self._file.set(tensor, kept)
+        return kept
+
+
+def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
+    """The store for `where` (one of `CHOICES`). nbytes: of the states of all clients; ahead: see `InHostMemory`.
+
+    "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its memory; the host, while
+    they take at most `HOST_SHARE` of its; else files. On the CPU device and host are the same. The bits of a run do not depend on any of it.
+    """
     reason = "it was asked for"
     if where == "auto":
-        share = nbytes / total_memory(device)
-        where = "device" if share <= SHARE else "host"
-        reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
-    log.info("client states: %s memory, %s", where, reason)
+        where, reason = _place(device, nbytes)
+    log.info("client states: %s, %s", where, reason)
+    if where == "disk":
+        return (
+            InHostMemory(device, reason, max(ahead, _AHEAD), HostPool(make_mapped)) if apart(device) else OnDisk(reason)
+        )
+    if not apart(device):
+        return OnDevice(device, "the device of the run is the CPU, whose memory is host memory")
     return OnDevice(device, reason) if where == "device" else InHostMemory(device, reason, max(ahead, _AHEAD))
+
+
+def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
+    """Where states of so many bytes are by the rule, and why."""
+    if apart(device):
+        share = nbytes / total_memory(device)
+        reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
+        if share <= SHARE:
+            return "device", reason
+    else:
+        reason = "the device of the run is the CPU"
+    share = nbytes / host_memory()
+    if share <= HOST_SHARE:
+        return "host", reason
+    return "disk", f"the states of all clients take {share:.3g} of the host's memory, {HOST_SHARE:g} is the limit"
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
@@ -294,6 +278,11 @@ def apart(device: torch.device) -> bool:
 def total_memory(device: torch.device) -> int:
     """Bytes of the device's memory, used or free."""
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory, used or free."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def alike(states: Sequence[State]) -> list[list[int]]:

@@ -95,7 +95,8 @@ class Settings:
     slots: int | None = option(None, "clients that train at once; none: as many as serve best", at_least=1, free=True)
     compile: bool = option(False, "stacked clients through torch.compile", free=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device", choices=FORMATS, free=True)
-    client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size", choices=states.CHOICES, free=True)
+    client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size; disk: in mapped files",
+        choices=states.CHOICES, free=True)
     max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all but one",
         at_least=0, at_most=1, free=True)
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the round",

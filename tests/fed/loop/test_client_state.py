@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,11 @@ def files(directory: Path) -> dict[str, str]:
 def test_on_the_cpu_the_setting_changes_nothing(where: str) -> None:
     made = train(fed.SCAFFOLD(), client_state=where, rounds=3)
     assert digest(made) == digest(train(fed.SCAFFOLD(), rounds=3))
-    assert made.summary()["client_state"] == "device"
+    assert made.summary()["client_state"] == ("disk" if where == "disk" else "device")
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="client_state must be one of 'auto', 'host', 'device', got 'gpu'"):
+    with pytest.raises(ValueError, match="client_state must be one of 'auto', 'host', 'device', 'disk', got 'gpu'"):
         train(fed.SCAFFOLD(), client_state="gpu")
 
 
@@ -60,6 +62,17 @@ def test_auto_is_a_rule_on_the_share_of_the_devices_memory(megabytes: float, whe
     assert made.where == where and f"take {megabytes:.3g} of the device's memory" in made.reason
     for asked in ("host", "device"):
         assert client_state.make(asked, CPU, megabytes * 1e6, 1).where == asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_auto_takes_files_where_the_host_is_too_small(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "gpu":
+        stand_in(monkeypatch)
+    monkeypatch.setattr(client_state, "host_memory", lambda: 10**7)
+    assert client_state.make("auto", CPU, 5e6, 1).where == ("device" if device == "cpu" else "host")
+    made = client_state.make("auto", CPU, 5.1e6, 1)
+    assert made.where == "disk" and "take 0.51 of the host's memory" in made.reason
+    assert client_state.make("host", CPU, 5.1e6, 1).where != "disk"
 
 
 @pytest.mark.usefixtures("gpu")
@@ -104,8 +117,37 @@ def test_the_same_bits_and_files_in_host_memory(name: str, tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_and_files_on_disk(name: str, tmp_path: Path) -> None:
+    """On the CPU, also when a run goes on with another setting."""
+    plain = train(CASES[name], run_dir=tmp_path / "plain", checkpoint_every=4)
+    for rounds, where in ((2, "disk"), (3, "device"), (6, "disk")):
+        options = {"rounds": rounds, "checkpoint_every": 4, "run_dir": tmp_path / "mixed", "resume": True}
+        mixed = train(CASES[name], client_state=where, **options)
+    on_disk = train(CASES[name], client_state="disk", run_dir=tmp_path / "disk", checkpoint_every=4)
+    assert digest(on_disk) == digest(mixed) == digest(plain)
+    if name != "fedsam":
+        assert files(tmp_path / "disk") == files(tmp_path / "plain")
+    assert on_disk.summary()["state_megabytes"] == plain.summary()["state_megabytes"]
+
+
+def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is taken before anything is written there: a page of a file that the disk has no room for ends in a signal."""
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    options = {"client_state": "disk", "run_dir": tmp_path / "run", "rounds": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="no room for 1 MB of clients' states; TMPDIR names another directory"):
+            train(fed.SCAFFOLD(), **options)
+    again = train(fed.SCAFFOLD(), **options, resume=True)
+    assert digest(again) == digest(train(fed.SCAFFOLD(), rounds=2))
+
+
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("where", ["host", "device", "disk"])
 @pytest.mark.parametrize(("executor", "slots"), [("sequential", None), ("streams", 3), ("graph", 2), ("threads", 2)])
 def test_with_every_executor(where: str, executor: str, slots: int | None) -> None:
     plain = digest(train(fed.SCAFFOLD(), rounds=3))

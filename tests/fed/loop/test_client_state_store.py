@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import random
+import tempfile
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastsam.fed.loop.client_state import Beside, HostPool, InHostMemory, OnDevice
+from fastsam.fed.loop.client_state import InHostMemory, OnDevice, OnDisk
+from fastsam.fed.loop.host_pool import Beside, HostPool
 from fastsam.fed.sums.ranks import Ranks
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_states import CPU, ordinary, stand_in
@@ -27,10 +30,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.filterwarnings("ignore::pytest.PytestWarning")
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 2**32), st.integers(1, 6))
+@given(st.integers(0, 2**32), st.integers(0, 6))
 def test_whatever_is_asked_the_store_answers_as_a_dict_would(seed: int, ahead: int) -> None:
     """Cohorts, predictions that are right and wrong, rounds that are given up, exclusions, tensors that are shared."""
-    draw, store = random.Random(seed), InHostMemory(CPU, "", ahead)
+    draw, store = random.Random(seed), InHostMemory(CPU, "", ahead) if ahead else OnDisk("")
     kept: dict[int, Any] = {}
     truth: dict[int, list[float]] = {}
     later: list[int] = []
@@ -68,13 +71,31 @@ def test_the_host_holds_two_versions_of_a_state_at_most() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_tensor_that_does_not_change_is_not_copied_back() -> None:
-    store = InHostMemory(CPU, "", 4)
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_tensor_that_does_not_change_is_not_copied_back(kind: str) -> None:
+    store = InHostMemory(CPU, "", 4) if kind == "host" else OnDisk("")
     kept = store.put(0, {"a": torch.ones(3), "b": torch.zeros(2)})
     again = store.put(0, {**store.get(0, kept), "b": torch.ones(2)})
     assert again["a"] is kept["a"] and again["b"] is not kept["b"]
     del kept, again
-    assert len(store._down) == len(store._up) == 0  # nothing is remembered longer than it lives
+    beside = (store._down, store._up) if isinstance(store, InHostMemory) else (store._file, store._copy)
+    assert [len(one) for one in beside] == [0, 0]  # nothing is remembered longer than it lives
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not say what is mapped")
+def test_states_on_disk_lie_in_files_that_go_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    store = OnDisk("")
+    kept = store.put(0, {"c_i": torch.arange(5.0), "n": torch.tensor(3)})
+    assert kept["c_i"].tolist() == [0, 1, 2, 3, 4] and kept["n"].item() == 3 and not list(tmp_path.iterdir())
+    for tensor in kept.values():
+        (line,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if _within(tensor, line)]
+        assert str(tmp_path) in line and "rw-s" in line, line
+
+
+def _within(tensor: Tensor, line: str) -> bool:
+    begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+    return begin <= tensor.data_ptr() < end
 
 
 @pytest.mark.usefixtures("gpu")

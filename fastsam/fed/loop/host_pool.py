@@ -1,0 +1,116 @@
+"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and what belongs to a tensor."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("fastsam.fed")
+
+T = TypeVar("T")
+
+_FIRST, _LARGEST = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
+# Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8 rows.
+_ROWS = (8, 4096)
+
+
+class HostPool:
+    """Tensors in host memory, each a row of a slab, one kind of slab per shape and dtype.
+
+    A row is given away again when the tensor that was made of it is gone, and not before: whoever holds an old version of a state holds
+    its memory. pinned: what makes `[rows, *shape]` in pinned memory. When that fails, a line in the log says so, and this slab and all
+    later ones are ordinary memory.
+    """
+
+    def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
+        self._pinned = make_pinned if pinned is None else pinned
+        self.pins, self.nbytes = True, 0  # of all slabs, whether their rows are used or not
+        self._slabs: set[int] = set()
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def row(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape, with anything in it."""
+        free = self._free.setdefault((shape, dtype), [])
+        if not free:
+            free += self._slab(shape, dtype).unbind()
+        row = free.pop()
+        tensor = row.view(shape)  # another object: that `row` comes back is what its end is for
+        weakref.finalize(tensor, free.append, row).atexit = False
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a row of this pool."""
+        return tensor.untyped_storage().data_ptr() in self._slabs
+
+    def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """As much memory again as there is, within limits."""
+        size = max(shape.numel() * dtype.itemsize, 1)
+        wanted = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
+        rows = min((1 << (wanted - 1).bit_length()) // size, _ROWS[1])
+        slab = self._made((rows, *shape), dtype)
+        self.nbytes += slab.nbytes
+        self._slabs.add(slab.untyped_storage().data_ptr())
+        return slab
+
+    def _made(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.pins:
+            try:
+                return self._pinned(shape, dtype)
+            except RuntimeError as error:
+                self.pins = False
+                log.warning(
+                    "no more memory can be pinned for the states of clients (%s): they go to ordinary memory, and the GPU waits for copies",
+                    str(error).splitlines()[0],
+                )
+        return torch.empty(shape, dtype=dtype)
+
+
+def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised pinned memory. Raises RuntimeError when the system has none to give."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+
+def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros in a file without a name, in the directory of temporary files (`TMPDIR`), mapped into memory: the system writes there what it
+    has no memory for. Raises OSError where the disk has not the room: now, and not as a signal when it is written.
+    """
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    with tempfile.TemporaryFile(prefix="fastsam-states-") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: no room for {nbytes / 1e6:.0f} MB of clients' states; TMPDIR names another directory",
+                tempfile.gettempdir(),
+            ) from error
+        whole = mmap.mmap(file.fileno(), max(nbytes, 1))
+    return torch.frombuffer(whole, dtype=torch.uint8)[:nbytes].view(dtype).view(tuple(shape))
+
+
+class Beside(Generic[T]):
+    """Something that belongs to a tensor, by identity, as long as the tensor lives."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], T]] = {}
+
+    def get(self, tensor: Tensor) -> T | None:
+        """What belongs to it; None when nothing does."""
+        found = self._found.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def set(self, tensor: Tensor, value: T) -> None:
+        """`value` belongs to `tensor` from now on."""
+        key, found = id(tensor), self._found
+        found[key] = (weakref.ref(tensor, lambda gone: found.pop(key, None)), value)
+
+    def __len__(self) -> int:
+        return len(self._found)
