@@ -105,7 +105,7 @@ def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
 
 def tensors(ends: RowEnds) -> list[Tensor]:
     """The tensors of a RowEnds."""
-    found = [ends.displacement, ends.losses, ends.buffers, ends.dual, ends.eps, ends.gradient]
+    found = [ends.displacement, ends.losses, ends.buffers, ends.dual, ends.eps, ends.gradient, ends.inner]
     found += [t for own in ends.snapshots or () for s in own.values() for t in (s.w, s.eps)]
     if ends.input_map is not None:
         found += [ends.input_map.Lam, ends.input_map.delta]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_step import VECTORS, Envelope, LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -82,7 +83,7 @@ class Row:
         if (e := task.vector("e")) is not None:
             self.form.shift_(e)
         self._measure(task)
-        self.batches: Iterator[tuple[Any, Any]] = task.batches()
+        self.batches: Iterator[tuple[Any, Any]] = self._batches(task)
         self.random.begin(task.pass_seed(0))
 
     def step_(self) -> bool:
@@ -126,13 +127,14 @@ class Row:
         """Of this model so far."""
         task, step = self.task, self.task.step
         ascents = 0 if self.map is None else self.map.steps - 1
+        envelope = step.envelope
         ends = RowEnds(
             clients=(task.client,),
             displacement=self.z - (self.start if step.e is None else self.form.field("begin")),
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
-            samples=(task.seen,),
+            samples=(task.seen * (1 if envelope is None else envelope.steps),),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             dual=None if step.mu is None else self.form.field("mu").clone(),
             eps=None if self.eps is None else self.eps.clone(),
@@ -140,6 +142,8 @@ class Row:
             input_map=None if self.map is None else self.map.as_row(),
             snapshots=(self.snapshots,),
         )
+        if envelope is not None:
+            ends = replace(ends, displacement=self.form.field("anchor") - self.start, inner=ends.displacement)
         return ends if self.carried is None else _together(self.carried, ends)
 
     def _next_phase(self, step: LocalStep) -> None:
@@ -160,7 +164,7 @@ class Row:
         self._begin(step)
         self.start = first  # displacements are measured from where the model began
         self._measure(self.task)
-        self.batches = self.task.batches()
+        self.batches = self._batches(self.task)
 
     # --- its beginning ---
 
@@ -176,6 +180,9 @@ class Row:
         q, mu, s = (self.task.vector(name) for name in ("q", "mu", "s"))
         if q is not None:
             form.q = q[None]
+        if step.envelope is not None and q is not None:
+            form.q = form.field("q").copy_(q)
+            form.field("anchor").copy_(self.start)
         if mu is not None and s is not None:
             form.field("mu")[0].copy_(mu)
             form.s = s[None]
@@ -193,16 +200,28 @@ class Row:
             for place, p in enumerate(self.replica.parameters):
                 p.requires_grad_(step.only is None or place in step.only)
 
+    def _batches(self, task: Task) -> Iterator[tuple[Any, Any]]:
+        """What the local steps are taken on, in order."""
+        envelope = task.step.envelope
+        return task.batches() if envelope is None else self._repeated(task, envelope)
+
+    def _repeated(self, task: Task, envelope: Envelope) -> Iterator[tuple[Any, Any]]:
+        """Every batch several times; behind the last time the anchor moves."""
+        anchor, q = self.form.field("anchor"), self.form.q
+        assert q is not None  # a step with an envelope has one
+        for batch in task.batches():
+            yield from repeat(batch, envelope.steps)
+            anchor.lerp_(self.z, envelope.rate)
+            torch.mul(anchor, -task.step.phi, out=q)
+
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
-        shape = (
-            task.samples,
-            task.batch_size,
-            task.epochs,
-            task.work.steps,
-        )  # what else there is is one for all clients of a run
+        work, envelope = task.work, task.step.envelope
+        times = 1 if envelope is None else envelope.steps
+        # What else there is is one for all clients of a run.
+        shape = (task.samples, task.batch_size, task.epochs, work.steps, times)
         if self._sized != shape:
-            self._sized, sizes = shape, task.batch_sizes()
+            self._sized, sizes = shape, [n for n in task.batch_sizes() for _ in range(times)]
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
 
     def _full_gradient(self) -> Tensor:

@@ -19,7 +19,13 @@ from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.rows import Rows
 
 OWN = "personal"  # the name of a client's own parameters in its state
-_MASKED = ("displacement", "gradient", "dual", "eps")  # what an algorithm sees of the rows of a client that are over
+_MASKED = (
+    "displacement",
+    "gradient",
+    "dual",
+    "eps",
+    "inner",
+)  # what an algorithm sees of the rows of a client that are over
 
 
 class ClientModels(Protocol):

@@ -97,4 +97,13 @@ def _ends(ends: RowEnds, rows: Rows) -> RowEnds:
         some(ends.gradient),
     )
     then = None if ends.then is None else _ends(ends.then, rows)
-    return replace(ends, displacement=displacement, dual=dual, eps=eps, gradient=gradient, snapshots=kept, then=then)
+    return replace(
+        ends,
+        displacement=displacement,
+        dual=dual,
+        eps=eps,
+        gradient=gradient,
+        snapshots=kept,
+        inner=some(ends.inner),
+        then=then,
+    )

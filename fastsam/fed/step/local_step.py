@@ -34,6 +34,22 @@ _NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",)
 
 
 @dataclass(frozen=True)
+class Envelope:
+    """Local steps in search of a Moreau envelope's minimum (pFedMe): the proximal term `phi*(w - a)` is about an anchor a that moves.
+
+    Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin, with q = -phi*a.
+    Raises ValueError for steps below 1, and a rate that is no positive number.
+    """
+
+    steps: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        integer("steps", self.steps, at_least=1)
+        number("rate", self.rate, above=0)
+
+
+@dataclass(frozen=True)
 class LocalStep:
     """The constants of form U for some clients in one round.
 
@@ -47,6 +63,7 @@ class LocalStep:
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
     epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by their places in `Rows.names`
     (`Rows.places`); the others rest. None: all.
+    envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
     then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the same order, and what
     that leaves behind is `RowEnds.then`. Without one it goes on from where this phase ended, with the epochs that come next.
     teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one for all clients.
@@ -73,6 +90,7 @@ class LocalStep:
     epochs: int | None = None
     only: tuple[int, ...] | None = None
     then: LocalStep | None = None
+    envelope: Envelope | None = None
     mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
 
     def __post_init__(self) -> None:
@@ -103,6 +121,11 @@ class LocalStep:
             raise ValueError(
                 "LocalStep: a step with a further phase, and that phase, have no dual, constant direction, full gradient or map of the inputs"
             )
+        if self.envelope is not None and not (self.chains and self.then is None and self.phi and self.q is not None):
+            raise ValueError(
+                "LocalStep: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one phase without a dual, constant "
+                "direction, full gradient or map of the inputs"
+            )
         object.__setattr__(self, "mix", Mix(self.a, self.b, self.surrogate_gap))
 
     @property
@@ -117,8 +140,8 @@ class LocalStep:
 
     @property
     def phased(self) -> bool:
-        """Whether it asks for other local work than the run's: several phases, epochs of its own, or some parameters only."""
-        return self.then is not None or self.epochs is not None or self.only is not None
+        """Whether it asks for other local work than the run's: several phases, epochs of its own, some parameters only, several steps a batch."""
+        return not (self.then is None and self.epochs is None and self.only is None and self.envelope is None)
 
     @property
     def keeps_first(self) -> bool:
@@ -149,6 +172,7 @@ class RowEnds:
     gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by local step, where the
     tasks ask for them. What is None is so for all n.
+    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the anchor's.
     then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one that went on are in these.
     """
 
@@ -164,6 +188,7 @@ class RowEnds:
     gradient: Tensor | None = None
     input_map: InputMap | None = None
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
+    inner: Tensor | None = None
     then: RowEnds | None = None
 
     def column(self, numbers: Iterable[float]) -> Tensor:

@@ -20,7 +20,7 @@ RULES = [name for name in names() if name != "mean"]
 OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}
 SERVED = [
     "Ditto", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedExP", "FedGSAM", "FedLESAM", "FedNTD", "FedNova", "FedProx", "FedRobust",
-    "FedSAM", "FedSpeed", "FedYogi", "MOON", "MimeLite", "MoFedSAM",
+    "FedSAM", "FedSpeed", "FedYogi", "MOON", "MimeLite", "MoFedSAM", "pFedMe",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ OTHER = {
     "lam": 0.1, "eta_2": 0.7, "ascent_steps": 3, "form": "diag", "radius": [0.02, 0.01], "momentum_K": "epochs",
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active", "dyn": False, "first": "none",
     "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
-    "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0",
+    "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0", "K": 2,
 }  # fmt: skip
 NEEDS = {"eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05}}
 CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
@@ -53,7 +53,8 @@ def of_defaults(name):
 
 @pytest.mark.parametrize(("name", "option"), CASES)
 def test_every_option_has_an_effect(name, option):
-    made, changed = REGISTRY[name], NEEDS.get(option, {option: OTHER.get(option)})
+    needed = {} if name == "pfedme" else NEEDS  # whose eta is a rate
+    made, changed = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})
     default = {key: value for key, value in changed.items() if key != option}
     assert not torch.equal(final(made(**changed)), final(made(**default)) if default else of_defaults(name))
 

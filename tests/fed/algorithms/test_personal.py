@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.graph import Graph
+from fastsam.fed.step.local_step import Envelope
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.oracle import personal as unfused
 
-OPTIONS = oracle.Options(rounds=5, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
+OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
 SIZES = (8, 12, 5, 9, 23)  # of batches of 6 none ends with one sample, which BatchNorm could not train on
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
 
@@ -51,9 +53,15 @@ def ran(model: nn.Module, algorithm: Any, options: oracle.Options = OPTIONS, **m
     return replayed(model, oracle.ragged_clients(sizes=SIZES), algorithm, options, ACTIVE, **more)
 
 
+def sometimes(cases: Any, usual: Any) -> list[Any]:
+    """Parameters of a test, those that are not usual marked as slow."""
+    return [pytest.param(c, marks=[] if usual(c) else [pytest.mark.slow]) for c in cases]
+
+
 # --- FedBN
 
 
+@functools.cache
 def fedbn_case(batch: bool = True) -> tuple[nn.Module, unfused.Ended]:
     model = normalised(batch)
     return model, unfused.fedbn(model, oracle.ragged_clients(sizes=SIZES), batch_of(OPTIONS, 6), ACTIVE, ["1"])
@@ -87,7 +95,7 @@ def test_buffers_alone_may_stay():
     own = local.client_model(3)
     assert same_bits(own, local.model) and apart(own[1], averaged.model[1]) > 1e-2
     assert apart(own[1], local.client_model(0)[1]) > 1e-2
-    assert own[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:5])
+    assert own[1].num_batches_tracked == 2 * 2 * sum(3 in active for active in ACTIVE[:4])
 
 
 def test_what_stays_is_not_sent():
@@ -101,16 +109,18 @@ def test_what_stays_is_not_sent():
         assert plain - own == pytest.approx(len(ACTIVE[0]) * stays / 1e6)
 
 
+WRONG = [
+    ("made[self.places] = state[OWN]", "made[self.places] += 0 * state[OWN]"),
+    ("buffers=buffers or None", "buffers=None"),
+    ("client[OWN] + ends.displacement", "client[OWN] - ends.displacement"),
+    ("start[:, self.places] = own", "pass"),
+    ("move_buffers(begun, by)", "move_buffers(begun, 0 * by)"),
+    ("None if x is None else x.masked_fill(self.mask, 0)", "x"),
+]
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("made[self.places] = state[OWN]", "made[self.places] += 0 * state[OWN]"),
-        ("buffers=buffers or None", "buffers=None"),
-        ("client[OWN] + ends.displacement", "client[OWN] - ends.displacement"),
-        ("start[:, self.places] = own", "pass"),
-        ("move_buffers(begun, by)", "move_buffers(begun, 0 * by)"),
-        ("None if x is None else x.masked_fill(self.mask, 0)", "x"),
-    ],
+    ("old", "new"), [pytest.param(*w, marks=[] if "buffers" in w[0] else [pytest.mark.slow]) for w in WRONG]
 )
 def test_a_wrong_line_is_noticed(old, new):
     model, wanted = fedbn_case()
@@ -137,6 +147,7 @@ def test_what_cannot_stay(model, algorithm, options, words):
 # --- FedRep
 
 
+@functools.cache
 def fedrep_case(head_epochs: int = 3) -> tuple[nn.Module, unfused.Ended]:
     model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
     return model, unfused.fedrep(model, clients, OPTIONS, ACTIVE, ["2.weight", "2.bias"], head_epochs)
@@ -163,7 +174,7 @@ def test_fedrep_with_local_steps_and_sam():
     options = oracle.Options(**{**vars(OPTIONS), "epochs": 1})
     epoch = {i: -(-n // OPTIONS.batch) for i, n in enumerate(SIZES)}
     result = ran(model, fed.FedRep(head_epochs=2), options, local_steps=2)
-    assert [r["steps"] for r in result.history] == [sum(2 * epoch[i] + 2 for i in active) for active in ACTIVE[:5]]
+    assert [r["steps"] for r in result.history] == [sum(2 * epoch[i] + 2 for i in active) for active in ACTIVE[:4]]
     assert [r["backprops"] for r in result.history] == [r["steps"] for r in result.history]
 
     class Sharp(fed.FedRep):
@@ -183,19 +194,20 @@ def test_fedrep_with_batch_norm_counts_the_statistics_of_both_phases():
     result = ran(model, fed.FedRep(head_epochs=2), batch_of(OPTIONS, 6), buffers="local")
     batches = {i: -(-n // 6) for i, n in enumerate(SIZES)}
     for i in range(5):
-        rounds = sum(i in active for active in ACTIVE[:5])
+        rounds = sum(i in active for active in ACTIVE[:4])
         assert result.client_model(i)[1].num_batches_tracked == rounds * batches[i] * (2 + OPTIONS.epochs)
 
 
 # --- Ditto
 
 
+@functools.cache
 def ditto_case(lam: float = 0.7, epochs: int | None = None) -> tuple[nn.Module, unfused.Ended]:
     model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
     return model, unfused.ditto(model, clients, OPTIONS, ACTIVE, lam, epochs)
 
 
-@pytest.mark.parametrize("epochs", [None, 3])
+@pytest.mark.parametrize("epochs", sometimes([None, 3], lambda epochs: epochs is None))
 def test_ditto_against_a_plain_loop(epochs):
     model, wanted = ditto_case(epochs=epochs)
     result = ran(model, fed.Ditto(lam=0.7, epochs=epochs))
@@ -213,8 +225,43 @@ def test_dittos_global_model_is_fedavgs():
 
 
 def test_who_has_not_taken_part_has_the_global_model():
-    result = replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.Ditto(), OPTIONS, [[0, 1]] * 5)
+    result = replayed(oracle.smooth_model(), oracle.ragged_clients(), fed.Ditto(), OPTIONS, [[0, 1]] * 4)
     assert same_bits(result.client_model(3), result.model) and not same_bits(result.client_model(0), result.model)
+
+
+# --- pFedMe
+
+
+@functools.cache
+def pfedme_case() -> tuple[nn.Module, unfused.Ended]:
+    model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=SIZES)
+    return model, unfused.pfedme(model, clients, OPTIONS, ACTIVE, lam=2.0, K=3, eta=0.2)
+
+
+PFEDME = fed.pFedMe(lam=2.0, K=3, eta=0.2)
+
+
+def test_pfedme_against_a_plain_loop():
+    model, wanted = pfedme_case()
+    result = ran(model, PFEDME)
+    assert furthest(result, wanted) < 1e-12
+    assert apart(result.client_model(1), result.model) > 1e-2 and apart(result.model, model) > 1e-2
+    batches = [OPTIONS.epochs * sum(-(-SIZES[i] // OPTIONS.batch) for i in active) for active in ACTIVE[:4]]
+    assert [r["steps"] for r in result.history] == [3 * n for n in batches] == [r["backprops"] for r in result.history]
+
+
+def test_the_train_loss_of_pfedme_is_the_mean_over_all_its_steps():
+    """With steps too small to move anything it is the loss of the start."""
+    options = oracle.Options(**{**vars(OPTIONS), "rounds": 1, "lr": 1e-12, "batch": 6})
+    one, other = (ran(oracle.smooth_model(), algorithm, options) for algorithm in (PFEDME, fed.FedAvg()))
+    assert one.history[0]["train_loss"] == pytest.approx(other.history[0]["train_loss"])
+
+
+@pytest.mark.slow
+def test_pfedme_clipped_in_float32_on_the_other_backend():
+    options = oracle.Options(**{**vars(OPTIONS), "clip": 0.05})
+    runs = [ran(oracle.smooth_model(torch.float32), PFEDME, options, backend=b) for b in ("reference", "auto")]
+    assert apart(runs[0].client_model(1), runs[1].client_model(1)) < 1e-5
 
 
 # --- all of them
@@ -223,16 +270,17 @@ ALL = {
     "FedBN": (normalised, fed.FedBN()),
     "FedRep": (oracle.smooth_model, fed.FedRep(head_epochs=2)),
     "Ditto": (oracle.smooth_model, fed.Ditto()),
+    "pFedMe": (oracle.smooth_model, PFEDME),
 }
 
-every = pytest.mark.parametrize("name", ALL)
+some = pytest.mark.parametrize("name", sometimes(ALL, lambda name: name in ("FedBN", "Ditto")))
 
 
 def without_seconds(result: fed.Result) -> list[dict[str, Any]]:
     return [{k: v for k, v in r.items() if "seconds" not in k} for r in result.history]
 
 
-@every
+@some
 def test_accuracies_are_those_of_the_clients_models(name):
     made, algorithm = ALL[name]
     options = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "shuffle": False})
@@ -248,7 +296,7 @@ def test_accuracies_are_those_of_the_clients_models(name):
         assert result.personal[i]["after"] == tuned.history[-1]["test_accuracy"]
 
 
-@every
+@some
 def test_a_resumed_run_has_the_bits_of_one_without_a_pause(name, tmp_path):
     made, algorithm = ALL[name]
     options = {"test": TEST, "validation": "shared", "checkpoint_every": 1}
@@ -260,7 +308,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_pause(name, tmp_path):
     assert without_seconds(whole) == without_seconds(parts)
 
 
-@every
+@some
 def test_threads_have_the_bits_of_the_plain_executor(name):
     made, algorithm = ALL[name]
     one, other = (
@@ -282,11 +330,21 @@ MUTANTS = [
     ("algorithms.ditto", 'client["v_i"] + ends.then', 'server["w"] + ends.then', ditto_case, fed.Ditto(lam=0.7)),
     ("algorithms.ditto", 'start=client["v_i"]', 'start=server["w"]', ditto_case, fed.Ditto(lam=0.7)),
     ("algorithms.ditto", '"delta": ends.displacement', '"delta": ends.then.displacement', ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.pfedme", "self.eta * self.lam", "self.eta", pfedme_case, PFEDME),
+    ("algorithms.pfedme", "q=-self.lam *", "q=0 *", pfedme_case, PFEDME),
+    ("algorithms.pfedme", "+ ends.inner", "+ ends.displacement", pfedme_case, PFEDME),
+    ("algorithms.pfedme", "Envelope(self.K,", "Envelope(1,", pfedme_case, PFEDME),
+    ("executors.row", "torch.mul(anchor, -task.step.phi, out=q)", "pass", pfedme_case, PFEDME),
+    ("executors.row", "anchor.lerp_(self.z, envelope.rate)", "anchor.copy_(self.z)", pfedme_case, PFEDME),
+    ("executors.row", "form.field(\"anchor\").copy_(self.start)", "form.field(\"anchor\").zero_()", pfedme_case, PFEDME),
     ("executors.row", "begin = first = own", "begin = own", ditto_case, fed.Ditto(lam=0.7)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m[0]}: {m[2]}")
+USUAL = ("place not in head", 'client["v_i"] + ends.then', "torch.mul(anchor, -task.step.phi, out=q)")
+
+
+@pytest.mark.parametrize("mutant", sometimes(MUTANTS, lambda m: m[1] in USUAL), ids=lambda m: f"{m[0]}: {m[1]}: {m[2]}")
 def test_a_wrong_line_of_a_phase_is_noticed(mutant):
     module, old, new, case, algorithm = mutant
     model, wanted = case()
@@ -294,7 +352,7 @@ def test_a_wrong_line_of_a_phase_is_noticed(mutant):
         assert furthest(ran(model, algorithm), wanted) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["FedRep", "Ditto"])
+@pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe"], lambda name: name == "Ditto"))
 def test_executors_that_take_no_phases_say_so(name):
     made, algorithm = ALL[name]
     with pytest.raises(
@@ -306,6 +364,7 @@ def test_executors_that_take_no_phases_say_so(name):
     assert same_bits(ran(made(), algorithm, executor="auto").model, ran(made(), algorithm).model)
 
 
+@pytest.mark.slow
 def test_a_phase_that_comes_later_is_not_overlooked():
     class Late(fed.Algorithm):
         def local_step(self, server, client, round):
@@ -329,10 +388,13 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
         (lambda: fed.LocalStep(only=()), {}, "trains nothing"),
+        (lambda: fed.LocalStep(envelope=Envelope(2, 0.1)), {}, "an envelope is that of a proximal term"),
+        (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
+        (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
         (lambda: fed.LocalStep(full_gradient=True, then=fed.LocalStep()), {}, "a step with a further phase"),
     ],
     ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs", "no own epochs", "repelled",
-         "nothing", "full gradient"],
+         "nothing", "no term", "no steps", "no K", "full gradient"],
 )  # fmt: skip
 def test_what_does_not_fit(algorithm, options, words):
     with pytest.raises(ValueError, match=words):

@@ -109,3 +109,34 @@ def ditto(
             train(moved[-1], moved[-1].parameters(), clients[i], options, t, i, range(options.epochs))
         average(shared, moved, names, options.server_lr)
     return shared, [own.get(i, shared) for i in range(len(clients))]
+
+
+def pfedme(
+    model: nn.Module, clients: Clients, options: Options, active: Active, lam: float, K: int, eta: float
+) -> Ended:
+    """Dinh et al. 2020, Algorithm 1, with K steps of SGD for theta on each batch, begun where it was."""
+    shared = copy.deepcopy(model)
+    own: dict[int, nn.Module] = {}
+    names = [n for n, _ in shared.named_parameters()]
+    for t in range(options.rounds):
+        moved = []
+        for i in active[t]:
+            theta, local = copy.deepcopy(shared), copy.deepcopy(shared)
+            lr = options.lr * options.lr_decay**t
+            opt = torch.optim.SGD(
+                theta.parameters(), lr=lr, momentum=options.momentum, weight_decay=options.weight_decay
+            )
+            x, y = clients[i]
+            for epoch in range(options.epochs):
+                for chosen in order(len(y), options.seed, t, i, epoch, options.shuffle).split(options.batch):
+                    for _ in range(K):
+                        opt.zero_grad()
+                        (F.cross_entropy(theta(x[chosen]), y[chosen]) + lam * distance(theta, local)).backward()
+                        opt.step()
+                    with torch.no_grad():
+                        for w, p in zip(local.parameters(), theta.parameters(), strict=True):
+                            w.sub_(eta * lam * (w - p))
+            own[i] = theta
+            moved.append(local)
+        average(shared, moved, names, options.server_lr)
+    return shared, [own.get(i, shared) for i in range(len(clients))]

@@ -1,0 +1,52 @@
+"""pFedMe: Dinh, Tran and Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020 (Algorithm 1);
+https://github.com/CharlieDinh/pFedMe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.common.checks import integer, number
+from fastsam.fed.step.local_step import Envelope
+
+
+@dataclass(frozen=True)
+class pFedMe(Algorithm):
+    """Each client's own model theta minimises its loss about a local model w_i, which follows it, and which is averaged.
+
+        on each batch: K times   theta <- theta - lr * (grad f_i(theta) + lam*(theta - w_i));   then   w_i <- w_i - eta*lam*(w_i - theta)
+        w <- (1 - server_lr)*w + server_lr * mean_i w_i
+
+    Both begin a round at w^t; theta goes on from batch to batch. lr is the run's, the paper's learning rate of theta; server_lr is its beta.
+    theta is what is evaluated as the client's model, and that of its last round. The run's momentum and weight decay are those of theta.
+    Per round and client 1 P down and 1 P up; state: w, and theta on every client. One back-propagation a step, K steps a batch.
+    """
+
+    client_vectors: ClassVar[float] = 1
+    working_vectors: ClassVar[float] = 2
+    own_models: ClassVar[bool] = True
+
+    lam: float = 15.0
+    K: int = 5
+    eta: float = 0.005
+
+    def __post_init__(self) -> None:
+        number("lam", self.lam, above=0)
+        integer("K", self.K, at_least=1)
+        number("eta", self.eta, above=0)
+
+    def init_client(self, server: State) -> State:
+        return {"theta": server["w"]}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        return LocalStep(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
+
+    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+        assert ends.inner is not None  # local_step asked for an envelope
+        return {"theta": server["w"] + ends.inner}, Upload(mean={"delta": ends.displacement})
+
+    def own_model(self, server: State, client: State) -> Tensor:
+        return client["theta"]
