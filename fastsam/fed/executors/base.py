@@ -310,15 +310,6 @@ def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
     return whole, 0 if drop_last and whole else rest
 
 
-def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
-    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else `[tasks, stride]`."""
-    first, last = tasks[0], tasks[-1]
-    v: Tensor | None = getattr(first.step, name)
-    if v is None or all(task.step is first.step for task in tasks):
-        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
-    return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])
-
-
 def to_device(t: Tensor, device: torch.device) -> Tensor:
     """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do before."""
     if t.device == device:  # `to` takes time even where it does nothing

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,10 +13,12 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
 from fastsam.fed.executors.gradient_passes import Gradients, Passes
 from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
+from fastsam.fed.executors.phases import repeated, together
 from fastsam.fed.executors.randomness import PassRandomness
+from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import VECTORS, Envelope, LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_step import LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -144,7 +145,7 @@ class Row:
         )
         if envelope is not None:
             ends = replace(ends, displacement=self.form.field("anchor") - self.start, inner=ends.displacement)
-        return ends if self.carried is None else _together(self.carried, ends)
+        return ends if self.carried is None else together(self.carried, ends)
 
     def _next_phase(self, step: LocalStep) -> None:
         """Begins a further phase, from where this one ended, or with a model of its own."""
@@ -203,16 +204,7 @@ class Row:
     def _batches(self, task: Task) -> Iterator[tuple[Any, Any]]:
         """What the local steps are taken on, in order."""
         envelope = task.step.envelope
-        return task.batches() if envelope is None else self._repeated(task, envelope)
-
-    def _repeated(self, task: Task, envelope: Envelope) -> Iterator[tuple[Any, Any]]:
-        """Every batch several times; behind the last time the anchor moves."""
-        anchor, q = self.form.field("anchor"), self.form.q
-        assert q is not None  # a step with an envelope has one
-        for batch in task.batches():
-            yield from repeat(batch, envelope.steps)
-            anchor.lerp_(self.z, envelope.rate)
-            torch.mul(anchor, -task.step.phi, out=q)
+        return task.batches() if envelope is None else repeated(task, envelope, self.form)
 
     def _measure(self, task: Task) -> None:
         """How many steps there are, and how many samples in each."""
@@ -277,28 +269,3 @@ class Row:
         self.snapshots[k] = Snapshot(
             (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()
         )
-
-
-def _together(before: RowEnds, ends: RowEnds) -> RowEnds:
-    """Of one model in two phases; both measure displacements from where it began."""
-    return replace(
-        ends,
-        steps=(before.steps[0] + ends.steps[0],),
-        backprops=(before.backprops[0] + ends.backprops[0],),
-        losses=before.losses + ends.losses,
-        samples=(before.samples[0] + ends.samples[0],),
-        snapshots=before.snapshots,
-    )
-
-
-def check_vectors(step: LocalStep, start: Tensor) -> None:
-    """Raises ValueError for a vector of a LocalStep, or several of them, that are not like the weights `start`."""
-    for name in VECTORS:
-        v = getattr(step, name)
-        if v is None:
-            continue
-        if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
-            raise ValueError(
-                f"LocalStep.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
-                f"got {v.dtype} {list(v.shape)} on {v.device}"
-            )

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors.base import Setup, to_device, vectors_of
+from fastsam.fed.executors.base import Setup, to_device
 from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.local_work import Crew, neighbours, slots_of, tasks_of
+from fastsam.fed.executors.step_vectors import vectors_of
 
 _INDICES = 256  # of sets of rows that are not neighbours, kept: the same ones come every round
 _WRITTEN = ("z", "w", "momentum", "mu", "eps")  # fields that a step writes; the others are only read

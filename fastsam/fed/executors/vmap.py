@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors import compiler, epochs, stacked
-from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task, vectors_of
+from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.batches import Batch, feed_keys
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.kernel_calls import Form, Kind
@@ -25,9 +25,9 @@ from fastsam.fed.executors.local_work import (
     slots_of,
 )
 from fastsam.fed.executors.randomness import NoRandomness
-from fastsam.fed.executors.row import check_vectors
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
+from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
 from fastsam.fed.step.local_step import LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica
 

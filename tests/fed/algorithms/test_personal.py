@@ -334,8 +334,8 @@ MUTANTS = [
     ("algorithms.pfedme", "q=-self.lam *", "q=0 *", pfedme_case, PFEDME),
     ("algorithms.pfedme", "+ ends.inner", "+ ends.displacement", pfedme_case, PFEDME),
     ("algorithms.pfedme", "Envelope(self.K,", "Envelope(1,", pfedme_case, PFEDME),
-    ("executors.row", "torch.mul(anchor, -task.step.phi, out=q)", "pass", pfedme_case, PFEDME),
-    ("executors.row", "anchor.lerp_(self.z, envelope.rate)", "anchor.copy_(self.z)", pfedme_case, PFEDME),
+    ("executors.phases", "torch.mul(anchor, -task.step.phi, out=q)", "pass", pfedme_case, PFEDME),
+    ("executors.phases", "anchor.lerp_(form.z, envelope.rate)", "anchor.copy_(form.z)", pfedme_case, PFEDME),
     ("executors.row", "form.field(\"anchor\").copy_(self.start)", "form.field(\"anchor\").zero_()", pfedme_case, PFEDME),
     ("executors.row", "begin = first = own", "begin = own", ditto_case, fed.Ditto(lam=0.7)),
 ]  # fmt: skip

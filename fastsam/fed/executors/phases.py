@@ -1,0 +1,36 @@
+"""What several phases of a client's local steps, and several steps on a batch, add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from fastsam.fed.executors.base import Task
+from fastsam.fed.executors.kernel_calls import Form
+from fastsam.fed.step.local_step import Envelope, RowEnds
+
+
+def together(before: RowEnds, ends: RowEnds) -> RowEnds:
+    """Of one model in two phases; both measure displacements from where it began."""
+    return replace(
+        ends,
+        steps=(before.steps[0] + ends.steps[0],),
+        backprops=(before.backprops[0] + ends.backprops[0],),
+        losses=before.losses + ends.losses,
+        samples=(before.samples[0] + ends.samples[0],),
+        snapshots=before.snapshots,
+    )
+
+
+def repeated(task: Task, envelope: Envelope, form: Form) -> Iterator[tuple[Any, Any]]:
+    """Every batch of the task several times; behind the last time the anchor moves, and the constant half of the proximal term with it."""
+    anchor, q = form.field("anchor"), form.q
+    assert q is not None  # a step with an envelope has one
+    for batch in task.batches():
+        yield from repeat(batch, envelope.steps)
+        anchor.lerp_(form.z, envelope.rate)
+        torch.mul(anchor, -task.step.phi, out=q)

@@ -1,0 +1,33 @@
+"""The vectors of LocalSteps, as executors take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.executors.base import Task
+from fastsam.fed.step.local_step import VECTORS, LocalStep
+
+
+def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
+    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else `[tasks, stride]`."""
+    first, last = tasks[0], tasks[-1]
+    v: Tensor | None = getattr(first.step, name)
+    if v is None or all(task.step is first.step for task in tasks):
+        return v if v is None or v.dim() == 1 else v[first.row : last.row + 1]
+    return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])
+
+
+def check_vectors(step: LocalStep, start: Tensor) -> None:
+    """Raises ValueError for a vector of a LocalStep, or several of them, that are not like the weights `start`."""
+    for name in VECTORS:
+        v = getattr(step, name)
+        if v is None:
+            continue
+        if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
+            raise ValueError(
+                f"LocalStep.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
+                f"got {v.dtype} {list(v.shape)} on {v.device}"
+            )
