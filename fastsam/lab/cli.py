@@ -34,6 +34,8 @@ MOST_POINTS = 1001  # of a side of a loss surface: a million losses
 OPTIONAL = {  # packages of the extras, and what each is for
     "triton": "kernels for GPUs: pip install 'fastsam[triton]'",
     "torchvision": "EMNIST, CIFAR, image folders and the model vit_b_32: pip install 'fastsam[vision]'",
+    "pycryptodome": "masks of secure_sums: pip install 'fastsam[secure]'",
+    "dp-accounting": "epsilon of runs with noise: pip install 'fastsam[privacy]'",
 }
 
 
@@ -153,7 +155,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
         found = _version(package)
         versions[package] = f"{found} ({use})" if found == MISSING else found
     for name, text in versions.items():
-        print(f"{name:<12} {text}")
+        print(f"{name:<13} {text}")
     import torch
 
     from fastsam import backends
