@@ -25,6 +25,14 @@ class BatchedClients(Sequence[Samples]):
     @abstractmethod
     def known_sizes(self) -> Mapping[int, int]: ...
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it is of use to know who is in the next round."""
+        return False
+
+    def expect(self, clients: Sequence[int], together: int) -> None:
+        """Who will train, in this order, so many at once."""
+
     @abstractmethod
     def digest(self) -> bytes:
         """A hash by which they are known again."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fastsam.fed.clients.ahead import Ahead
 from fastsam.fed.clients.batched import BatchedClients, check_kind
 from fastsam.fed.clients.reading import LARGEST_READ, as_samples, read, source
 from fastsam.fed.clients.samples import Collate, Samples, generators, hashed, seeded
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
+
+_INSTANT = 1e-3  # seconds: what loads faster is not loaded ahead
 
 
 class Lazy:
@@ -23,20 +28,37 @@ class Lazy:
     every round of a client, and under seeds of that client where it draws from torch's, numpy's or Python's generators. (Two calls before
     the first round tell whether it does.)
 
-    Raises ValueError for sizes that are none.
+    ahead: clients that a thread of its own loads before they train, while others do; None: as many as train at once, where loading takes
+    more than a millisecond (its calls then come from several threads); 0: none. A `load` that draws random numbers is called when its client
+    trains, always.
+
+    Raises ValueError for sizes that are none, and for an `ahead` below 0.
     """
 
-    def __init__(self, clients: int, load: Callable[[int], Any], sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        clients: int,
+        load: Callable[[int], Any],
+        sizes: Sequence[int] | None = None,
+        ahead: int | None = None,
+    ) -> None:
         self.clients = integer("Lazy: clients", clients, at_least=1)
         if not callable(load):
             raise ValueError(f"Lazy: load must be a function client id -> data, got {load!r}")
-        self.load = load
+        self.load, self.ahead = load, None if ahead is None else integer("Lazy: ahead", ahead, at_least=0)
         self.sizes = None if sizes is None else [integer(f"Lazy: sizes[{i}]", n, 1) for i, n in enumerate(sizes)]
         if self.sizes is not None and len(self.sizes) != clients:
             raise ValueError(f"Lazy: sizes must have a number for each of the {clients} clients, got {len(self.sizes)}")
 
     def __len__(self) -> int:
         return self.clients
+
+
+@dataclass(frozen=True)
+class Given:
+    """What `load` gave, not read yet."""
+
+    data: Any
 
 
 class LazySizes(Sequence[int]):
@@ -68,9 +90,12 @@ class LazyClients(BatchedClients):
         self.draws, self._digests = False, dict[int, bytes]()
         self._reads_draw: bool | None = None  # looked for in client 0
         self._first: Mapping[str, str] | None = None
+        self._seconds = 0.0  # that `load` took at first
         first = self._loaded(0)
         self.draws, self._reads_draw = self.draws or first.draws, first.draws
         self._first = first.kinds
+        wanted = self._seconds > _INSTANT if lazy.ahead is None else lazy.ahead > 0
+        self._ahead = Ahead(self._early) if wanted and not self.draws else None
 
     def __len__(self) -> int:
         return len(self.lazy)
@@ -79,14 +104,23 @@ class LazyClients(BatchedClients):
     def known_sizes(self) -> Mapping[int, int]:
         return self._known
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self._ahead is not None
+
+    def expect(self, clients: Sequence[int], together: int) -> None:
+        if self._ahead is not None:
+            self._ahead.expect(clients, together if self.lazy.ahead is None else self.lazy.ahead)
+
     def digest(self) -> bytes:
         return hashed(len(self), [str(self.lazy.sizes), self._digests[0].hex()])
 
     def __getitem__(self, client: int) -> Samples:  # type: ignore[override]
-        own = self._loaded(client)
+        early = None if self._ahead is None else self._ahead.take(client)
+        own = early if isinstance(early, Samples) else self._loaded(client, early)
         if self._known.setdefault(client, len(own)) != len(own):
             raise ValueError(
-                f"client {client} has {len(own)} samples, {'sizes says' if self.told else 'it had'} {self._known[client]}"
+                f"client {client}: it has {len(own)} samples, {'sizes says' if self.told else 'it had'} {self._known[client]}"
             )
         if self._digests.setdefault(client, digest := own.digest()) != digest:
             raise ValueError(
@@ -95,15 +129,14 @@ class LazyClients(BatchedClients):
             )
         return own
 
-    def _loaded(self, client: int) -> Samples:
+    def _early(self, client: int) -> Samples | Given:
+        """What can be done before the client trains: all of it on the CPU; a GPU's memory belongs to the stream that asks for it."""
+        return self._loaded(client) if self.device.type == "cpu" else Given(self._given(client, False))
+
+    def _loaded(self, client: int, early: Given | None = None) -> Samples:
+        """early: what `load` gave before."""
         who, looking = f"client {client}", self._reads_draw is None
-        with seeded(seeds.derive("load", client)) if looking or self.draws else nullcontext():
-            before = generators() if looking else b""
-            try:
-                given = self.lazy.load(client)
-            except Exception as error:
-                raise ValueError(f"{who}: load({client}) failed: {type(error).__name__}: {error}") from error
-            self.draws = self.draws or (looking and generators() != before)
+        given = self._given(client, looking) if early is None else early.data
         found = read(
             source(given, who, self.collate is not None),
             who,
@@ -118,3 +151,17 @@ class LazyClients(BatchedClients):
         if looking:
             self._digests[client] = own.digest()
         return own
+
+    def _given(self, client: int, looking: bool) -> Any:
+        """What `load` gives. looking: whether it draws is to be found out."""
+        with seeded(seeds.derive("load", client)) if looking or self.draws else nullcontext():
+            before = generators() if looking else b""
+            began = time.perf_counter()
+            try:
+                given = self.lazy.load(client)
+            except Exception as error:
+                raise ValueError(f"client {client}: load({client}) failed: {type(error).__name__}: {error}") from error
+            if looking:
+                self._seconds = time.perf_counter() - began
+                self.draws = self.draws or generators() != before
+        return given

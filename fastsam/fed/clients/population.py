@@ -118,6 +118,11 @@ class Population:
         return self.samples is not None and self.samples.draws
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether clients are loaded before they train."""
+        return self.samples is not None and self.samples.looks_ahead
+
+    @property
     def test_size(self) -> int:
         """Samples of the test set; 0 where there is none."""
         if self.test_samples is not None:

@@ -35,7 +35,10 @@ class ClientError(RuntimeError):
     def of(cls, clients: Sequence[int], round: int, step: int, error: Exception) -> ClientError:
         """round: from 0, as in `Work`."""
         who = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
-        what = f"{type(error).__name__}: {error}"
+        said = str(error)
+        if len(clients) == 1:
+            said = said.removeprefix(f"client {clients[0]}: ")  # what reads its data has named it already
+        what = f"{type(error).__name__}: {said}"
         made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
         shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
         made.clients, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"

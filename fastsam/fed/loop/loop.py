@@ -224,7 +224,8 @@ class Loop:
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""
         settings = self.settings
-        if not self.states.looks_ahead or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
+        looks = self.states.looks_ahead or self.population.looks_ahead
+        if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._poisson)
 

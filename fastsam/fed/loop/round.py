@@ -106,7 +106,7 @@ class Cohort:
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
         """One task per active client of this rank for the executor, made when it is asked for, as many together as it stacks.
 
-        later: who is likely to be in the next round, for states that are fetched ahead.
+        later: who is likely to be in the next round, for states that are fetched ahead, and clients that are loaded.
         """
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
@@ -117,6 +117,11 @@ class Cohort:
         )  # fmt: skip
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
         self.states.begin(self.before.clients, order, later)
+        if population.looks_ahead:
+            assert population.samples is not None
+            now = set(order)  # who is in both is loaded again, when its data are forgotten
+            others = [i for i in later if i not in now] if self.exchange.ranks.size == 1 else []
+            population.samples.expect([*order, *others], executor.slots)
         orders: dict[int, list[Tensor]] = {}
         for at in range(0, len(order), together):
             clients = order[at : at + together]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from fastsam import fed
+from fastsam.fed.clients.ahead import Ahead
 from tests.helpers.fed_kinds import Rows, in_another_collate, model, pairs, run, weights
 
 SIZES = [10, 11, 12, 13]
@@ -74,7 +77,7 @@ def test_other_data_at_a_later_call_are_noticed() -> None:
     g = torch.Generator()
     with pytest.raises(ValueError, match=r"client 0: load\(0\) gives other data than at its first call"):
         run(fed.Lazy(4, lambda i: (torch.randn(8, 6, generator=g), torch.arange(8) % 3)))
-    with pytest.raises(ValueError, match="client 3 has 13 samples, sizes says 14"):
+    with pytest.raises(ValueError, match="client 3.*: it has 13 samples, sizes says 14"):
         run(fed.Lazy(4, pairs().__getitem__, [10, 11, 12, 14]))
 
 
@@ -84,21 +87,97 @@ def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
             raise OSError("no such disk")
         return pairs()[i]
 
-    words = r"client 2 failed in round 1, local step 0: .*load\(2\) failed: OSError: no such disk"
+    words = r"^client 2 failed in round 1, local step 0: ValueError: load\(2\) failed: OSError: no such disk$"
     for executor in ("sequential", "threads"):
         with pytest.raises(fed.ClientError, match=words):
             run(fed.Lazy(4, load), executor=executor)
         made = run(fed.Lazy(4, load), executor=executor, on_client_error="exclude")
         assert [[e["client"] for e in line["excluded"]] for line in made.history] == [[2], [2]]
+        assert "client 2" not in made.history[0]["excluded"][0]["reason"]
     with pytest.raises(ValueError, match=r"client 0: load\(0\) failed: ZeroDivisionError"):
         run(fed.Lazy(4, lambda i: 1 / 0))
-    with pytest.raises(fed.ClientError, match="client 1: a batch has .*that of client 0"):
+    with pytest.raises(fed.ClientError, match="client 1 failed .*: a batch has .*that of client 0"):
         run(fed.Lazy(2, lambda i: pairs()[i] if i == 0 else (pairs()[i][0], pairs()[i][1].float())))
+
+
+class Slow:
+    """A load that takes its time, and knows who called it."""
+
+    def __init__(self, seconds: float = 0.003) -> None:
+        self.seconds, self.pairs, self.calls = seconds, pairs(), list[tuple[int, bool]]()
+
+    def __call__(self, i: int) -> Any:
+        self.calls.append((i, threading.current_thread() is threading.main_thread()))
+        if self.seconds:
+            time.sleep(self.seconds)
+        return self.pairs[i]
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
+    """Also those of the next round; each once for every round, as without."""
+    options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
+    plain, ahead, none = run(pairs(), **options), Slow(), Slow()
+    made = run(fed.Lazy(4, ahead), **options)
+    assert torch.equal(weights(made), weights(plain)) and made.history[-1]["samples"] == plain.history[-1]["samples"]
+    assert torch.equal(weights(run(fed.Lazy(4, none, ahead=0), **options)), weights(plain))
+    assert sorted(i for i, _ in ahead.calls) == sorted(i for i, _ in none.calls)
+    others = [main for _, main in ahead.calls[2:]]
+    assert ahead.calls[:2] == [(0, True)] * 2 and others.count(False) >= 2, (
+        "who is asked for before the thread had its turn is loaded at once"
+    )
+    assert all(main for _, main in none.calls) or executor == "threads"
+
+
+def test_what_loads_at_once_or_draws_is_loaded_when_it_trains() -> None:
+    quick, drawn = Slow(0), Slow()
+
+    def draws(i: int) -> Any:
+        x, y = drawn(i)
+        return x + torch.rand(()), y
+
+    for lazy, calls in ((fed.Lazy(4, quick), quick.calls), (fed.Lazy(4, draws, ahead=2), drawn.calls)):
+        run(lazy, executor="sequential")
+        assert len(calls) > 4 and all(main for _, main in calls)
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_more_than_asked_for_are_loaded_ahead(most: int) -> None:
+    begun, go = list[int](), threading.Semaphore(0)
+
+    def load(i: int) -> int:
+        begun.append(i)
+        go.acquire()
+        return 10 * i
+
+    def loaded() -> list[int]:
+        until = time.monotonic() + 5
+        while ahead._works and time.monotonic() < until:
+            time.sleep(0.001)
+        return begun
+
+    ahead = Ahead(load)
+    go.release(100)
+    ahead.expect(range(8), most)
+    assert loaded() == list(range(most))
+    assert ahead.take(0) == 0 and loaded() == list(range(most + 1)), "the next one takes its place"
+    assert ahead.take(7) == 70 and begun[-1] == 7, "who comes out of turn is loaded at once"
+    ahead.expect([20], most)
+    assert ahead.take(20) == 200 and ahead.take(1) == 10 and begun.count(1) == 2, "the others were forgotten"
+
+
+def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
+    ahead = Ahead(lambda i: 1 // i)
+    ahead.expect([0, 1], 2)
+    assert ahead.take(1) == 1
+    with pytest.raises(ZeroDivisionError):
+        ahead.take(0)
 
 
 @pytest.mark.parametrize(
     ("made", "words"),
     [
+        (lambda: fed.Lazy(4, pairs().__getitem__, ahead=-1), "Lazy: ahead must be an integer >= 0"),
         (lambda: fed.Lazy(0, pairs().__getitem__), "clients must be an integer >= 1"),
         (lambda: fed.Lazy(2, pairs()), "load must be a function"),  # type: ignore[arg-type]
         (lambda: fed.Lazy(2, pairs().__getitem__, [3]), "sizes must have a number for each of the 2 clients, got 1"),
@@ -108,7 +187,7 @@ def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
         (lambda: run(fed.Lazy(4, pairs().__getitem__, SIZES), measures=["sharpness"]), "sharpness .*batch by batch"),
         (lambda: run(fed.Lazy(4, pairs().__getitem__), personalise=1), "personalise: .*sizes="),
     ],
-    ids=["none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss", "personalise"],
+    ids=["ahead", "none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss", "personalise"],
 )
 def test_bad_ones(made: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -1,0 +1,77 @@
+"""Clients loaded in a thread of its own before they are asked for: while others train."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_PATIENCE = 0.1  # seconds of a wait between two looks for Ctrl-C
+
+
+class Ahead(Generic[T]):
+    """Whoever is expected next is loaded next, one after the other; at most so many are there that nobody has asked for yet.
+
+    What a load raises comes out where its client is asked for. The thread lives while it has something to do, and holds up no exit.
+    """
+
+    def __init__(self, load: Callable[[int], T]) -> None:
+        self._load = load
+        self._changed = threading.Condition()
+        self._wanted: set[int] = set()
+        self._queue: deque[int] = deque()
+        self._found: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._busy: int | None = None  # whom the thread loads
+        self._works, self._most = False, 0
+
+    def expect(self, clients: Sequence[int], most: int) -> None:
+        """Who will be asked for, in this order, each once; what is there of others is forgotten. most: how many may be there at once."""
+        with self._changed:
+            self._wanted, self._most = set(clients), most
+            self._found = {i: one for i, one in self._found.items() if i in self._wanted}
+            self._queue = deque(i for i in clients if i not in self._found and i != self._busy)
+            self._wake()
+
+    def take(self, client: int) -> T:
+        """What the load of a client gave. Raises what it raised."""
+        with self._changed:
+            while self._busy == client:
+                self._changed.wait(_PATIENCE)
+            self._wanted.discard(client)
+            found = self._found.pop(client, None)
+            if found is None and client in self._queue:
+                self._queue.remove(client)
+            self._wake()
+        if found is None:
+            return self._load(client)
+        value, error = found
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def _wake(self) -> None:
+        if not self._works and self._queue and len(self._found) < self._most:
+            self._works = True
+            threading.Thread(target=self._work, name="fastsam loads clients", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue or len(self._found) >= self._most:
+                    self._works = False
+                    return
+                client = self._busy = self._queue.popleft()
+            found: tuple[T | None, BaseException | None]
+            try:
+                found = self._load(client), None
+            except BaseException as error:
+                found = None, error
+            with self._changed:
+                if client in self._wanted:
+                    self._found[client] = found
+                self._busy = None
+                self._changed.notify_all()
+            del found  # nothing of a client stays here while the next one is loaded
