@@ -17,6 +17,7 @@ from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, an
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.lazy import Lazy
+from fastsam.fed.clients.own_tests import PerClient
 from fastsam.fed.executors import ClientError
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
@@ -41,6 +42,7 @@ __all__ = [
     "FederatedData",
     "InputMap",
     "Lazy",
+    "PerClient",
     "RankError",
     "Result",
     "RunDirectoryError",

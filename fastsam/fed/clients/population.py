@@ -43,6 +43,8 @@ class Population:
 
     samples: the clients, and test_samples the test set, where they are no pairs of tensors; `clients` is then empty, `test` None,
     and `place` the device.
+
+    test_sizes: samples of each client in the test set, one client's behind the other's, where they have test sets of their own.
     """
 
     clients: Sequence[Pair]
@@ -54,6 +56,7 @@ class Population:
     samples: BatchedClients | None = None
     test_samples: Samples | None = None
     place: torch.device | None = None
+    test_sizes: Sequence[int] | None = None
 
     @cached_property
     def sizes(self) -> Sequence[int]:
@@ -144,6 +147,8 @@ class Population:
             for tensor in pair:
                 digest.update(_kind(tensor.dtype, tensor.shape))
                 digest.update(_raw(tensor))
+        if self.test_sizes is not None:
+            digest.update(repr(list(self.test_sizes)).encode())
         return digest.hexdigest()
 
 

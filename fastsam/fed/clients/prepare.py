@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.batched import Held, check_kind
 from fastsam.fed.clients.lazy import Lazy, LazyClients
+from fastsam.fed.clients.own_tests import PerClient
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
@@ -30,15 +32,19 @@ def prepare(
     collate: Collate | None = None,
     watched: Watched = iter,
 ) -> Population:
-    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may be, or None: the data's).
+    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may be, a `PerClient`, or
+    None: the data's).
 
     Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64. whole: the loss
     takes batches, of pairs too. collate: makes batches of lists of samples. watched: goes through the clients while they are read one by
     one, and may show how far that is.
     Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples, NaN or infinity in x.
     """
+    own_tests: list[int] | None = None
+    if isinstance(test, PerClient):
+        test, own_tests = test.joined(len(clients), dtype, device)
     if isinstance(clients, Lazy):
-        return _lazy(clients, test, collate, dtype, device, whole)
+        return replace(_lazy(clients, test, collate, dtype, device, whole), test_sizes=own_tests)
     if (
         isinstance(clients, (str, bytes, Tensor, dict))
         or not hasattr(clients, "__len__")
@@ -56,6 +62,7 @@ def prepare(
         "classes": getattr(clients, "classes", None),
         "priors": None if priors is None else np.asarray(priors),
         "augment": getattr(clients, "augment", None),
+        "test_sizes": own_tests,
     }
     made = None if whole or collate is not None else _together(given, dtype, device)
     if made is not None and (test is None or _is_pair(test)):

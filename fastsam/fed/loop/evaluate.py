@@ -15,6 +15,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.measures.metrics import Metric
 
 VALIDATION = ("prior", "shared", "iid")
+OWN = "own"  # test sets of the clients' own, whatever the option says
 _SPREAD = ("mean", "std", "min", "max")
 KEYS = ("test_loss", "test_accuracy", *(f"client_accuracy_{k}" for k in _SPREAD))
 KEYS += ("client_worst", "client_best")
@@ -33,6 +34,9 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     """
     if mode == "shared" or not population.test_size:
         return None
+    if population.test_sizes is not None:
+        ends = np.cumsum(population.test_sizes)
+        return [np.arange(end - n, end) for end, n in zip(ends, population.test_sizes, strict=True)]
     clients = len(population.sizes)
     rng = np.random.RandomState(seeds.derive(seed, "validation") % 2**32)
     if mode == "iid":
@@ -124,20 +128,23 @@ class Evaluator:
                 "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
         self.classifies, self.batch_size = classifies and self.count > 0, batch_size
-        # A client's own classes need labels that are classes; equal parts of the test set need nothing.
+        # A client's own classes need labels that are classes; equal parts of the test set need nothing, nor do test sets of the clients' own.
+        mode = mode if population.test_sizes is None else OWN
         divided = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
         divided = divided and (mode != "prior" or _known_labels(population))
         self.mode = mode if divided else None
         self._slices = client_slices(mode, population, seed) if divided else None
         parts = self._slices or []
+        self._clients = len(parts)
         # Who is validated on samples of its own, all of these, and where each client's begin.
         self._served = [i for i, part in enumerate(parts) if len(part)]
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
         self._begins = np.cumsum([0, *(len(parts[i]) for i in self._served)])[:-1]
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> dict[str, float | None]:
+    def __call__(self, model: nn.Module) -> dict[str, Any]:
         """The values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric; None where there is none.
+        Where clients have test sets of their own, `client_accuracy_each` and `client_NAME_each` too, lists by client.
 
         Accuracies are in 0..1; standard deviations are those of the population of clients. client_worst, client_best: which clients
         have the smallest and the largest accuracy (the first ones, where several have); None where all are validated on the same.
@@ -174,7 +181,7 @@ class Evaluator:
         right = sum(int((model(a).argmax(1) == b).sum()) for a, b in zip(x.split(_BATCH), y.split(_BATCH), strict=True))
         return right / len(y) if len(y) else None
 
-    def of_own(self, models: Iterable[nn.Module]) -> dict[str, float | None]:
+    def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
         """The accuracies over the clients, each of its own model on its own validation samples. models: of all clients in their order, each
         looked at before the next is asked for."""
         if not self.classifies:
@@ -185,7 +192,8 @@ class Evaluator:
         values = np.array([*found.values()])
         spread = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
         who = {"client_worst": min(found, key=found.__getitem__), "client_best": max(found, key=found.__getitem__)}
-        return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who}
+        each = self._each("accuracy", found) if self.mode == OWN else {}
+        return {**{f"client_accuracy_{k}": float(v) for k, v in spread}, **who, **each}
 
     def _of_client_batches(self, model: nn.Module, client: int) -> float | None:
         """`of_client` where samples come in batches."""
@@ -209,15 +217,16 @@ class Evaluator:
             loss, output, y = self.loss.evaluated(model, batch, self.classifies or bool(self.metrics))
             yield loss, samples, output, y
 
-    def nothing(self) -> dict[str, float | None]:
+    def nothing(self) -> dict[str, Any]:
         """The keys of a round without evaluation."""
         own = (key for name in self.metrics for key in (f"test_{name}", *(f"client_{name}_{k}" for k in _SPREAD)))
-        return dict.fromkeys((*KEYS, *own))
+        each = (f"client_{name}_each" for name in ("accuracy", *self.metrics) if self.mode == OWN)
+        return dict.fromkeys((*KEYS, *own, *each))
 
-    def _accuracies(self, right: Sequence[Tensor]) -> dict[str, float | None]:
+    def _accuracies(self, right: Sequence[Tensor]) -> dict[str, Any]:
         correct = torch.cat(list(right)).cpu().numpy()
         accuracy = float(correct.mean())
-        extremes: dict[str, float | None] = {}
+        extremes: dict[str, Any] = {}
         clients = np.empty(0)
         if self._served:
             counts = np.add.reduceat(correct[self._samples], self._begins, dtype=np.int64)
@@ -226,18 +235,23 @@ class Evaluator:
             extremes["client_best"] = self._served[int(clients.argmax())]
         return {"test_accuracy": accuracy, **self._spread("accuracy", accuracy, clients.tolist()), **extremes}
 
-    def _measured(self, outputs: Tensor, labels: Tensor) -> dict[str, float | None]:
-        made: dict[str, float | None] = {}
+    def _measured(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+        made: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             value = made[f"test_{name}"] = metric(outputs, labels)
             own = [torch.from_numpy(part).to(labels.device) for part in self._slices or () if len(part)]
             made |= self._spread(name, value, [metric(outputs[part], labels[part]) for part in own])
         return made
 
-    def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, float | None]:
+    def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
         """Over the clients: their own values, or, where all are validated on the same, that of all."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
         values = np.array(clients if self._slices is not None else [value])
         found = zip(_SPREAD, (values.mean(), values.std(), values.min(), values.max()), strict=True)
-        return {f"client_{name}_{k}": float(v) for k, v in found}
+        made: dict[str, Any] = {f"client_{name}_{k}": float(v) for k, v in found}
+        return made | self._each(name, dict(zip(self._served, clients, strict=True))) if self.mode == OWN else made
+
+    def _each(self, name: str, found: Mapping[int, float]) -> dict[str, Any]:
+        """The value of every client, None for one that has none."""
+        return {f"client_{name}_each": [found.get(i) for i in range(self._clients)]}

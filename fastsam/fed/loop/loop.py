@@ -229,7 +229,7 @@ class Loop:
             return []
         return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._poisson)
 
-    def _evaluate(self, state: RunState, completed: int) -> dict[str, float | None]:
+    def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
         if not self._evaluates(completed):
             return self.evaluator.nothing()
         self.view.load_(state.server["w"], state.buffers)

@@ -113,7 +113,8 @@ def run(
     model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not changed: the result has
         another, in the same memory format.
     clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`. test: one of these,
-        default that of the FederatedData. collate: a function of a list of samples that makes a batch, default torch's `default_collate`.
+        or `fed.PerClient`, one for each client; default that of the FederatedData. collate: a function of a list of samples that makes a
+        batch, default torch's `default_collate`.
     algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
 
     OPTIONS

@@ -1,0 +1,111 @@
+"""Test sets of the clients' own: what is told of each, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+
+SIZES = (3, 0, 7, 1)
+
+
+def data(n: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+CLIENTS = [data(8, i) for i in range(4)]
+TESTS = [data(n, 10 + i) if n else None for i, n in enumerate(SIZES)]
+
+
+def start(clients: Any = CLIENTS, tests: Any = TESTS, **options: Any) -> fed.Result:
+    torch.manual_seed(0)
+    test = fed.PerClient(tests) if tests is not None else None
+    return fed.run(
+        nn.Linear(4, 3), clients, fed.FedAvg(), **{"rounds": 2, "participation": 1.0, "test": test, **options}
+    )
+
+
+def accuracy(model: nn.Module, own: tuple[torch.Tensor, torch.Tensor]) -> float:
+    return float((model(own[0]).argmax(1) == own[1]).double().mean())
+
+
+def wrong(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((outputs.argmax(1) != labels).double().mean())
+
+
+@pytest.mark.parametrize("kind", ["pairs", "lazy", "batches"])
+def test_each_client_is_tested_on_its_own(kind: str) -> None:
+    """Whatever the clients are: all of them in memory, loaded, or read in batches."""
+    clients: Any = CLIENTS
+    if kind == "lazy":
+        clients = fed.Lazy(4, CLIENTS.__getitem__)
+    if kind == "batches":
+        clients = [{"x": x, "y": y} for x, y in CLIENTS]
+    loss: Any = "cross_entropy"
+    if kind == "batches":
+
+        def predict(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+            return model(x), y
+
+        loss = fed.BatchLoss(lambda model, batch: nn.functional.cross_entropy(*predict(model, batch)), predict)
+    made = start(clients, loss=loss, metrics={"wrong": wrong})
+    own = [None if one is None else accuracy(made.model, one) for one in TESTS]
+    last = made.history[-1]
+    assert [v is None for v in last["client_accuracy_each"]] == [n == 0 for n in SIZES]
+    some = [v for v in own if v is not None]
+    assert [v for v in last["client_accuracy_each"] if v is not None] == pytest.approx(some)
+    assert last["client_accuracy_mean"] == pytest.approx(np.mean(some)) and last["client_accuracy_min"] == min(some)
+    together = tuple(torch.cat([one[i] for one in TESTS if one is not None]) for i in (0, 1))
+    assert last["test_accuracy"] == pytest.approx(accuracy(made.model, together))
+    assert made.summary()["validation"] == "own"
+    assert [v for v in last["client_wrong_each"] if v is not None] == pytest.approx([1 - v for v in some])
+
+
+def test_rounds_without_evaluation_have_the_keys_too() -> None:
+    lines = start(eval_every=2).history
+    assert [*lines[0]] == [*lines[1]] and lines[0]["client_accuracy_each"] is None
+    assert not any(key.endswith("_each") for key in start(tests=None, test=TESTS[0]).history[-1])
+
+
+def test_own_models_are_tested_on_own_test_sets() -> None:
+    made = start(personal="bias")
+    own = [None if one is None else accuracy(made.client_model(i), one) for i, one in enumerate(TESTS)]
+    assert made.history[-1]["client_accuracy_each"] == own
+
+
+def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
+    start(run_dir=tmp_path / "run")
+    start(run_dir=tmp_path / "run", resume=True, rounds=3)
+    x, y = (torch.cat([one[i] for one in TESTS if one is not None]) for i in (0, 1))
+    other = [(x[:4], y[:4]), None, (x[4:], y[4:]), None]
+    with pytest.raises(fed.RunDirectoryError, match="data"):
+        start(tests=other, run_dir=tmp_path / "run", resume=True, rounds=4)
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        (dict(enumerate(TESTS)), "PerClient takes a list .* got dict"),
+        ([None] * 4, "no client has a test set"),
+        (TESTS[:3], "None, for each of the 4 clients, got 3"),
+        ([*TESTS[:3], 5], "the test set of client 3 must be a pair"),
+        (
+            [*TESTS[:3], (torch.randn(2, 5), torch.zeros(2).long())],
+            r"client 3 has samples x torch.float32 \[5\], .*client 0",
+        ),
+        ([*TESTS[:3], (torch.full((1, 4), torch.nan), torch.tensor([0]))], "test set of client 3: x holds NaN"),
+        ([*TESTS[:3], (torch.zeros(1, 4), torch.tensor([7]))], "the test set: labels must lie in 0..2"),
+    ],
+    ids=["dict", "nobody", "few", "number", "shape", "NaN", "labels"],
+)
+def test_bad_ones_are_told(tests: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        start(tests=tests)
