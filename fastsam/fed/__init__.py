@@ -25,6 +25,7 @@ from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.step.input_map import InputMap
+from fastsam.fed.step.local_step import Envelope
 from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
@@ -40,6 +41,7 @@ __all__ = [
     "CallbackError",
     "ClientError",
     "FederatedData",
+    "Envelope",
     "InputMap",
     "Lazy",
     "PerClient",

@@ -54,7 +54,10 @@ class Result:
         return summary(self.history, self._facts)
 
     def client_model(self, client: int) -> nn.Module:
-        """A copy of the model with the client's own parameters (`personal`). Raises ValueError for a run in which no parameter stays with them."""
+        """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its own (Ditto, pFedMe).
+
+        Raises ValueError for a run in which clients have none.
+        """
         if self._own is None:
             raise ValueError(
                 "clients have models of their own where parameters stay with them: fed.run(..., personal='head.*')"
