@@ -23,7 +23,10 @@ from bench.timing import Summary, Usage, no_garbage_collection
 UNIT = "fedavg"
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
 # What protects clients, in FedAvg: its options. It costs nothing in a local step, so these have rounds alone.
-PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {"fedavg, secure_sums": (("secure_sums", 2 / 3),)}
+PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {
+    "fedavg, secure_sums": (("secure_sums", 2 / 3),),
+    "fedavg, noise_multiplier": (("clip_update", 1.0), ("noise_multiplier", 0.5)),  # with epsilon; and it still trains
+}
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
 LR = 0.05  # with the workload's, five epochs of so few clients diverge under SCAFFOLD

@@ -74,7 +74,7 @@ def assemble(
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
-    privacy = mechanism.make(settings, rows, len(population.sizes))
+    privacy = mechanism.make(settings, rows, len(population.sizes), place)
     if privacy is not None:
         server = privacy.begin(server)
     state = RunState(0, server, view.copy_of_buffers())

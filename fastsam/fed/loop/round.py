@@ -196,7 +196,8 @@ class Cohort:
         """The ends as they leave the clients, and the norms of their displacements, without noise."""
         rows, norms = shorten(ends.displacement, limit)
         if self.privacy is not None:
-            self.short |= {i: float(norm <= limit) for i, norm in zip(ends.clients, norms, strict=True)}
+            if self.privacy.quantile is not None:
+                self.short |= {i: float(norm <= limit) for i, norm in zip(ends.clients, norms, strict=True)}
             rows = self.privacy.on_rows(rows, ends.clients, self.about.index, limit)
         if rows is not ends.displacement:
             ends = replace(ends, displacement=rows)

@@ -8,9 +8,11 @@ from torch import Tensor
 
 def norms_of(rows: Tensor) -> Tensor:
     """Of each of `rows` `[n, stride]`, float64 `[n]`; of a row alone the same bits as among others, where executors promise that."""
+    if len(rows) == 1:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     if rows.is_cuda:  # a reduction's order may depend on how many rows there are
         return torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in rows])
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)  # several come from stacked clients alone
+    return rows.double().square().sum(1).sqrt_()  # of stacked clients alone; faster for small models
 
 
 def shorten(rows: Tensor, limit: float) -> tuple[Tensor, list[float]]:
@@ -19,9 +21,9 @@ def shorten(rows: Tensor, limit: float) -> tuple[Tensor, list[float]]:
     No row is longer than `limit` afterwards, not by a rounding either: the factor and the product are each rounded once, and the factor is
     two units in the last place smaller than it would have to be.
     """
-    norms = norms_of(rows)
-    lengths = norms.tolist()
-    if all(length <= limit for length in lengths):
-        return rows, lengths
-    factors = torch.where(norms > limit, (1 - 2 * torch.finfo(rows.dtype).eps) * limit / norms, 1.0)
-    return rows * factors.to(rows.dtype)[:, None], lengths
+    norms: list[float] = norms_of(rows).tolist()
+    if all(norm <= limit for norm in norms):
+        return rows, norms
+    most = (1 - 2 * torch.finfo(rows.dtype).eps) * limit
+    factors = torch.tensor([1.0 if norm <= limit else most / norm for norm in norms], dtype=rows.dtype)
+    return rows * factors.to(rows.device)[:, None], norms

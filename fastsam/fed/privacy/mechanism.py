@@ -71,16 +71,15 @@ class Privacy:
         if self.at_server:
             return rows
         noise = torch.stack([normals(rows.shape[1], self.asked.seed, "local noise", index, i) for i in clients])
-        noise *= self.places * (self.asked.noise_multiplier * clip)
-        return rows.double().add_(noise.to(rows.device)).to(rows.dtype)
+        std = self.asked.noise_multiplier * clip
+        return torch.addcmul(rows.double(), noise.to(rows.device), self.places, value=std).to(rows.dtype)
 
     def sums(self, sums: RoundSums | None, index: int, server: State, active: int) -> PrivateSums:
         """What the server's step reads of a round. sums: None where nobody was sampled."""
         w = server["w"]
         z = self.asked.noise_multiplier if self.quantile is None else self.quantile.sum_multiplier
         noise = self._tree(index) if self.asked.noise == "tree" else self._normals("noise", index)
-        noise.mul_(self.places).mul_(z * self.clip(server))
-        return PrivateSums(sums, noise.to(w.device), self.cohort or active)
+        return PrivateSums(sums, noise.to(w.device), self.places, z * self.clip(server), self.cohort or active)
 
     def _normals(self, *parts: int | str) -> Tensor:
         return normals(len(self.places), self.asked.seed, *parts)
@@ -88,7 +87,7 @@ class Privacy:
     def _tree(self, index: int) -> Tensor:
         """The noise of a round in units of that of a node."""
         tree, leaf = divmod(index, self.epoch)
-        made = torch.zeros_like(self.places)
+        made = torch.zeros(len(self.places), dtype=torch.float64)
         for sign, level, node in changes(leaf + 1):
             made.add_(self._normals("node", tree, level, node), alpha=sign)
         return made
@@ -125,11 +124,11 @@ def check(asked: Asked, algorithm: object, changed: Sequence[str]) -> None:
         check_buffers(asked.buffers, changed)
 
 
-def make(asked: Asked, rows: Rows, clients: int) -> Privacy | None:
+def make(asked: Asked, rows: Rows, clients: int, device: torch.device) -> Privacy | None:
     """That of a run with noise; None for one without. Raises ValueError for a delta that is too large, and without the package for epsilon."""
     if asked.noise_multiplier == 0:
         return None
-    places = torch.zeros(rows.length, dtype=torch.float64)
+    places = torch.zeros(rows.length, dtype=torch.float64, device=device)
     for s in rows.segments:
         places[s.offset : s.offset + s.length] = 1
     z, participation = asked.noise_multiplier, asked.participation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.sums.fixed_point import RoundSums
@@ -15,12 +16,14 @@ DELTA = "delta"  # the upload of `Algorithm.close_client`
 class PrivateSums:
     """(sum of the clipped displacements + noise) / cohort.
 
-    sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. noise: on the sum, float64
-    `[stride]`. cohort: clients that are expected in a round: how many there were depends on who is among the clients.
+    sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. normals: standard normal numbers,
+    float64 `[stride]`, and places, 0 in the padding; std: of the noise on the sum. cohort: clients that are expected in a round: how many there
+    were depends on who is among the clients.
     """
 
-    def __init__(self, sums: RoundSums | None, noise: Tensor, cohort: float) -> None:
-        self._sums, self._noise, self._cohort = sums, noise, cohort
+    def __init__(self, sums: RoundSums | None, normals: Tensor, places: Tensor, std: float, cohort: float) -> None:
+        self._sums, self._normals, self._places = sums, normals, places
+        self._std, self._cohort = std, cohort
 
     @property
     def clients(self) -> int:
@@ -29,8 +32,10 @@ class PrivateSums:
 
     @cached_property
     def _mean(self) -> Tensor:
-        made = self._noise if self._sums is None else self._sums.sum(DELTA).add_(self._noise)
-        return made / self._cohort
+        std = self._std / self._cohort
+        if self._sums is None:
+            return self._normals * self._places * std
+        return torch.addcmul(self._sums.share(DELTA, self._cohort), self._normals, self._places, value=std)
 
     def mean(self, name: str) -> Tensor:
         """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""

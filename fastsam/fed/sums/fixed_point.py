@@ -248,9 +248,9 @@ class RoundSums:
         """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
         return self._get("mean", name).over(self.weight * self._unit)
 
-    def sum(self, name: str) -> Tensor:
-        """The weighted sum of an upload over the clients that were added, float64, in memory of its own. Raises KeyError for a name nobody sent."""
-        return self._get("mean", name).over(self._unit)
+    def share(self, name: str, divisor: float) -> Tensor:
+        """The weighted sum of an upload over a number, where `mean` has the weight that was added, float64. Raises KeyError as `mean` does."""
+        return self._get("mean", name).over(divisor * self._unit)
 
     def total(self, name: str) -> Tensor:
         """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms import registry
+from fastsam.fed.common import seeds
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import serves
 from tests.helpers import privacy_checks as checks
@@ -87,6 +89,14 @@ def test_other_seeds_and_rounds_have_other_noise() -> None:
     apart = torch.corrcoef(torch.stack(drawn)) - torch.eye(8)
     assert float(apart.abs().max()) < 0.16
     assert torch.equal(normals(1000, 0, "noise", 1)[:10], normals(10, 0, "noise", 1))
+
+
+def test_the_noise_is_philox_from_its_counter_zero() -> None:
+    """Whatever was drawn before, in this thread and others."""
+    for parts in ((0, "noise", 0), (5, "node", 1, 2, 3)):
+        normals(3, "what", "comes", "before")
+        theirs = np.random.Generator(np.random.Philox(key=seeds.derive(*parts))).standard_normal(50)
+        assert normals(50, *parts).tolist() == theirs.tolist()
 
 
 def records(path: Path) -> list[dict[str, Any]]:

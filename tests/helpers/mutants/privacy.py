@@ -18,19 +18,19 @@ P = "privacy."
 
 MUTANTS = [
     # the noise on the sum, its denominator, and that of the clients
-    Mutant(P + "mechanism", "mul_(z * self.clip(server))", "mul_(z)", "scales"),
-    Mutant(P + "mechanism", "mul_(z * self.clip(server))", "mul_(z * self.clip(server) ** 2)", "scales"),
+    Mutant(P + "mechanism", ", z * self.clip(server)", ", z", "scales"),
+    Mutant(P + "mechanism", ", z * self.clip(server)", ", z * self.clip(server) ** 2", "scales"),
     Mutant(P + "mechanism", "self.cohort or active", "active", "scales"),
     Mutant(P + "mechanism", "self.cohort or active", "active", "denominator"),
-    Mutant(P + "private_sums", "made / self._cohort", "made", "scales"),
-    Mutant(P + "private_sums", "self._sums.sum(DELTA)", "self._sums.mean(DELTA)", "denominator"),
-    Mutant(P + "mechanism", "(self.asked.noise_multiplier * clip)", "self.asked.noise_multiplier", "local_scale"),
+    Mutant(P + "private_sums", "self._std / self._cohort", "self._std", "scales"),
+    Mutant(P + "private_sums", "self._sums.share(DELTA, self._cohort)", "self._sums.mean(DELTA)", "denominator"),
+    Mutant(P + "mechanism", "self.asked.noise_multiplier * clip", "self.asked.noise_multiplier", "local_scale"),
     Mutant(P + "mechanism", '"local noise", index, i)', '"local noise", index)', "local_scale"),  # all of them the same
     Mutant("clients.sampling", "return participation * clients", "return float(clients)", "scales"),
     # the clip
     Mutant(P + "clip", "(1 - 2 * torch.finfo(rows.dtype).eps) * limit", "limit", "clipped"),
-    Mutant(P + "clip", "norms > limit", "norms > 2 * limit", "clipped"),
-    Mutant(P + "clip", "limit / norms", "limit / norms**2", "clipped"),
+    Mutant(P + "clip", "1.0 if norm <= limit", "1.0 if norm <= 2 * limit", "clipped"),
+    Mutant(P + "clip", "most / norm ", "most / norm**2 ", "clipped"),
     # the tree
     Mutant(P + "tree", "yield -1, level", "yield 1, level", "tree_scale"),
     Mutant(P + "tree", "(k - 1) >> level", "k >> level", "tree_nodes"),
