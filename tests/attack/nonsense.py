@@ -47,6 +47,8 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"], "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],
     "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "secure_sums": [0.5, 1.0], "checkpoint_every": [1, 5],
+    "clip_quantile": [0.5, 2.0], "noise_multiplier": [0.0, 1e-3, 1e30], "noise": ["central", "local", "tree"], "delta": [1e-9, 0.5],
+    "accountant": ["rdp", None],
 }  # fmt: skip
 NOT_TRIED = ("compile", "device")
 Refusal = (TypeError, ValueError, RuntimeError)

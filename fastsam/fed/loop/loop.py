@@ -163,7 +163,7 @@ class Loop:
         else:
             plain = None if cohort is None else cohort.sums
             sums = privacy.sums(plain, t, state.server, about.active)
-            about = replace(about, active=sums.clients)
+            about = privacy.told(about) if cohort is None else cohort.told
         server = asked(self.algorithm, "step_server", (state.server, sums, about), t)
         server = check_server(server, state.server["w"], "step_server")
         if privacy is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import serves
 from tests.helpers import privacy_checks as checks
+from tests.helpers.places import ROOT
 
 BITS = ("scales", "local_scale", "tree_scale", "tree_nodes", "denominator", "clipped", "adaptive", "adapted")
 KINDS: dict[str, dict[str, Any]] = {
@@ -117,6 +121,27 @@ def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
     assert whole == parts
     seen = [[record["train_loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")]
     assert seen[0] == seen[1]
+
+
+KILLED = """
+import os, signal, sys
+from tests.helpers import privacy_checks as checks
+from tests.helpers.places import ROOT
+options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5, "clip_quantile": 0.5, "run_dir": sys.argv[1]}
+checks.run(**options, progress=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["round"] == 3 else None)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_run_has_the_same_bits(tmp_path: Path) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "parts")], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    options: dict[str, Any] = KINDS["adaptive"] | {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0}
+    checks.run(run_dir=tmp_path / "parts", resume=True, **options)
+    checks.run(run_dir=tmp_path / "whole", **options)
+    assert records(tmp_path / "parts") == records(tmp_path / "whole")
+    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
 
 
 def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
