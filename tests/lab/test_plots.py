@@ -129,6 +129,15 @@ def test_ratio_is_logarithmic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert seen["figure"].axes[0].lines[0].get_xydata().tolist() == [[-1.0, 25.0], [0.0, 50.0]]
 
 
+def test_a_method_without_a_radius_is_a_level_beside_the_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = drawn(monkeypatch)
+    plots.ratio({"": {"fedavg": [(None, [0.25, 0.75])], "fedsam": [(1.0, [0.5])]}}, tmp_path / "r.png")
+    level = seen["figure"].axes[0].lines[0]
+    assert set(level.get_ydata()) == {50.0} and level.get_linestyle() == "--"
+
+
 def test_surfaces_share_their_levels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     axis = np.linspace(-1, 1, 9)

@@ -276,7 +276,7 @@ def test_a_sweep_is_drawn_over_its_key_and_over_rho_by_lr(tmp_path: Path, monkey
     assert key == "rho" and lines["fedavg"] == [plots.Point(None, [0.5])]
     assert lines["fedsam"] == [plots.Point(0.01, [0.51, 0.51]), plots.Point(0.1, [0.6, 0.6])]
     points = [(pytest.approx(0.1), [0.51, 0.51]), (pytest.approx(1.0), [0.6, 0.6])]
-    assert panels == {"": lines} and ratios == {"": {"fedavg": [], "fedsam": points}}
+    assert panels == {"": lines} and ratios == {"": {"fedavg": [(None, [0.5])], "fedsam": points}}
 
 
 def test_loss_surfaces_are_those_of_the_final_models(tmp_path: Path) -> None:

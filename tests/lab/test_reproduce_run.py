@@ -52,6 +52,7 @@ def test_the_summary_has_every_cell(finished: Path) -> None:
     wanted = {"section": section, "column": column, "algorithm": "fedlesam-d", "metric": "relative_compute"}
     found = [c for c in summary["cells"] if {k: c[k] for k in wanted} == wanted]
     assert len(found) == 1 and found[0]["paper"] == "0.30x" and len(found[0]["not_to_be_trusted"]) == 1
+    assert {claim["ahead"] for claim in summary["ordering"]["claims"]} == {"fedlesam-s", "fedlesam-d"}
 
 
 def test_resuming_reuses_the_runs_and_extends_them(finished: Path, tmp_path: Path) -> None:

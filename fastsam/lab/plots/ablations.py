@@ -35,7 +35,9 @@ class Point:
     accuracies: Sequence[float]
 
 
-Line = tuple[float, Sequence[float]]  # a place on the axis, accuracies of the seeds
+Line = tuple[
+    float | None, Sequence[float]
+]  # a place on the axis (None: of a label that has none, a level), accuracies of the seeds
 
 
 @figures.styled
@@ -52,8 +54,7 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
     for axes, lines in zip(grid, panels.values(), strict=True):
         for label, points in lines.items():
             style = styles[label]
-            for level in (point for point in points if point.value is None):
-                axes.axhline(100 * float(np.mean(level.accuracies)), label=label, **(style | {"linestyle": "--"}))
+            _levels(axes, label, [point.accuracies for point in points if point.value is None], style)
             placed = sorted((places[_name(p.value)], p.accuracies) for p in points if p.value is not None)
             # Values without an order are not joined by a line.
             _bars(axes, label, placed, style if numeric else style | {"linestyle": "none"})
@@ -70,11 +71,16 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
 
 @figures.styled
 def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes. panels: title -> label -> (ratio, accuracies)."""
+    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes; labels without a rho are dashed levels.
+
+    panels: title -> label -> (ratio, accuracies).
+    """
     figure, grid, styles = _grid(panels)
     for axes, lines in zip(grid, panels.values(), strict=True):
         for label, points in lines.items():
-            _bars(axes, label, [(math.log10(r), accuracies) for r, accuracies in sorted(points)], styles[label])
+            _levels(axes, label, [accuracies for place, accuracies in points if place is None], styles[label])
+            placed = sorted((math.log10(place), accuracies) for place, accuracies in points if place is not None)
+            _bars(axes, label, placed, styles[label])
         axes.set(xlabel="log₁₀(ρ / local learning rate)", ylabel="final test accuracy (%)")
     return _close(figure, grid, panels, path, title)
 
@@ -90,6 +96,11 @@ def _grid(panels: Mapping[str, Mapping[str, Any]]) -> tuple[Any, list[Any], dict
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     return figure, grid[: len(panels)], styles
+
+
+def _levels(axes: Any, label: str, levels: Sequence[Sequence[float]], style: Mapping[str, Any]) -> None:
+    for accuracies in levels:
+        axes.axhline(100 * float(np.mean(accuracies)), label=label, **{**style, "linestyle": "--"})
 
 
 def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]], style: Mapping[str, Any]) -> None:

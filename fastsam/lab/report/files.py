@@ -154,11 +154,13 @@ def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> 
     ratios: dict[str, dict[str, list[plots.ablations.Line]]] = {}
     for name, label, group in _without(runs, ("rho", "lr")):
         rho, accuracies = group[0].summary.get("hyperparameters", {}).get("rho"), values(group, "accuracy_final")
-        # Lines without points keep the colours of the other figures.
+        # Lines without points keep the colours of the other figures; a method without a radius has a level.
         points = ratios.setdefault(name, {}).setdefault(label, [])
         if {"rho", "lr"} & group[0].point.keys() and isinstance(rho, float) and rho > 0 and group[0].lr and accuracies:
             points.append((rho / group[0].lr, accuracies))
-    if any(points for lines in ratios.values() for points in lines.values()):
+        elif rho is None and "lr" not in group[0].point and accuracies:
+            points.append((None, accuracies))
+    if any(place is not None for lines in ratios.values() for points in lines.values() for place, _ in points):
         path = plots.ablations.ratio(ratios, directory / "ablation-rho-lr.png", title)
         figures.append(Figure(path, "Final test accuracy against log(rho/lr)"))
     return figures

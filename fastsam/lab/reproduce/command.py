@@ -13,7 +13,7 @@ from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
 from fastsam.lab.report.document import Document, html, markdown
-from fastsam.lab.reproduce import runner
+from fastsam.lab.reproduce import ordering, runner
 from fastsam.lab.reproduce.page import document, record
 from fastsam.lab.reproduce.table import load, names
 
@@ -60,7 +60,8 @@ def reproduce(
     made = document(table, plans, outcomes, directory, again)
     write_bytes(directory / "report.md", markdown(made).encode())
     write_bytes(directory / "report.html", html(made).encode())
-    write_json(directory / "summary.json", {**asked, "title": made.title, "cells": record(table, outcomes)})
+    found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
+    write_json(directory / "summary.json", {**asked, "title": made.title, **found})
     show(made, console)
     return 1 if any(outcome.failed for outcome in outcomes.values()) else 0
 

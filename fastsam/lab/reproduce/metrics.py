@@ -10,6 +10,8 @@ import numpy as np
 from fastsam.fed.algorithms import registry
 from fastsam.fed.rundir.result import to_target
 from fastsam.lab.report import FinishedRun
+from fastsam.lab.reproduce.runner import Outcome
+from fastsam.lab.reproduce.table import Column, Part
 from fastsam.lab.seeds import deviation
 
 NONE = "–"
@@ -23,7 +25,7 @@ class Metric:
     """A kind of cell. number: of a run, given the column's target. form: its format. spread: a second number, in parentheses.
 
     seeds: the standard deviation over seeds is shown. relative: "1.26x" FedAvg's is shown beside the number; ratio: instead of it.
-    timed: until the column's target was reached.
+    timed: until the column's target was reached. better: 1 where the larger number is the better one, -1 where the smaller is.
     """
 
     head: str
@@ -34,6 +36,7 @@ class Metric:
     relative: bool = False
     ratio: bool = False
     timed: bool = False
+    better: int = -1
 
 
 def _percent(key: str) -> Number:
@@ -59,9 +62,11 @@ def _stored_vectors(run: FinishedRun, target: float | None) -> float:
 
 
 METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric("test accuracy (%)", _percent("accuracy_final"), ".2f", seeds=True),
-    "train": Metric("train", _percent("train_accuracy_mean"), ".2f", _percent("train_accuracy_std")),
-    "validation": Metric("validation", _percent("client_accuracy_mean"), ".2f", _percent("client_accuracy_std")),
+    "accuracy": Metric("test accuracy (%)", _percent("accuracy_final"), ".2f", seeds=True, better=1),
+    "train": Metric("train", _percent("train_accuracy_mean"), ".2f", _percent("train_accuracy_std"), better=1),
+    "validation": Metric(
+        "validation", _percent("client_accuracy_mean"), ".2f", _percent("client_accuracy_std"), better=1
+    ),
     "rounds": Metric("rounds", _until("rounds_to_target"), ".0f", timed=True),
     "relative_rounds": Metric("rounds", _until("rounds_to_target"), ".1f", relative=True, timed=True),
     "relative_traffic": Metric("traffic", _until("megabytes_to_target"), ".2f", relative=True, timed=True),
@@ -71,6 +76,11 @@ METRICS: Mapping[str, Metric] = {
     "backprops": Metric("back-propagations", _plain("backprops"), ".2f", ratio=True),
     "seconds": Metric("seconds per round", _plain("seconds_per_round"), ".4f", relative=True),
 }
+
+
+def groups_of(column: Column, algorithm: str, outcomes: Mapping[Part, Outcome]) -> Groups:
+    """The runs of an algorithm in a column."""
+    return [[run for run in outcomes[part].runs if run.algorithm == algorithm] for part in column.parts]
 
 
 def value(metric: Metric, groups: Groups, target: float | None, number: Number | None = None) -> list[float | None]:

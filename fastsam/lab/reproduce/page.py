@@ -15,7 +15,8 @@ from fastsam.lab.compare import Plan
 from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.tables import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
-from fastsam.lab.reproduce.metrics import METRICS, NONE, Groups, cell
+from fastsam.lab.reproduce import ordering
+from fastsam.lab.reproduce.metrics import METRICS, NONE, cell, groups_of
 from fastsam.lab.reproduce.runner import Outcome, changes
 from fastsam.lab.reproduce.table import Column, Part, Section, Table
 
@@ -44,7 +45,7 @@ def document(table: Table, plans: Mapping[Part, Plan], outcomes: Outcomes, direc
         for part, outcome in outcomes.items()
         for run in outcome.runs
     ]
-    every = [*comparisons, *([difference] if difference else [])]
+    every = [*comparisons, *([difference] if difference else []), *ordering.text_tables(table, outcomes)]
     return Document(title, facts, every, _figures(table, outcomes, directory), where, command)
 
 
@@ -126,12 +127,8 @@ def _published_cell(
 
 def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
     """Our number and its text."""
-    groups, base = (_groups(column, name, outcomes) for name in (algorithm, "fedavg"))
+    groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
     return cell(METRICS[metric], groups, base, column.target)
-
-
-def _groups(column: Column, algorithm: str, outcomes: Outcomes) -> Groups:
-    return [[run for run in outcomes[part].runs if run.algorithm == algorithm] for part in column.parts]
 
 
 def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:

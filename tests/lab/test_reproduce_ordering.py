@@ -1,0 +1,103 @@
+"""The paper's ordering beside ours: what a claim is, when it held, and how orders are compared."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastsam.lab import reproduce
+from fastsam.lab.report import FinishedRun
+from fastsam.lab.reproduce import ordering
+from fastsam.lab.reproduce.runner import Outcome
+from fastsam.lab.reproduce.table import Part, Table
+
+
+def outcomes_of(table: Table, numbers: dict[str, list[float]], key: str) -> dict[Part, Outcome]:
+    """Every part ended with these numbers, one for each seed."""
+    runs = [
+        FinishedRun(name, seed, {key: number}, [], Path(), name)
+        for name, each in numbers.items()
+        for seed, number in enumerate(each)
+    ]
+    return {part: Outcome(runs, {}, np.zeros((1, 1)), {}) for part in table.parts}
+
+
+SECONDS = {  # the paper: 20.34, 25.71, 28.73, 29.88, 29.67, 20.99, 25.81, 25.70
+    "fedavg": [1.0, 1.0],
+    "fedsam": [2.0, 2.0],
+    "mofedsam": [2.1, 2.1],
+    "fedgamma": [2.3, 2.3],
+    "fedsmoo": [2.2, 2.2],
+    "fedlesam": [2.4, 2.6],  # ahead of all but FedAvg in the paper, here the last
+    "fedlesam-s": [1.2, 2.2],  # behind FedSAM in the paper
+    "fedlesam-d": [1.5, 1.1],
+}
+
+
+def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
+    table = reproduce.load("fedlesam-table8", "digits")
+    found = {(c.ahead, c.other): c for c in ordering.claims(table, outcomes_of(table, SECONDS, "seconds_per_round"))}
+    assert not any(other == "fedavg" for _, other in found), "nothing is quicker than FedAvg in the paper"
+    assert ("fedlesam-s", "fedsam") not in found and ("fedlesam-d", "fedsam") in found
+    claim = found["fedlesam-d", "fedsam"]
+    assert claim.paper == pytest.approx((25.71 - 25.70) / 20.34)
+    assert claim.ours == pytest.approx((0.5, 0.9)) and claim.held
+    last = found["fedlesam", "fedgamma"]
+    assert last.ours == pytest.approx((-0.1, -0.3)) and not last.held
+    assert found["fedlesam-s", "mofedsam"].ours == pytest.approx((0.9, -0.1))
+
+
+def test_what_did_not_hold_is_said_first() -> None:
+    table = reproduce.load("fedlesam-table8", "digits")
+    outcomes = outcomes_of(table, SECONDS, "seconds_per_round")
+    first, second, ranks = ordering.text_tables(table, outcomes)
+    assert first.title.startswith("Did not hold: 6 of 14 ") and second.title.startswith("Held: ")
+    assert first.rows[0][0] == "FedLESAM over FedGAMMA" and first.rows[0][-2:] == ["-0.2 ± 0.141", "0 of 2"]
+    assert [row[-1] for row in second.rows if row[0] == "FedLESAM-S over MoFedSAM"] == ["1 of 2"]
+    (tau,) = ordering.rank_correlations(table, outcomes).values()
+    assert ranks.rows == [["CIFAR-10, Dirichlet, 100 clients, 10 % active", f"{tau:.2f}"]] and 0 < tau < 1
+
+
+def test_cells_not_to_be_trusted_claim_nothing() -> None:
+    table = reproduce.load("fedsam-table1", "digits")
+    outcomes = outcomes_of(table, {name: [0.5] for name in table.algorithms}, "client_accuracy_mean")
+    found = {(c.section, c.metric, c.ahead, c.other) for c in ordering.claims(table, outcomes)}
+    assert ("CIFAR-10", "train", "fedsam", "fedavg") in found and (
+        "CIFAR-10",
+        "validation",
+        "fedsam",
+        "fedavg",
+    ) not in found
+
+
+def test_equal_numbers_hold_nothing_and_a_run_without_a_number_is_left_out() -> None:
+    table = reproduce.load("fedlesam-table8", "digits")
+    same = outcomes_of(table, {name: [1.0] for name in SECONDS}, "seconds_per_round")
+    assert not any(claim.held for claim in ordering.claims(table, same)) and not ordering.rank_correlations(table, same)
+    some = outcomes_of(table, {k: v for k, v in SECONDS.items() if k != "fedlesam-d"}, "seconds_per_round")
+    first, *_ = ordering.text_tables(table, some)
+    assert "6 claims more: not told here" in first.note and "FedLESAM-D" not in str(first.rows)
+
+
+def test_figures_have_no_claims() -> None:
+    table = reproduce.load("fedlesam-fig2", "digits")
+    assert ordering.text_tables(table, outcomes_of(table, {}, "")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "multiple"),
+    [("0.31x", "786 (1x)", 0.31), ("246 (1x)", "246 (1x)", 1), ("253", "246 (1x)", 253 / 246), ("0.54", "156 (1x)", 0.54), ("–", "88 (1x)", None)],
+)  # fmt: skip
+def test_multiples_as_the_paper_prints_them(text: str, base: str, multiple: float | None) -> None:
+    assert ordering.multiple_of(text, base) == multiple
+
+
+def test_kendalls_tau() -> None:
+    """tau-b by its definition: (concordant - discordant) / sqrt(pairs not tied in one * pairs not tied in the other)."""
+    assert ordering.kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and ordering.kendall([1, 2, 3], [3, 2, 1]) == -1
+    assert ordering.kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx((5 - 1) / 6)
+    assert ordering.kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(2 * 3))
+    assert math.isnan(ordering.kendall([1, 1], [1, 2]))
