@@ -59,9 +59,6 @@ class Row:
             check_vectors(task.step, start)
         own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
-        self.given = task
-        if task.step.epochs is not None:
-            self.task = task = replace(task.phase(task.step), snapshots=task.snapshots)
         self.carried: RowEnds | None = None  # what phases before this one left, from which it goes on
         self.done: tuple[RowEnds, ...] = ()  # what other models have left
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
@@ -70,6 +67,9 @@ class Row:
         if task.work.samples is not None:
             with self.client_errors():
                 task.open_()
+        self.given = task  # whose samples are at hand, for all phases
+        if task.step.epochs is not None:
+            self.task = task = replace(task.phase(task.step), snapshots=task.snapshots)
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
         self._begin(task.step)

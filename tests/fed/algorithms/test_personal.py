@@ -410,3 +410,25 @@ def test_an_own_model_must_be_a_row():
 
     with pytest.raises(ValueError, match="own_model must return 'w' as torch.float64"):
         ran(oracle.smooth_model(), Short())
+
+
+@pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe"], lambda name: name == "FedRep"))
+def test_samples_that_come_in_batches_have_phases_too(name):
+    """Clients of dicts, whose samples are taken batch by batch: the bits of clients of tensors."""
+    made, algorithm = ALL[name]
+    model, clients = made(), oracle.ragged_clients(sizes=SIZES)
+    options = oracle.Options(**{**vars(OPTIONS), "rounds": 2})
+    dicts = [({"input": x}, y) for x, y in clients]
+    one, other = (replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
+    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
+
+
+@pytest.mark.parametrize("name", sometimes(ALL, lambda name: name == "FedBN"))
+def test_models_of_clients_whose_states_are_on_disk(name, tmp_path):
+    made, algorithm = ALL[name]
+    options = {"test": TEST, "validation": "shared", "run_dir": tmp_path / "disk", "client_state": "disk"}
+    one, other = (
+        ran(made(), algorithm, batch_of(OPTIONS, 6), **o) for o in (options, {"test": TEST, "validation": "shared"})
+    )
+    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
+    assert [r["client_accuracy_mean"] for r in one.history] == [r["client_accuracy_mean"] for r in other.history]
