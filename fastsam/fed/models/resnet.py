@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from fastsam.fed.common.checks import choice
-from fastsam.fed.models.small import image_shape
+from fastsam.fed.models.small import as_images, image_shape
 
 GROUPS = 2
 
@@ -51,7 +51,7 @@ class ResNet18GN(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.pool(nn.functional.relu(self.norm1(self.conv1(x.reshape(-1, *self.in_shape)))))
+        x = self.pool(nn.functional.relu(self.norm1(self.conv1(as_images(x, self.in_shape)))))
         return self.out(self.blocks(x).mean((2, 3)))
 
 

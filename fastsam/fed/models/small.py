@@ -7,16 +7,33 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+_CHANNELS = (1, 3, 4)  # that images usually have
+
 
 def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str) -> tuple[int, int, int]:
     """`in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError for what is no image or smaller than `least`."""
     shape = (1, *in_shape) if len(in_shape) == 2 else tuple(in_shape)
     if len(shape) != 3 or min(shape[1:]) < least:
+        last = len(shape) == 3 and shape[2] in _CHANNELS and min(shape[:2]) >= least
+        advice = "their channels come last: x.movedim(-1, 1) has them first" if last else f"try {instead!r}"
         raise ValueError(
             f"the model {model!r} takes images [C, H, W] or [H, W] of at least {least}x{least}, "
-            f"got samples of the shape {tuple(in_shape)}; try {instead!r}"
+            f"got samples of the shape {tuple(in_shape)}; {advice}"
         )
     return shape[0], shape[1], shape[2]
+
+
+def as_images(x: Tensor, in_shape: tuple[int, int, int]) -> Tensor:
+    """x as [n, C, H, W]: images of that shape, of one channel without it, or flat. Raises ValueError for others with as many numbers, such as
+    images whose channels come last: they would be cut into something else."""
+    shape = tuple(x.shape[1:])
+    if shape == in_shape:
+        return x
+    if shape != in_shape[1:] and len(shape) != 1:
+        last = shape == (*in_shape[1:], in_shape[0])
+        advice = "; their channels come last: x.movedim(-1, 1) has them first" if last else ""
+        raise ValueError(f"the model takes images [n, {', '.join(map(str, in_shape))}], got {list(x.shape)}{advice}")
+    return x.reshape(-1, *in_shape)
 
 
 class CNN(nn.Module):
@@ -39,7 +56,7 @@ class CNN(nn.Module):
         self.out = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, *self.in_shape)
+        x = as_images(x, self.in_shape)
         for conv in (self.conv1, self.conv2):
             x = nn.functional.max_pool2d(nn.functional.relu(conv(x)), 2)
         return self.out(nn.functional.relu(self.hidden(x.flatten(1))))
@@ -83,7 +100,7 @@ class EMNISTCNN(nn.Module):
         self.out = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.relu(self.conv1(x.reshape(-1, *self.in_shape)))
+        x = nn.functional.relu(self.conv1(as_images(x, self.in_shape)))
         x = nn.functional.max_pool2d(nn.functional.relu(self.conv2(x)), 2)
         x = nn.functional.relu(self.hidden(self.dropout1(x).flatten(1)))
         return self.out(self.dropout2(x))
@@ -107,7 +124,7 @@ class LeNet(nn.Module):
         self.out = nn.Linear(192, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, *self.in_shape)
+        x = as_images(x, self.in_shape)
         for conv in (self.conv1, self.conv2):
             x = nn.functional.max_pool2d(nn.functional.relu(conv(x)), 2)
         x = nn.functional.relu(self.hidden1(x.flatten(1)))

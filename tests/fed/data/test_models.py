@@ -70,6 +70,23 @@ def test_cnn_refuses_what_is_no_image(shape: tuple[int, ...]) -> None:
         models.build("cnn", shape, 10, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("cnn", (3, 8, 8)), ("emnist_cnn", (1, 12, 12)), ("lenet", (3, 16, 16)), ("resnet18_gn", (3, 16, 16))],
+)
+def test_images_whose_channels_come_last_are_refused(name: str, shape: tuple[int, int, int]) -> None:
+    """They have as many numbers, and would be cut into images of something else."""
+    made, x = models.build(name, shape, 4, 0).eval(), torch.randn(5, *shape)
+    with pytest.raises(ValueError, match=r"takes images \[n, .*channels come last: x.movedim\(-1, 1\)"):
+        made(x.movedim(1, -1))
+    with pytest.raises(ValueError, match=r"takes images \[n, .*\]$"):
+        made(x[None])
+    assert torch.equal(made(x), made(x.flatten(1))) and (shape[0] > 1 or torch.equal(made(x), made(x[:, 0])))
+    if name != "resnet18_gn":  # which takes images of three rows
+        with pytest.raises(ValueError, match=r"got samples of the shape .*channels come last"):
+            models.build(name, (*shape[1:], shape[0]), 4, 0)
+
+
 def test_unknown_model() -> None:
     with pytest.raises(ValueError, match="'cnn', 'mlp', .* or an import path .* got 'resnet'"):
         models.build("resnet", (1, 8, 8), 10, 0)
