@@ -130,6 +130,19 @@ def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, exe
         assert sum(graph.replays for graph in FakeCuda.captured) > 5
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_buffers_that_stay_with_the_clients_are_ordered_too(executor: str) -> None:
+    def made() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+
+    options = {"backend": "reference", "rounds": 2, "sizes": (7, 10, 12, 13), "model": made}
+    plain = train(fed.FedBN(), executor="sequential", **options)
+    with Watch():
+        assert train(fed.FedBN(), executor=executor, slots=3, **options) == plain
+
+
 def test_the_stand_in_notices_what_it_is_for() -> None:
     cuda, x = FakeCuda(torch.device("cpu")), torch.ones(100)
     stream, number = cuda.stream(), [1.0]
