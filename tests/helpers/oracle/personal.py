@@ -1,4 +1,4 @@
-"""Methods whose clients have models of their own, in plain torch: modules, autograd and torch's SGD, one client after the other."""
+"""Methods whose clients have models of their own, in plain torch: modules and autograd, one client after the other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ Active = Sequence[Sequence[int]]
 Ended = tuple[nn.Module, list[nn.Module]]  # the shared model, and that of every client
 
 
+def descent(parameters: Iterable[nn.Parameter], options: Options, t: int) -> Callable[[Tensor], None]:
+    """Steps of gradient descent in round t, with momentum and weight decay, in place."""
+    trained, lr = list(parameters), options.lr * options.lr_decay**t
+    velocity = [torch.zeros_like(p) for p in trained]
+
+    def step(loss: Tensor) -> None:
+        gradients = torch.autograd.grad(loss, trained)
+        with torch.no_grad():
+            for p, v, g in zip(trained, velocity, gradients, strict=True):
+                v.mul_(options.momentum).add_(g + options.weight_decay * p)
+                p.sub_(lr * v)
+
+    return step
+
+
 def train(
     model: nn.Module,
     trained: Iterable[nn.Parameter],
@@ -27,14 +42,11 @@ def train(
 ) -> None:
     """Local steps of one client in round t on some of the parameters, in place. epochs: their numbers, which the order of samples depends on."""
     x, y = data
-    lr = options.lr * options.lr_decay**t
-    opt = torch.optim.SGD(list(trained), lr=lr, momentum=options.momentum, weight_decay=options.weight_decay)
+    descend = descent(trained, options, t)
     model.train()
     for epoch in epochs:
         for chosen in order(len(y), options.seed, t, client, epoch, options.shuffle).split(options.batch):
-            opt.zero_grad()
-            (F.cross_entropy(model(x[chosen]), y[chosen]) + pull(model)).backward()
-            opt.step()
+            descend(F.cross_entropy(model(x[chosen]), y[chosen]) + pull(model))
 
 
 def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str], server_lr: float) -> None:
@@ -122,17 +134,12 @@ def pfedme(
         moved = []
         for i in active[t]:
             theta, local = copy.deepcopy(shared), copy.deepcopy(shared)
-            lr = options.lr * options.lr_decay**t
-            opt = torch.optim.SGD(
-                theta.parameters(), lr=lr, momentum=options.momentum, weight_decay=options.weight_decay
-            )
+            descend = descent(theta.parameters(), options, t)
             x, y = clients[i]
             for epoch in range(options.epochs):
                 for chosen in order(len(y), options.seed, t, i, epoch, options.shuffle).split(options.batch):
                     for _ in range(K):
-                        opt.zero_grad()
-                        (F.cross_entropy(theta(x[chosen]), y[chosen]) + lam * distance(theta, local)).backward()
-                        opt.step()
+                        descend(F.cross_entropy(theta(x[chosen]), y[chosen]) + lam * distance(theta, local))
                     with torch.no_grad():
                         for w, p in zip(local.parameters(), theta.parameters(), strict=True):
                             w.sub_(eta * lam * (w - p))
