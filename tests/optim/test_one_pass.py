@@ -1,10 +1,7 @@
-"""Variants of one pass: the weights rest at a perturbed point between steps, and `eval()` and `train()` move to the clean ones and back."""
+"""MSAM and the last gradient: their papers, one pass a step, what comes out of order, costs."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -13,30 +10,9 @@ from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LESAM, LastGradient
-from tests.helpers.crosses import one_in
-from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
+from tests.helpers.one_pass_cases import DTYPES, clean, every_base, every_variant, trained
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, one_pass_loop, problem
-
-every_variant = pytest.mark.parametrize("name", ONE_PASS)
-# MSAM has a momentum to go against.
-every_base = pytest.mark.parametrize(
-    ("name", "base"),
-    [("msam", "sgd"), ("msam", "adamw"), *(("last gradient", base) for base in ("sgd", "maximize", "adamw", "nadam"))],
-)
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def trained(name: str, steps: int, base: str = "sgd", **options: Any) -> Training:
-    return fused(ONE_PASS[name][0], base, steps, **options)
-
-
-def clean(training: Training) -> list[torch.Tensor]:
-    training.opt.eval()
-    found = copies(training.params)
-    training.opt.train()
-    return found
-
+from tests.helpers.variant_cases import ONE_PASS, RHO, flat, fused, one_pass_loop, problem
 
 # --- the papers ---
 
@@ -178,100 +154,6 @@ def test_gradients_with_inf_leave_all_as_it_is(name: str, base: str, how: str) -
     for training in (one, other):
         training.steps(range(4, 6))
     assert same_bits(one.params, other.params)
-
-
-# --- evaluation ---
-
-
-@every_base
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rounds", [False, True], ids=["nearest", "stochastic"])
-def test_evaluation_changes_no_bit_of_the_training(name: str, base: str, dtype: torch.dtype, rounds: bool) -> None:
-    whole = trained(name, 4, base, dtype=dtype, stochastic_rounding=rounds)
-    training = trained(name, 0, base, dtype=dtype, stochastic_rounding=rounds)
-    for t in range(4):
-        training.opt.train()
-        training.steps(range(t, t + 1))
-        rested = copies(training.params)
-        training.opt.eval()
-        weights = copies(training.params)
-        training.opt.eval()  # again: nothing
-        assert not training.opt.training and same_bits(weights, training.params) and not same_bits(weights, rested)
-        training.opt.train()
-        training.opt.train()
-        assert training.opt.training and same_bits(rested, training.params)
-    assert same_bits(whole.params, training.params)
-
-
-def test_evaluating_leaves_the_mode_that_it_found() -> None:
-    training = trained("msam", 1)
-    rested = copies(training.params)
-    with pytest.raises(ZeroDivisionError), training.opt.evaluating():
-        assert not training.opt.training and not same_bits(rested, training.params)
-        _ = 1 / 0
-    assert training.opt.training and same_bits(rested, training.params)
-    training.opt.eval()
-    with training.opt.evaluating():
-        pass
-    assert not training.opt.training
-
-
-def test_variants_of_two_passes_have_no_modes() -> None:
-    training = fused(SAM(RHO), "sgd", 2)
-    before = copies(training.params)
-    training.opt.eval()
-    assert training.opt.training and same_bits(before, training.params)
-    training.opt.train()
-    training.steps(range(2, 3))
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("mode", "how", "after"),
-    one_in(2, ["training", "evaluation"], ["state dict", "pickle", "deepcopy"], [0, 2]),
-)
-def test_a_training_goes_on_where_it_was_saved(name: str, dtype: torch.dtype, mode: str, how: str, after: int) -> None:
-    whole, training = trained(name, 5, dtype=dtype), trained(name, after, dtype=dtype)
-    if mode == "evaluation":
-        training.opt.eval()
-    if how == "deepcopy":
-        training = copy.deepcopy(training)
-    else:
-        file = io.BytesIO()
-        params, opt = training
-        torch.save(training if how == "pickle" else opt.state_dict(), file)
-        file.seek(0)
-        found = torch.load(file, weights_only=False)
-        training = found if how == "pickle" else trained(name, 0, dtype=dtype)
-        if how == "state dict":
-            with torch.no_grad():
-                for p, old in zip(training.params, params, strict=True):
-                    p.copy_(old)
-            training.opt.load_state_dict(found)
-    if mode == "evaluation":
-        assert not training.opt.training
-        training.opt.train()
-    training.steps(range(after, 5))
-    assert same_bits(training.params, whole.params)
-
-
-@every_variant
-def test_another_dtype_and_another_group_on_the_way(name: str) -> None:
-    training = trained(name, 2)
-    for p in training.params:
-        p.data = p.data.float()
-    late = nn.Parameter(torch.ones(3))
-    training.opt.add_param_group({"params": [late], "momentum": 0.5, "rho": 0.2})
-    training.backward(2)
-    late.grad = torch.ones(3)
-    training.opt.step()
-    expected = one_pass_loop(ONE_PASS[name][1], "sgd", 3)
-    with training.opt.evaluating():
-        assert torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
-        for p, q in zip(training.params, expected, strict=True):
-            torch.testing.assert_close(p.double().detach(), q, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
 
 
 # --- what comes out of order ---
@@ -423,112 +305,6 @@ def test_a_scaler_with_a_closure() -> None:
     scaler.scale(problem()[1](training.params, 1)).backward()
     with pytest.raises(RuntimeError, match=r"backward\(\), scaler\.step"):
         scaler.step(training.opt, lambda: None)
-
-
-# --- interrupts ---
-
-
-def _outcome(training: Training) -> list[torch.Tensor]:
-    entries = training.opt.state_dict()["state"].values()
-    return [*copies(training.params), *(v for e in entries for v in e.values() if isinstance(v, torch.Tensor))]
-
-
-@every_variant
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("auto", torch.float32), ("auto", torch.bfloat16), ("reference", torch.float32)], ids=str
-)
-@pytest.mark.parametrize("what", ["step", "closure", "modes"])
-def test_an_interrupt_at_any_line_of_a_step(name: str, backend: str, dtype: torch.dtype, what: str) -> None:
-    """The training goes on from before the step or from after it, at the perturbed point, bit for bit."""
-    options: dict[str, Any] = {"backend": backend, "dtype": dtype}
-
-    def act(training: Training) -> None:
-        if what == "closure":
-            training.steps(range(2, 3))
-        elif what == "step":
-            training.opt.step()
-        else:
-            training.opt.eval()
-            training.opt.train()
-
-    def ready() -> Training:
-        training = trained(name, 2, **options)
-        if what != "closure":
-            training.backward(2)
-        return training
-
-    before, after, training = _outcome(ready()), ready(), ready()
-    act(after)
-    ends = [before, _outcome(after)]
-    folders = (PACKAGE,) if backend == "auto" else (PACKAGE, KERNELS)
-    with Tracer(None, folders) as count:
-        act(training)
-    for at in range(0, count.lines, 5 if backend == "auto" else 43):
-        training = ready()
-        with Tracer(at, folders) as tracer, pytest.raises(Interrupt):
-            act(training)
-        training.opt.train()
-        assert any(same_bits(_outcome(training), end) for end in ends), tracer.where
-
-
-# --- the model's own modes ---
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
-
-
-def step_of(model: nn.Module, opt: FusedSAM) -> None:
-    opt.zero_grad()
-    model(torch.linspace(-1, 1, 12).reshape(3, 4)).square().sum().backward()
-    opt.step()
-
-
-def hooked() -> tuple[nn.Sequential, FusedSAM]:
-    model = network()
-    opt = FusedSAM(model.parameters(), torch.optim.SGD, sam=MSAM(RHO), lr=0.1, momentum=0.9, model=model)
-    for _ in range(2):
-        step_of(model, opt)
-    return model, opt
-
-
-def test_the_models_modes_are_the_optimizers() -> None:
-    model, opt = hooked()
-    rested = copies(model.parameters())
-    assert model.eval() is model and not model.training and not model[0].training and not opt.training
-    weights = copies(model.parameters())
-    assert not same_bits(weights, rested)
-    nn.Sequential(model).train()  # as a wrapper's
-    assert opt.training and same_bits(rested, copies(model.parameters()))
-    with opt.evaluating():
-        assert same_bits(weights, copies(model.parameters()))
-    step_of(model, opt)
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_a_copy_of_the_model_moves_no_weights_of_the_other(how: str) -> None:
-    model, opt = hooked()
-    rested = copies(model.parameters())
-    other: nn.Sequential = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert other.eval() is other and not other[0].training and model.training
-    assert (
-        opt.training and same_bits(rested, copies(model.parameters())) and same_bits(rested, copies(other.parameters()))
-    )
-    both: tuple[nn.Sequential, FusedSAM] = (
-        copy.deepcopy((model, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
-    )
-    both[0].eval()
-    assert not both[1].training and opt.training and not same_bits(rested, copies(both[0].parameters()))
-    model.eval()
-    assert same_bits(copies(model.parameters()), copies(both[0].parameters()))
-
-
-def test_a_model_outlives_its_optimizer() -> None:
-    model, opt = hooked()
-    del opt
-    model.eval()
-    assert not model.training
 
 
 # --- costs ---

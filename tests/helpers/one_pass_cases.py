@@ -1,0 +1,30 @@
+"""Trainings with MSAM and with the last gradient, whose weights rest at the perturbed point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.sam_oracle import copies
+from tests.helpers.variant_cases import ONE_PASS, Training, fused
+
+every_variant = pytest.mark.parametrize("name", ONE_PASS)
+# MSAM has a momentum to go against.
+every_base = pytest.mark.parametrize(
+    ("name", "base"),
+    [("msam", "sgd"), ("msam", "adamw"), *(("last gradient", base) for base in ("sgd", "maximize", "adamw", "nadam"))],
+)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def trained(name: str, steps: int, base: str = "sgd", **options: Any) -> Training:
+    return fused(ONE_PASS[name][0], base, steps, **options)
+
+
+def clean(training: Training) -> list[torch.Tensor]:
+    training.opt.eval()
+    found = copies(training.params)
+    training.opt.train()
+    return found
