@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,7 @@ from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.measures.base import Measures
-from fastsam.fed.privacy.clip import shorten
+from fastsam.fed.privacy.clip import shorten_
 from fastsam.fed.privacy.mechanism import SHORT, Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
@@ -185,23 +184,21 @@ class Cohort:
         if self.limit is None:
             norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()
         else:
-            ends, norms = self._clipped(ends, self.limit)
+            norms = self._clip_(ends, self.limit)
         self.norms |= zip(ends.clients, norms, strict=True)
         states = [self._open.pop(i, {}) for i in ends.clients]
         for places in alike(states):
             whole = len(places) == len(states)
             self._close([states[i] for i in places], ends if whole else ends.take(places))
 
-    def _clipped(self, ends: RowEnds, limit: float) -> tuple[RowEnds, list[float]]:
-        """The ends as they leave the clients, and the norms of their displacements, without noise."""
-        rows, norms = shorten(ends.displacement, limit)
+    def _clip_(self, ends: RowEnds, limit: float) -> list[float]:
+        """Makes of the displacements what leaves the clients, in place; returns their norms without noise."""
+        norms = shorten_(ends.displacement, limit)
         if self.privacy is not None:
             if self.privacy.quantile is not None:
                 self.short |= {i: float(norm <= limit) for i, norm in zip(ends.clients, norms, strict=True)}
-            rows = self.privacy.on_rows(rows, ends.clients, self.about.index, limit)
-        if rows is not ends.displacement:
-            ends = replace(ends, displacement=rows)
-        return ends, [min(norm, limit) for norm in norms]
+            self.privacy.add_to_rows_(ends.displacement, ends.clients, self.about.index, limit)
+        return [min(norm, limit) for norm in norms]
 
     def _close(self, states: Sequence[State], ends: RowEnds) -> None:
         """Of clients whose states are alike."""

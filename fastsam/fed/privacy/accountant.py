@@ -5,14 +5,18 @@ the noise. The package knows what an event costs; what is decided here is which 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fastsam.fed.clients import sampling
 
+_AT = 16.0  # of a curve: epsilon is above zero there
 Events = list[tuple[Any, int]]  # of dp_accounting, and how often
 
 NEIGHBOURS = {
@@ -77,39 +81,33 @@ class Accountant:
 
         self.law, self.delta = law, delta
         self._relation = dp.NeighboringRelation[law.relation]
-        self._orders: list[float] = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders.tolist()
-        self._curves: dict[Any, list[float]] = {}
-        self._last = (
-            0,
-            len(self._orders),
-        )  # rounds that were asked for, and how many orders need to be looked at from there on
+        self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
+        self._curves: dict[Any, np.ndarray] = {}
+        # What the package adds to a curve at each order, at a value where it does nothing else: asked once, for it takes as long as a small round.
+        added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
+        self._added = np.array(added)
+        self._small = -math.log1p(-(delta**2))  # a curve that is below has another bound
 
     def epsilon(self, rounds: int) -> float:
-        """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their events.
-
-        The order that gives the least epsilon never rises from round to round, for curves rise with the order: those above it are left out.
-        """
+        """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their events."""
         import dp_accounting as dp
 
-        before, count = self._last
-        if rounds < before:
-            count = len(self._orders)
-        curves = [(self._curve(event), times) for event, times in self.law.events(rounds) if times]
-        rdp = [sum(times * curve[i] for curve, times in curves) for i in range(count)]
-        epsilon, order = dp.rdp.compute_epsilon(self._orders[:count], rdp, self.delta)
-        if epsilon > 0:  # at 0 any order will do, and none is the best
-            count = self._orders.index(order) + 1
-        self._last = rounds, count
-        return float(epsilon)
+        rdp = np.zeros(len(self._orders))
+        for event, times in self.law.events(rounds):
+            if times:
+                rdp += times * self._curve(event)
+        if rdp.min() <= self._small:
+            return float(dp.rdp.compute_epsilon(self._orders, rdp, self.delta)[0])
+        return max(0.0, float((rdp + self._added).min()))
 
-    def _curve(self, event: Any) -> list[float]:
+    def _curve(self, event: Any) -> np.ndarray:
         found = self._curves.get(event)
         if found is None:
             import dp_accounting as dp
 
             with _without_warnings():
                 made = dp.rdp.RdpAccountant(neighboring_relation=self._relation).compose(event)
-            found = self._curves[event] = made.rdp.tolist()
+            found = self._curves[event] = made.rdp
         return found
 
 

@@ -15,15 +15,19 @@ def norms_of(rows: Tensor) -> Tensor:
     return rows.double().square().sum(1).sqrt_()  # of stacked clients alone; faster for small models
 
 
-def shorten(rows: Tensor, limit: float) -> tuple[Tensor, list[float]]:
-    """`rows` `[n, stride]`, those that are longer scaled to the norm `limit`, and the norms that they came with. What is not finite stays so.
+def shorten_(rows: Tensor, limit: float) -> list[float]:
+    """Scales those of `rows` `[n, stride]` that are longer to the norm `limit`; returns the norms that they came with. What is not finite stays so.
 
     No row is longer than `limit` afterwards, not by a rounding either: the factor and the product are each rounded once, and the factor is
     two units in the last place smaller than it would have to be.
     """
     norms: list[float] = norms_of(rows).tolist()
     if all(norm <= limit for norm in norms):
-        return rows, norms
+        return norms
     most = (1 - 2 * torch.finfo(rows.dtype).eps) * limit
-    factors = torch.tensor([1.0 if norm <= limit else most / norm for norm in norms], dtype=rows.dtype)
-    return rows * factors.to(rows.device)[:, None], norms
+    factors = [1.0 if norm <= limit else most / norm for norm in norms]
+    if len(factors) == 1:
+        rows.mul_(factors[0])
+    else:
+        rows.mul_(torch.tensor(factors, dtype=rows.dtype).to(rows.device)[:, None])
+    return norms

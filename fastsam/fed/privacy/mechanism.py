@@ -66,13 +66,13 @@ class Privacy:
         """The round as an algorithm may know it: with as many active clients as are expected, where the server adds the noise."""
         return about if self.cohort is None or not self.at_server else replace(about, active=max(1, round(self.cohort)))
 
-    def on_rows(self, rows: Tensor, clients: Sequence[int], index: int, clip: float) -> Tensor:
-        """Displacements `[n, stride]` as they leave the clients: with noise of their own where noise is local."""
+    def add_to_rows_(self, rows: Tensor, clients: Sequence[int], index: int, clip: float) -> None:
+        """Adds to displacements `[n, stride]` the clients' own noise, where noise is local."""
         if self.at_server:
-            return rows
+            return
         noise = torch.stack([normals(rows.shape[1], self.asked.seed, "local noise", index, i) for i in clients])
         std = self.asked.noise_multiplier * clip
-        return torch.addcmul(rows.double(), noise.to(rows.device), self.places, value=std).to(rows.dtype)
+        rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.places, value=std))
 
     def sums(self, sums: RoundSums | None, index: int, server: State, active: int) -> PrivateSums:
         """What the server's step reads of a round. sums: None where nobody was sampled."""

@@ -13,7 +13,7 @@ from fastsam import fed
 from fastsam.fed.clients import sampling
 from fastsam.fed.loop import round as rounds
 from fastsam.fed.loop.round import Cohort
-from fastsam.fed.privacy.clip import shorten
+from fastsam.fed.privacy.clip import shorten_
 from fastsam.fed.step.local_step import RowEnds
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest
@@ -161,13 +161,15 @@ def test_clip_update_shortens_long_displacements_and_no_others():
 
 def test_shortened():
     x = torch.tensor([[3.0, 4.0], [0.5, 0.0], [float("inf"), 1.0]])
-    longest = x[:2]
-    same, norms = shorten(longest, 5.0)
-    assert same is longest and norms == [5.0, 0.5]
-    short, _ = shorten(x, 1.0)
-    torch.testing.assert_close(short[0], x[0] / 5, rtol=3e-7, atol=0)
-    assert float(short[0].double().norm()) <= 1.0 and torch.equal(short[1], x[1])
-    assert not torch.isfinite(short[2]).all()
+    longest, before = x[:2], x.clone()
+    assert shorten_(longest, 5.0) == [5.0, 0.5] and torch.equal(x, before)
+    shorten_(x, 1.0)
+    torch.testing.assert_close(x[0], before[0] / 5, rtol=3e-7, atol=0)
+    assert float(x[0].double().norm()) <= 1.0 and torch.equal(x[1], before[1])
+    assert not torch.isfinite(x[2]).all()
+    alone = before[2:].clone()
+    shorten_(alone, 1.0)
+    assert not torch.isfinite(alone).all()
 
 
 def test_control_variates_follow_the_shortened_displacement():

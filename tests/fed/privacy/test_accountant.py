@@ -12,7 +12,7 @@ from tests.helpers import privacy_checks as checks
 pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'")
 
 
-@pytest.mark.parametrize("check", ["poisson", "without_replacement", "unsampled", "fewer_orders"])
+@pytest.mark.parametrize("check", ["poisson", "without_replacement", "unsampled", "every_round"])
 def test_the_events_of_a_sampler(check: str, caplog: pytest.LogCaptureFixture) -> None:
     getattr(checks, check)()
     level = logging.getLogger("absl").level

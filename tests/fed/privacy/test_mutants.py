@@ -8,7 +8,7 @@ from tests.helpers import privacy_checks
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.mutants.privacy import MUTANTS
 
-ACCOUNTS = {"poisson", "without_replacement", "unsampled", "fewer_orders"}
+ACCOUNTS = {"poisson", "without_replacement", "unsampled", "every_round"}
 
 
 @pytest.mark.parametrize(

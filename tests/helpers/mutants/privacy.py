@@ -52,5 +52,6 @@ MUTANTS = [
     Mutant(P + "accountant", "-(-rounds // epoch)", "rounds // epoch", "unsampled"),
     Mutant(P + "accountant", "(z, rest), 1)]", "(z, epoch), 1)]", "unsampled"),
     Mutant(P + "accountant", "(z, epoch), whole)", "(z, epoch), 1)", "unsampled"),
-    Mutant(P + "accountant", "self._orders.index(order) + 1", "self._orders.index(order) - 3", "fewer_orders"),
+    Mutant(P + "accountant", "<= self._small", "<= -1", "every_round"),
+    Mutant(P + "accountant", "[_AT], delta)[0] - _AT", "[_AT], delta)[0]", "every_round"),
 ]  # fmt: skip
