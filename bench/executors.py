@@ -57,7 +57,7 @@ def overheads(model: str, algorithms: list[str], rounds: int) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="cnn, mlp or mlp:WIDTH")
+    parser.add_argument("model", help="cnn, digits, mlp or mlp:WIDTH")
     parser.add_argument("names", nargs="+", help="executors, or with --overhead algorithms")
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--algorithm", default="fedavg")
