@@ -12,7 +12,10 @@ from tests.helpers import privacy_checks as checks
 pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'")
 
 
-@pytest.mark.parametrize("check", ["poisson", "without_replacement", "unsampled", "every_round"])
+SLOW = [pytest.param(c, marks=pytest.mark.slow) for c in ("poisson", "without_replacement")]  # test_docs.py has both
+
+
+@pytest.mark.parametrize("check", ["unsampled", "every_round", *SLOW])
 def test_the_events_of_a_sampler(check: str, caplog: pytest.LogCaptureFixture) -> None:
     getattr(checks, check)()
     level = logging.getLogger("absl").level
