@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-from tests.helpers.places import ROOT
+from tests.helpers.generated_page import GeneratedPage
 
 KIND = "fastsam.attack/1"
-PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "bench" / "results" / "attack.json"
-_PLACE = re.compile(r"(<!-- attack:last -->\n).*?(<!-- /attack -->)", re.DOTALL)
 _SHOWN = 5  # failures of an attack that the terminal shows
 
 
@@ -44,29 +39,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The record of a file. Raises ValueError when it is none of `python -m tests.attack`."""
-    record = json.loads(path.read_text())
-    if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise ValueError(f"{path} is not a file of `python -m tests.attack --out`, whose kind is {KIND!r}")
-    return record
-
-
-def fill(page: str, record: dict[str, Any]) -> str:
-    """The page with the figures of `record` in its marked place. Raises ValueError where there is none."""
-    if not _PLACE.search(page):
-        raise ValueError("the page has no place marked `<!-- attack:last -->` ... `<!-- /attack -->`")
-    return _PLACE.sub(lambda found: f"{found[1]}{table(record)}\n{found[2]}", page)
-
-
-def main() -> int:
-    """Copies the file to where the page's figures are kept, and writes the page."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    record = read(path)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    PAGE.write_text(fill(PAGE.read_text(), record))
-    return 0
-
+PAGE = GeneratedPage("reliability", "attack", KIND, "`python -m tests.attack --out`", table)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main())

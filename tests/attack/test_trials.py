@@ -89,14 +89,16 @@ def made(**changed: Any) -> dict[str, Any]:
 
 def test_the_page_is_filled_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "made.json").write_text(json.dumps(made()))
-    page = report.fill("a\n<!-- attack:last -->\nold\n<!-- /attack -->\nb\n", report.read(tmp_path / "made.json"))
+    page = report.PAGE.fill(
+        "a\n<!-- attack:last -->\nold\n<!-- /attack -->\nb\n", report.PAGE.read(tmp_path / "made.json")
+    )
     assert "| `mine` | nothing ends | 1,200 | 0 |" in page and "old" not in page
     assert page.startswith("a\n") and page.endswith("\nb\n")
     with pytest.raises(ValueError, match="no place marked"):
-        report.fill("", made())
+        report.PAGE.fill("", made())
     (tmp_path / "made.json").write_text("{}")
-    with pytest.raises(ValueError, match="not a file of"):
-        report.read(tmp_path / "made.json")
+    with pytest.raises(ValueError, match="no record of"):
+        report.PAGE.read(tmp_path / "made.json")
 
 
 def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
@@ -106,7 +108,7 @@ def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
 
 
 def test_the_page_has_the_figures_of_the_last_run() -> None:
-    record = report.read(report.RESULTS)
+    record = report.PAGE.read(report.PAGE.results)
     assert [one["name"] for one in record["attacks"]] == [attack.name for attack in ATTACKS]
-    page = report.PAGE.read_text()
-    assert report.fill(page, record) == page, "it differs: python -m tests.attack.report"
+    page = report.PAGE.path.read_text()
+    assert report.PAGE.fill(page, record) == page, "it differs: python -m tests.attack.report"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from pathlib import Path
 from typing import Any
 
-from tests.helpers.places import ROOT
+from tests.helpers.generated_page import GeneratedPage
 
 KIND = "fastsam.compatibility/1"
-PAGE, RESULTS = ROOT / "docs" / "compatibility.md", ROOT / "bench" / "results" / "compatibility.json"
 PACKAGES = {  # the libraries by the names of their packages
     "transformers": "transformers",
     "Accelerate": "accelerate",
@@ -21,16 +17,10 @@ PACKAGES = {  # the libraries by the names of their packages
     "Flower": "flwr",
 }
 MEANINGS = ("works", "clear error", "warning")  # nothing may be silently wrong
-_PLACE = re.compile(r"(<!-- compatibility:last -->\n).*?(<!-- /compatibility -->)", re.DOTALL)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The record of a file. Raises ValueError when it is none, and for a row whose test did not pass or whose library is not in the list."""
-    record = json.loads(path.read_text())
-    if not isinstance(record, dict) or record.get("kind") != KIND:
-        raise ValueError(
-            f"{path} is no record of `make test-integrations`, whose kind is {KIND!r}; its tests write one to FASTSAM_COMPATIBILITY"
-        )
+def check(record: dict[str, Any]) -> None:
+    """Raises ValueError for a row whose test did not pass or whose library is not in the list."""
     for row in record["rows"]:
         if row["outcome"] != "passed":
             raise ValueError(f"{row['test']} is {row['outcome']}: a page is made from a run in which every test passed")
@@ -38,7 +28,6 @@ def read(path: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{row['test']} shows {row['library']}: {row['result']}; there are {[*PACKAGES]} and {[*MEANINGS]}"
             )
-    return record
 
 
 def table(record: dict[str, Any]) -> str:
@@ -52,21 +41,9 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join([*lines, f"\nMade on {record['date']} with torch {record['versions']['torch']}."])
 
 
-def fill(page: str, record: dict[str, Any]) -> str:
-    """The page with the rows of `record` in its marked place. Raises ValueError where there is none."""
-    if not _PLACE.search(page):
-        raise ValueError("the page has no place marked `<!-- compatibility:last -->` ... `<!-- /compatibility -->`")
-    return _PLACE.sub(lambda found: f"{found[1]}{table(record)}\n{found[2]}", page)
-
-
-def main() -> int:
-    """Copies the file to where the page's rows are kept, and writes the page."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    record = read(path)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    PAGE.write_text(fill(PAGE.read_text(), record))
-    return 0
-
+PAGE = GeneratedPage(
+    "compatibility", "compatibility", KIND, "`make test-integrations` (written to FASTSAM_COMPATIBILITY)", table, check
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PAGE.main())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.places import ROOT
-from tests.integrations.report import PACKAGES, PAGE, RESULTS, fill, read, table
+from tests.integrations.report import PACKAGES, PAGE, table
 
 
 def marked() -> dict[str, tuple[str, ...]]:
@@ -26,12 +26,12 @@ def marked() -> dict[str, tuple[str, ...]]:
 
 
 def test_the_page_is_its_record() -> None:
-    record = read(RESULTS)
-    assert PAGE.read_text() == fill(PAGE.read_text(), record)
+    record = PAGE.read(PAGE.results)
+    assert PAGE.path.read_text() == PAGE.fill(PAGE.path.read_text(), record)
 
 
 def test_the_record_has_every_marked_test_as_it_is_marked() -> None:
-    rows = {row["test"]: (row["library"], row["feature"], row["result"]) for row in read(RESULTS)["rows"]}
+    rows = {row["test"]: (row["library"], row["feature"], row["result"]) for row in PAGE.read(PAGE.results)["rows"]}
     assert rows == marked()
     assert {library for library, *_ in rows.values()} == set(PACKAGES)
 
@@ -41,15 +41,15 @@ def test_the_record_has_every_marked_test_as_it_is_marked() -> None:
     [({"outcome": "failed"}, "is failed: a page is made"), ({"result": "silently wrong"}, "shows .*silently wrong")],
 )
 def test_no_page_is_made_of_a_failure(change: dict[str, str], message: str, tmp_path: Path) -> None:
-    record = copy.deepcopy(read(RESULTS))
+    record = copy.deepcopy(PAGE.read(PAGE.results))
     record["rows"][0] |= change
     (tmp_path / "record.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=message):
-        read(tmp_path / "record.json")
+        PAGE.read(tmp_path / "record.json")
 
 
 def test_a_row_shows_the_version_that_was_tried() -> None:
-    record = read(RESULTS)
+    record = PAGE.read(PAGE.results)
     row = record["rows"][0]
     version = record["versions"][PACKAGES[row["library"]]]
     assert f"| {row['library']} | {version} | {row['feature']} | {row['result']} |" in table(record)

@@ -1,0 +1,58 @@
+"""A page of docs/ whose figures come from a record of a run, kept in bench/results/."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.places import ROOT
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GeneratedPage:
+    """`docs/PAGE.md` with the place `<!-- NAME:last -->` ... `<!-- /NAME -->`, and `bench/results/NAME.json`, of the record's own `kind`."""
+
+    page_name: str
+    name: str
+    kind: str
+    source: str  # what writes such a record, for the error
+    table: Callable[[Record], str]  # Markdown
+    check: Callable[[Record], None] = lambda record: None  # raises ValueError for what no page is made of
+
+    @property
+    def path(self) -> Path:
+        return ROOT / "docs" / f"{self.page_name}.md"
+
+    @property
+    def results(self) -> Path:
+        return ROOT / "bench" / "results" / f"{self.name}.json"
+
+    def read(self, path: Path) -> Record:
+        """The record of a file. Raises ValueError when it is none, or one that no page is made of."""
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict) or record.get("kind") != self.kind:
+            raise ValueError(f"{path} is no record of {self.source}, whose kind is {self.kind!r}")
+        self.check(record)
+        return record
+
+    def fill(self, text: str, record: Record) -> str:
+        """The page's text with the table of `record` in its marked place. Raises ValueError where there is none."""
+        first, last = f"<!-- {self.name}:last -->", f"<!-- /{self.name} -->"
+        place = re.compile(f"({first}\n).*?({last})", re.DOTALL)
+        if not place.search(text):
+            raise ValueError(f"the page has no place marked `{first}` ... `{last}`")
+        return place.sub(lambda found: f"{found[1]}{self.table(record)}\n{found[2]}", text)
+
+    def main(self) -> int:
+        """Copies the file of the command line to where the page's record is kept, and writes the page."""
+        record = self.read(Path(sys.argv[1]) if len(sys.argv) > 1 else self.results)
+        self.results.write_text(json.dumps(record, indent=1) + "\n")
+        self.path.write_text(self.fill(self.path.read_text(), record))
+        return 0
