@@ -180,9 +180,8 @@ bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.re
 	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
 	@$(BIN)/python -m bench.fed.report $(or $(OUT),runs/bench-fed)/federated.json
 
-PLAT ?= auto
-wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one, checked by auditwheel
-	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) --plat $(PLAT)
+wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one, checked by auditwheel. PLAT=auto
+	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) $(if $(PLAT),--plat $(PLAT))
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.

@@ -11,8 +11,8 @@ They use no symbols of Python and none of torch's C++: only LibTorch's stable AB
 Python and torch 2.10 and newer.
 
 Environment: `CXX`, `CUDACXX` or `CUDA_HOME` choose the compilers, `TORCH_CUDA_ARCH_LIST` the GPUs ("8.0;9.0+PTX"),
-`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `XDG_CACHE_HOME` where the cache of
-`FASTSAM_JIT=1` lies.
+`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `FASTSAM_LDFLAGS` the C++ compiler's further
+options where it links, `XDG_CACHE_HOME` where the cache of `FASTSAM_JIT=1` lies.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import stat
 import sys
 import tempfile
@@ -142,6 +143,10 @@ def _relocate(torch: Torch, root: Path) -> tuple[str, str]:
     return f"-ffile-prefix-map={root}=csrc", f"-ffile-prefix-map={torch.root}=torch"
 
 
+def _link_flags() -> list[str]:
+    return shlex.split(os.environ.get("FASTSAM_LDFLAGS", ""))
+
+
 def cpu_steps(torch: Torch) -> list[Step]:
     """The commands that make `libfastsam_cpu.so`. The sources in `cpu/` see no header of torch."""
     root, cxx = csrc(), find_cxx()
@@ -153,7 +158,7 @@ def cpu_steps(torch: Torch) -> list[Step]:
     steps += [step for path in sources for step in _compile(path, root, torch_flags)]
     objects = tuple(step.output for step in steps)
     # No run path: torch is loaded first, and the loader then finds it by its soname wherever it lies.
-    options = (f"-L{torch.lib}", "-ltorch_cpu", "-Wl,--no-undefined", "-Wl,--as-needed")
+    options = (*_link_flags(), f"-L{torch.lib}", "-ltorch_cpu", "-Wl,--no-undefined", "-Wl,--as-needed")
     return [*steps, Step(FILES["cpu"], objects, (*cxx, "-shared", *objects, "-o", FILES["cpu"], *options))]
 
 
@@ -173,7 +178,8 @@ def cuda_steps(torch: Torch) -> list[Step]:
         argv = (*cxx, "-shared", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch_cuda.so", "-o", stub)
         steps, folder = [*steps, Step(stub, (), argv)], "stub"
     options = ("-Xlinker=--no-as-needed", f"-L{folder}", f"-L{torch.lib}", "-ltorch_cuda", "-ltorch_cpu")
-    argv = (*driver, "-shared", "-cudart=static", *archs, *objects, "-o", FILES["cuda"], *options)
+    host = [f'-Xcompiler="{flag}"' for flag in _link_flags()]
+    argv = (*driver, "-shared", "-cudart=static", *archs, *host, *objects, "-o", FILES["cuda"], *options)
     return [*steps, Step(FILES["cuda"], tuple(step.output for step in steps), argv)]
 
 

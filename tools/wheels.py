@@ -1,17 +1,18 @@
 """Makes what is published, in one folder: the sdist, the pure wheel, and the compiled wheel, checked and tagged by auditwheel.
 
-    python tools/wheels.py dist [--plat manylinux_2_28_x86_64]
+    python tools/wheels.py dist [--plat auto]
 
 The compiled wheel has the CPU kernels, and those for CUDA where nvcc is (`FASTSAM_CUDA=0` leaves them out). It uses no symbols of Python and only
 torch's stable ABI, so that one serves every Python from 3.10 and every torch from 2.10 on. Its tag says the oldest glibc that its symbols
-allow, which follows from the machine: manylinux_2_28 comes out of the container of that name (`.github/workflows/wheels.yml`). With `--plat`
-another one is an error.
+allow: manylinux_2_28, in the container of that name (`.github/workflows/wheels.yml`) as on a machine with a newer glibc, where it is linked
+against stand-ins for the older one (`tools/old_glibc.py`). `--plat auto` links as the machine does, and takes the tag that follows.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from tools import old_glibc  # noqa: E402  (found through the line above)
+
 FROM_TORCH = (
     "libtorch.so",
     "libtorch_cpu.so",
@@ -46,7 +50,10 @@ def compiled(out: Path, plat: str) -> None:
     """The compiled wheel. Its libraries are stripped of symbols for debugging, and every library that they need is torch's or the platform's."""
     cuda = os.environ.get("FASTSAM_CUDA", "1" if shutil.which("nvcc") else "0")
     with tempfile.TemporaryDirectory() as scratch:
-        build("wheel", Path(scratch), FASTSAM_NATIVE="1", FASTSAM_CUDA=cuda)
+        flags = os.environ.get("FASTSAM_LDFLAGS", "")
+        if old_glibc.needed(plat):
+            flags = f"{flags} {old_glibc.link_flags(Path(scratch))}"
+        build("wheel", Path(scratch), FASTSAM_NATIVE="1", FASTSAM_CUDA=cuda, FASTSAM_LDFLAGS=flags)
         (wheel,) = Path(scratch).glob("*.whl")
         excluded = [option for name in FROM_TORCH for option in ("--exclude", name)]
         command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "--plat", plat]
@@ -73,10 +80,15 @@ def clear(out: Path) -> None:
         path.unlink()
 
 
+def default_plat() -> str:
+    return old_glibc.POLICY if platform.machine() == "x86_64" else "auto"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tools/wheels.py", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="folder of the packages; earlier ones in it are removed")
-    parser.add_argument("--plat", default="auto", help="tag of the compiled wheel; default: the oldest that it allows")
+    plat_help = "tag of the compiled wheel, auto: the oldest that it allows; default: %(default)s"
+    parser.add_argument("--plat", default=default_plat(), help=plat_help)
     options = parser.parse_args(argv)
     out = options.out.resolve()
     clear(out)
