@@ -22,7 +22,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-fed wheels gpu clean
+.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations test-hub-kernel check format bench bench-kernels bench-fed wheels hub-kernel gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -174,6 +174,16 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own
 	@FASTSAM_INTEGRATIONS=1 FASTSAM_COMPATIBILITY=runs/compatibility.json $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
 
+# Hugging Face's `kernels` has the name of a folder here, so transformers would take one for the other: an environment without it.
+$(PEERS)/kernels/.ready: constraints.txt pyproject.toml
+	@test -x $(PEERS)/kernels/bin/python || $(PYTHON) -m venv $(PEERS)/kernels
+	@$(PEERS)/kernels/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja kernels
+	@$(PEERS)/kernels/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e .
+	@touch $@
+
+test-hub-kernel: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/kernels/.ready ## what `make hub-kernel` makes, loaded by Hugging Face's `kernels` in an environment of its own
+	@FASTSAM_HUB=$(abspath $(PEERS))/kernels/bin/python $(BIN)/python -m pytest -q -ra tests/build/test_hub_kernel.py
+
 .PRECIOUS: $(PEERS)/%/.ready
 bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and four simulators: tables, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench.federated --out $(or $(OUT),runs/bench-fed) \
@@ -182,6 +192,9 @@ bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.re
 
 wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one, checked by auditwheel. PLAT=auto
 	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) $(if $(PLAT),--plat $(PLAT))
+
+hub-kernel: $(VENV)/.has-tests ## the folder of a Hugging Face `kernels` package, into OUT=build/hub-kernel, with the variant of this machine's CPU
+	@$(BIN)/python tools/hub_kernel.py $(or $(OUT),build/hub-kernel) --build
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.

@@ -56,7 +56,8 @@ def compiled(out: Path, plat: str) -> None:
         build("wheel", Path(scratch), FASTSAM_NATIVE="1", FASTSAM_CUDA=cuda, FASTSAM_LDFLAGS=flags)
         (wheel,) = Path(scratch).glob("*.whl")
         excluded = [option for name in FROM_TORCH for option in ("--exclude", name)]
-        command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "--plat", plat]
+        tag = ["--plat", plat] if plat == "auto" else ["--plat", plat, "--only-plat"]
+        command = [sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, *tag]
         run([*command, "--wheel-dir", str(out), str(wheel)])
 
 
