@@ -227,6 +227,43 @@ def test_the_callback_refuses_what_cannot_work(
         fit(Model(), sam_callback(), **settings)
 
 
+def scaled() -> list[Any]:
+    """What `precision="16-mixed"` is on a GPU; on a CPU the trainer takes bf16 in its place. A power of two, so the scale rounds nothing."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    return [lightning.pytorch.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)]
+
+
+@pytest.mark.shows("Lightning", "`16-mixed` (GradScaler): manual optimization", "works")
+def test_manual_mode_unscales_the_second_gradient() -> None:
+    model = Model(manual=True)
+    expected = plain(model)
+    trainer = fit(model, plugins=scaled())
+    for ours, theirs in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(
+            ours, theirs, rtol=0.0, atol=1e-3
+        )  # float16 autocast; a scaled gradient is a thousand times larger
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0**10 and trainer.global_step == len(BATCHES)
+
+
+@pytest.mark.shows(
+    "Lightning", "`16-mixed` (GradScaler): automatic optimization, with and without `sam_callback()`", "clear error"
+)
+@pytest.mark.parametrize(
+    ("callbacks", "error", "message"),
+    [
+        ((sam_callback,), ValueError, "precision='16-mixed' with FusedSAM .*bf16-mixed"),
+        ((), RuntimeError, r"step\(\) has nothing to do: no closure"),
+    ],
+    ids=["callback", "alone"],
+)
+def test_automatic_mode_refuses_a_scaler(callbacks: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    model = Model()
+    before = copy.deepcopy(model)
+    with pytest.raises(error, match=message):
+        fit(model, *(made() for made in callbacks), plugins=scaled())
+    assert same_bits(list(model.parameters()), list(before.parameters()))
+
+
 @pytest.mark.shows("Lightning", "`accumulate_grad_batches` without the callback", "warning")
 def test_without_the_callback_accumulation_warns() -> None:
     with pytest.warns(UserWarning, match=r"gradients when step\(closure\) began that no step has used"):

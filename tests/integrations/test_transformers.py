@@ -168,6 +168,29 @@ def test_the_steps_of_a_plain_loop(tmp_path: Path, accumulated: int, settings: d
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
+class Scaled(Trainer):
+    """What `fp16=True` is on a GPU; Accelerate asks for one. A power of two, so the scale rounds nothing."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.state._mixed_precision, self.accelerator.native_amp = "fp16", True
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
+@pytest.mark.shows("transformers", "`SAMTrainer` with `fp16` (GradScaler): accumulation, clipping", "works")
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_grad_scaler_unscales_the_second_gradient(tmp_path: Path, accumulated: int) -> None:
+    start = tiny_model()
+    steps = list(windows(accumulated))
+    _, losses, norms = plain_loop(start, steps)
+    settings = {"gradient_accumulation_steps": accumulated, "max_steps": len(steps)}
+    trainer = Scaled(model=copy.deepcopy(start), args=arguments(tmp_path, **settings), train_dataset=SAMPLES)
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() == 2.0**10 and trainer.state.global_step == len(steps)
+    assert logged(trainer, "loss") == pytest.approx(losses, rel=1e-2), "in float16's digits"
+    assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=2e-2), "not a thousand times as large"
+
+
 def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
     """What the comparisons above would not notice, should both leave the second pass out."""
     start = tiny_model()
