@@ -15,6 +15,7 @@ from bench.copied_sam import CopiedSAM
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from tests.helpers import sam_cases
+from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import ADAM, SGD, Model, second_half, train
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
@@ -30,9 +31,9 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("moment", ["idle", "perturbed"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    ("moment", "dtype", "name"), one_in(2, ["idle", "perturbed"], [torch.float32, torch.bfloat16], BASES), ids=str
+)
 def test_resuming_from_a_file_continues_bit_for_bit(
     name: str, dtype: torch.dtype, moment: str, backend: Backend
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,12 +16,6 @@ from torch import nn
 from fastsam import FusedSAM
 from tests.helpers.sam_oracle import Oracle, backward, gradients, make_parameters, same_bits
 
-common_optimizers = pytest.importorskip(
-    "torch.testing._internal.common_optimizers",
-    reason="torch's test inputs need the package expecttest, of the extra `test`",
-)
-OptimizerInput, OptimizerInfo = common_optimizers.OptimizerInput, common_optimizers.OptimizerInfo
-
 REFUSED = {
     "Adadelta": "its option rho",
     "LBFGS": "it calls a closure many times",
@@ -28,12 +24,30 @@ REFUSED = {
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
 
 
-def entry(base: Any) -> Any:
-    """torch's entry for `base`, turned into one for FusedSAM around it. Differentiable steps are not supported."""
+BASES = [
+    name
+    for name, made in vars(torch.optim).items()
+    if isinstance(made, type) and issubclass(made, torch.optim.Optimizer) and name not in ("Optimizer", *REFUSED)
+]
+
+
+@functools.cache
+def torchs_own() -> Any:
+    """torch's module of test inputs. Not imported with this file: it takes six seconds, in every worker."""
+    return pytest.importorskip(
+        "torch.testing._internal.common_optimizers",
+        reason="torch's test inputs need the package expecttest, of the extra `test`",
+    )
+
+
+def entry(name: str) -> Any:
+    """torch's entry for a base, turned into one for FusedSAM around it. Differentiable steps are not supported."""
+    common = torchs_own()
+    (base,) = (info for info in common.optim_db if info.optim_cls.__name__ == name)
 
     def inputs(device: str, dtype: torch.dtype | None = None) -> list[Any]:
         return [
-            OptimizerInput(i.params, {**i.kwargs, "base_optimizer": base.optim_cls}, i.desc)
+            common.OptimizerInput(i.params, {**i.kwargs, "base_optimizer": base.optim_cls}, i.desc)
             for i in base.optim_inputs_func(device)
         ]
 
@@ -49,7 +63,7 @@ def entry(base: Any) -> Any:
                 error.error_type, error.error_regex = ValueError, "a parameter group with duplicate parameters"
         return found
 
-    return OptimizerInfo(
+    return common.OptimizerInfo(
         FusedSAM,
         optim_inputs_func=inputs,
         optim_error_inputs_func=errors,
@@ -61,18 +75,13 @@ def entry(base: Any) -> Any:
     )
 
 
-ENTRIES = {i.optim_cls.__name__: entry(i) for i in common_optimizers.optim_db if i.optim_cls.__name__ not in REFUSED}
-EVERY_INPUT = common_optimizers._get_optim_inputs_including_global_cliquey_kwargs
-INPUTS = [
-    pytest.param(name, optim_input, id=f"{name}-{optim_input.desc}")
-    for name, info in ENTRIES.items()
-    for optim_input in EVERY_INPUT("cpu", torch.float64, info)
-]
-ERRORS = [
-    pytest.param(name, error, id=f"{name}-{error.optimizer_error_input.desc}")
-    for name, info in ENTRIES.items()
-    for error in info.optim_error_inputs_func("cpu", torch.float32)
-]
+def inputs_of(name: str) -> Iterator[Any]:
+    """Every input of a base; the last one that is printed is the one that failed."""
+    found = torchs_own()._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float64, entry(name))
+    assert found
+    for optim_input in found:
+        print(f"{name}: {optim_input.desc} {optim_input.kwargs}")
+        yield optim_input
 
 
 def shapes(name: str) -> list[tuple[int, ...]]:
@@ -91,9 +100,14 @@ def step_both(opt: FusedSAM, oracle: Oracle | None, params: list[nn.Parameter], 
         (opt.second_step if finish else opt.first_step)()
 
 
-@pytest.mark.parametrize(("name", "optim_input"), INPUTS)
-def test_follows_the_base_optimizer(name: str, optim_input: Any) -> None:
+@pytest.mark.parametrize("name", BASES)
+def test_follows_the_base_optimizer(name: str) -> None:
     """From every input: the step that torch's optimizer takes from the unperturbed weights with the perturbed gradient."""
+    for optim_input in inputs_of(name):
+        follow_the_base(name, optim_input)
+
+
+def follow_the_base(name: str, optim_input: Any) -> None:
     options = kwargs_of(optim_input)
     base = options.pop("base_optimizer")
     params = make_parameters(shapes(name), torch.float64)
@@ -107,8 +121,13 @@ def test_follows_the_base_optimizer(name: str, optim_input: Any) -> None:
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "optim_input"), INPUTS)
-def test_state_moves_between_optimizers(name: str, optim_input: Any) -> None:
+@pytest.mark.parametrize("name", BASES)
+def test_state_moves_between_optimizers(name: str) -> None:
+    for optim_input in inputs_of(name):
+        move_the_state(name, optim_input)
+
+
+def move_the_state(name: str, optim_input: Any) -> None:
     params = make_parameters(shapes(name), torch.float64)
     make = partial(FusedSAM, rho=0.2)
     opt = make(params, **kwargs_of(optim_input))
@@ -128,20 +147,32 @@ def test_state_moves_between_optimizers(name: str, optim_input: Any) -> None:
         assert same_bits(params, restored_params)
 
 
-@pytest.mark.parametrize(("name", "error"), ERRORS)
-def test_errors_are_errors_here_too(name: str, error: Any) -> None:
+@pytest.mark.parametrize("name", BASES)
+def test_errors_are_errors_here_too(name: str) -> None:
+    found = entry(name).optim_error_inputs_func("cpu", torch.float32)
+    assert found
+    for error in found:
+        print(error.optimizer_error_input.desc)
+        be_an_error(error)
+
+
+def be_an_error(error: Any) -> None:
     optim_input = error.optimizer_error_input
     params = optim_input.params
     if params is None:
         params = [nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(4, 2))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if error.error_on == common_optimizers.OptimizerErrorEnum.CONSTRUCTION_ERROR:
+        if error.error_on == torchs_own().OptimizerErrorEnum.CONSTRUCTION_ERROR:
             with pytest.raises(error.error_type, match=error.error_regex):
                 FusedSAM(params, **optim_input.kwargs)
         else:  # an error of the first step, of complex parameters: refused at construction already
             with pytest.raises((ValueError, error.error_type)):
                 FusedSAM(params, **optim_input.kwargs).first_step()
+
+
+def test_every_entry_of_torchs_is_a_base_or_refused() -> None:
+    assert {info.optim_cls.__name__ for info in torchs_own().optim_db} == {*BASES, *REFUSED}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -225,9 +225,8 @@ def test_one_bad_gradient_costs_one_step() -> None:
 
 # torch.compile traces no generators, of which ESAM makes one.
 # Every case compiles for seconds; of one with intervals torch compiles both kinds of step, for any number of them.
-@pytest.mark.parametrize(
-    "name", [name if name == "gsam" else pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "esam"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != "esam"])
 def test_a_compiled_step_is_the_same(name: str) -> None:
     torch._dynamo.reset()  # of what other tests have compiled
     sam = CASES[name].sam

@@ -151,7 +151,15 @@ def test_a_shared_tensor_is_stored_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [*(made() for made in fed.algorithms.registry.values()), Scaffold(), FedProx()], ids=repr
+    "algorithm",
+    [
+        *(
+            pytest.param(made(), marks=pytest.mark.slow if i % 2 else [])
+            for i, made in enumerate(fed.algorithms.registry.values())
+        ),
+        *(Scaffold(), FedProx()),
+    ],
+    ids=repr,
 )
 def test_the_order_in_which_clients_run_changes_no_bit(monkeypatch, algorithm):
     torch.manual_seed(0)

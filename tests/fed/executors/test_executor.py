@@ -270,7 +270,7 @@ def normed(seed=0):
 
 
 def test_batch_norm_is_refused_unless_the_run_says_what_to_do():
-    with pytest.raises(ValueError, match=r"1\.running_mean.*buffers='average'.*buffers='keep'.*GroupNorm"):
+    with pytest.raises(ValueError, match=r"1\.running_mean.*buffers='average'.*'keep'.*'local'.*GroupNorm"):
         run(normed(), clients(8, 8, dtype=torch.float64), fed.FedAvg(), rounds=1)
 
 

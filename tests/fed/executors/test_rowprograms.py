@@ -269,7 +269,7 @@ def trained(method: str, slots: int, **options: object) -> str:
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        pytest.param(method, options, marks=[] if (i - 2 * j) % (4 * len(OPTIONS)) == 0 else pytest.mark.slow)
+        pytest.param(method, options, marks=[] if (i - 2 * j) % (6 * len(OPTIONS)) == 0 else pytest.mark.slow)
         for i, method in enumerate(STEPS)
         for j, options in enumerate(OPTIONS)
     ],

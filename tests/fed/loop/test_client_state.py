@@ -26,6 +26,9 @@ from tests.helpers.fed_ranks import ALGORITHMS, SIZES, digest
 from tests.helpers.fed_states import CPU, stand_in, train
 
 CASES = ALGORITHMS | {"fedlesam-s": fed.FedLESAM_S(rho=0.05)}
+every_other_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 2 else []) for i, name in enumerate(CASES)]
+)
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def test_auto_counts_the_states_of_all_clients(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", CASES)
+@every_other_case
 def test_the_same_bits_and_files_in_host_memory(name: str, tmp_path: Path) -> None:
     """Also when a run goes on with another setting, and when checkpoints come every few rounds."""
     on_device = train(CASES[name], client_state="device", run_dir=tmp_path / "device", checkpoint_every=4)
@@ -117,7 +120,7 @@ def test_the_same_bits_and_files_in_host_memory(name: str, tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_other_case
 def test_the_same_bits_and_files_on_disk(name: str, tmp_path: Path) -> None:
     """On the CPU, also when a run goes on with another setting."""
     plain = train(CASES[name], run_dir=tmp_path / "plain", checkpoint_every=4)
