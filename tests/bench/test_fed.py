@@ -141,7 +141,6 @@ def test_a_worker_times_chunks_of_rounds_and_the_first_not(monkeypatch: pytest.M
     assert chunks.total == 8
 
 
-@pytest.mark.of_each_kind
 def test_one_real_race() -> None:
     names = ("bare", "fastsam-sequential")
     result = race([Entry(name, name, LOAD) for name in names], 1, 1)

@@ -13,6 +13,7 @@ from torch import nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
+from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import BASES, SGD, Model, train
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 from tests.helpers.tolerances import trajectory
@@ -30,9 +31,9 @@ CONVERSIONS = {
 }
 
 
-@pytest.mark.parametrize("swap", [False, True], ids=["data", "swap"])
-@pytest.mark.parametrize("conversion", CONVERSIONS)
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("swap", "conversion", "name"), one_in(2, [False, True], CONVERSIONS, ["sgd", "adamw"]), ids=str
+)
 def test_a_converted_model_goes_on_with_its_state(name: str, conversion: str, swap: bool, backend: Backend) -> None:
     """torch converts either by assigning `.data` or by swapping tensors; parameters keep their identity in both."""
     before, convert = CONVERSIONS[conversion]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from tests.helpers import sam_cases
+from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import ADAM, SGD, Model, second_half, train
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -24,9 +25,9 @@ BASES = {**sam_cases.BASES, "amsgrad": (ADAM, {"lr": 0.05, "amsgrad": True})}
 # --- copies and pickles ---
 
 
-@pytest.mark.parametrize("moment", ["new", "idle", "perturbed"])
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    ("moment", "how", "name"), one_in(2, ["new", "idle", "perturbed"], ["deepcopy", "pickle"], BASES)
+)
 def test_copies_are_whole_and_apart(name: str, how: str, moment: str, backend: Backend) -> None:
     base, options = BASES[name]
     model = Model(torch.float32, backend.device)

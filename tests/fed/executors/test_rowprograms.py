@@ -24,6 +24,7 @@ from fastsam_kernels import native
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, Code, Input, Instruction, NoFormError, Operand
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
+from tests.helpers.crosses import one_in
 from tests.helpers.fed_runs import digest
 from tests.helpers.stacked_passes import same, stacked
 
@@ -150,8 +151,11 @@ def model_of(activation: Callable[[], nn.Module] = nn.ReLU, *widths: int) -> nn.
     return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.Sigmoid])
-@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
+@pytest.mark.parametrize(
+    ("activation", "loss"),
+    one_in(2, [nn.ReLU, nn.Tanh, nn.Sigmoid], [F.cross_entropy, nn.CrossEntropyLoss()]),
+    ids=lambda x: getattr(x, "__name__", type(x).__name__),
+)
 def test_dense_classifiers_have_a_row_program(activation: type, loss: Callable[..., Tensor]) -> None:
     for rows, n, widths in ((5, 7, (12, 9, 4)), (1, 16, (12, 40, 33, 10)), (2, 1, (3, 4)), (3, 50, (64, 32, 100))):
         passes, form = stacked(model_of(activation, *widths), loss, rows)
@@ -297,7 +301,7 @@ def weights(method: str) -> Tensor:
     return torch.cat([p.detach().flatten() for p in done.model.parameters()])
 
 
-@pytest.mark.parametrize("method", ["fedsam", "fedsmoo"])
+@pytest.mark.parametrize("method", [pytest.param("fedsam", marks=pytest.mark.slow), "fedsmoo"])
 def test_all_else_works_without_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one way in closed."""
     with_them = weights(method)
