@@ -23,6 +23,8 @@ class pFedMe(Algorithm):
     Both begin a round at w^t; theta goes on from batch to batch. lr is the run's, the paper's learning rate of theta; server_lr is its beta.
     theta is what is evaluated as the client's model, and that of its last round. The run's momentum and weight decay are those of theta.
     Per round and client 1 P down and 1 P up; state: w, and theta on every client. One back-propagation a step, K steps a batch.
+
+    Raises ValueError in a round whose lr * lam is 2 or more: the proximal term alone then diverges.
     """
 
     client_vectors: ClassVar[float] = 1
@@ -42,6 +44,11 @@ class pFedMe(Algorithm):
         return {"theta": server["w"]}
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        if round.lr * self.lam >= 2:
+            raise ValueError(
+                "lr * lam must be below 2, or every step of theta about w_i is longer than the one before; "
+                f"got lr={round.lr:g} and lam={self.lam:g}. Use an lr below {2 / self.lam:.3g}, or a smaller lam"
+            )
         return LocalStep(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:

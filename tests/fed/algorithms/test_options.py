@@ -38,7 +38,7 @@ def problem():
 
 def final(algorithm, **options):
     model, clients = problem()
-    keywords = {"rounds": 4, "participation": 0.6, "lr": 0.2, "lr_decay": 0.8, "batch_size": 4, "local_epochs": 2}
+    keywords = {"rounds": 4, "participation": 0.6, "lr": 0.1, "lr_decay": 0.8, "batch_size": 4, "local_epochs": 2}
     result = fed.run(model, clients, algorithm, **{**keywords, **options})
     models = [result.model]
     if algorithm.own_models:
@@ -182,10 +182,10 @@ def test_a_server_without_a_learning_rate_refuses_one(made, tmp_path):
 
 def test_gsam_s_lowest_learning_rate_is_below_the_first(tmp_path):
     with pytest.raises(ValueError, match="lr_min must be below the run's first lr, 0.2; got 0.3"):
-        final(fed.FedGSAM(rho_min=0.01, lr_min=0.3), run_dir=tmp_path / "run")
+        final(fed.FedGSAM(rho_min=0.01, lr_min=0.3), lr=0.2, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="rho in round 3 .*got -0.21"):
-        final(fed.FedGSAM(rho=0.5, rho_min=0.0, lr_min=0.15))
+        final(fed.FedGSAM(rho=0.5, rho_min=0.0, lr_min=0.15), lr=0.2)
 
 
 def test_fedrobust_needs_numbers_as_inputs():
