@@ -62,7 +62,10 @@ def _number(value: Any) -> float:
         if value.numel() != 1:
             raise ValueError(f"an option given as a tensor must have one element, got shape {tuple(value.shape)}")
         return float(value.item())
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError("an option must be a number that a float can hold, got one that is larger") from error
 
 
 def check_number(group: Group, name: str, number: int) -> None:

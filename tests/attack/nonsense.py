@@ -10,7 +10,7 @@ import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _optimizer(rng: random.Random, params: list[Any]) -> FusedSAM:
     options = {}
     for name in rng.sample(sorted(OPTIMIZER), rng.randint(0, 4)):
         options[name] = rng.choice(OPTIMIZER[name]) if rng.random() < 0.7 else rng.choice(NONSENSE)
-        if name == "sam" and isinstance(options[name], type):
+        if name == "sam" and isinstance(options[name], type) and is_dataclass(options[name]):
             kind = options[name]
             options[name] = kind(
                 **{

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Places
+from fastsam.optim.variants.sam import SAM, Places, check_real
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class ESAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("beta", self.beta)
         if not 0 < self.beta <= 1:
             raise ValueError(f"beta must be above 0 and 1 or less, got {self.beta!r}")
+        check_real("seed", self.seed)
         if not hasattr(self.seed, "__index__"):
             raise TypeError(f"seed must be an integer, got {self.seed!r}")
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory
+from fastsam.optim.variants.sam import SAM, Memory, check_real
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,10 @@ class FriendlySAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("sigma", self.sigma)
         if not 0 <= self.sigma < float("inf"):
             raise ValueError(f"sigma must be 0 or more and finite, got {self.sigma!r}")
+        check_real("lmbda", self.lmbda)
         if not 0 <= self.lmbda < 1:
             raise ValueError(f"lmbda must be 0 or more and below 1, got {self.lmbda!r}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.optim.variants.sam import SAM
+from fastsam.optim.variants.sam import SAM, check_real
 from fastsam.step import Mix
 
 
@@ -25,6 +25,7 @@ class GSAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
         Mix(surrogate_gap=self.alpha)

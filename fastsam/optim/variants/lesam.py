@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastsam.optim.variants.sam import check_real
+
 
 @dataclass(frozen=True)
 class LESAM:
@@ -25,6 +27,7 @@ class LESAM:
     sigma: float
 
     def __post_init__(self) -> None:
+        check_real("sigma", self.sigma)
         if not 0 < self.sigma < math.inf:
             raise ValueError(f"sigma must be above 0 and finite, got {self.sigma!r}")
 

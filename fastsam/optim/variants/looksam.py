@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.optim.variants.sam import SAM, Memory, check_interval
+from fastsam.optim.variants.sam import SAM, Memory, check_interval, check_real
 from fastsam.step import Mix
 
 
@@ -34,6 +34,7 @@ class LookSAM(SAM):
         check_interval("k", self.k)
         if self.every != 1:
             raise ValueError(f"every must be left at 1, since k is LookSAM's interval, got every={self.every!r}")
+        check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")
         Mix(reuse=self.alpha)

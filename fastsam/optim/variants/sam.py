@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Real
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,7 +123,17 @@ def check_one_pass(variant: SAM) -> None:
 
 def check_interval(name: str, value: int) -> None:
     """Raises TypeError for what is no integer, ValueError for one below 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    try:
+        steps = None if isinstance(value, bool) else index(value)
+    except Exception as error:  # whatever an object of the user's raises
+        raise TypeError(f"{name} must be a whole number of steps, got {value!r}") from error
+    if steps is None:
         raise TypeError(f"{name} must be a whole number of steps, got {value!r}")
-    if index(value) < 1:
+    if steps < 1:
         raise ValueError(f"{name} must be 1 or more steps, got {value!r}")
+
+
+def check_real(name: str, value: float) -> None:
+    """Raises TypeError for what is neither a real number nor a tensor: a Decimal, say, whose comparisons raise errors of their own."""
+    if not isinstance(value, (Real, Tensor)):
+        raise TypeError(f"{name} must be a number, got {value!r}")

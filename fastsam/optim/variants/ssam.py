@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory, Places, check_interval
+from fastsam.optim.variants.sam import SAM, Memory, Places, check_interval, check_real
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class SSAMF(SAM):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_interval("interval", self.interval)
+        check_real("sparsity", self.sparsity)
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity must be 0 or more and below 1, got {self.sparsity!r}")
 

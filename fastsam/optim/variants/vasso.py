@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory
+from fastsam.optim.variants.sam import SAM, Memory, check_real
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class VaSSO(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("theta", self.theta)
         if not 0 < self.theta <= 1:
             raise ValueError(f"theta must be above 0 and 1 or less, got {self.theta!r}")
 

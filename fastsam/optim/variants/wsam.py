@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.optim.variants.sam import SAM
+from fastsam.optim.variants.sam import SAM, check_real
 from fastsam.step import Mix
 
 
@@ -27,6 +27,7 @@ class WSAM(SAM):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_real("gamma", self.gamma)
         if not 0 <= self.gamma < 1:
             raise ValueError(f"gamma must be 0 or more and below 1, got {self.gamma!r}")
         if self.decouple not in (True, False):
