@@ -129,6 +129,7 @@ class RawCalls:
         returns true when it could not run."""
         self._locate(grads)
         places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
+        self._made = []  # first: the calls before have the addresses of what is replaced here, and an interrupt may come next
         self._state = (ctypes.c_void_p * len(places))(*places)
         at = self._in_place_at if in_place else self._at
         made, found = _function("update" + self._suffix), _rule(rule, self._suffix)

@@ -119,9 +119,10 @@ class FusedUpdate:
         bucket = self.bucket
         in_place = bucket.in_place or bucket.in_saved
         if part.raw != (raw, in_place) or not raw.again(part.calls, grads):
-            part.raw = raw, in_place
+            part.raw = None, False  # an interrupt on the way leaves the calls of another step, which are not to be made again
             state, steps = operands_of(self.rule, bucket, part.kind)
             part.calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
+            part.raw = raw, in_place
         return part.calls
 
     def kept(self) -> dict[str, Tensor] | None:

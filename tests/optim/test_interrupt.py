@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
+from fastsam import backends
 from fastsam.backends import Backend
-from fastsam_kernels import reference
+from fastsam_kernels import raw_calls, reference
 from tests.helpers.interrupted_steps import CASES, F32, Case, Plan, sgd
 from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -22,6 +25,7 @@ EVERY_CASE += [("sgd", "step", 2, "foreach"), ("sgd", "step", 2, "reference"), (
 EVERY_CASE += [("interval", style, 1, "auto") for style in ("step", "by_hand", "alone")]
 EVERY_CASE += [(name, "step", warm, "auto") for name in ("wsam", "wsam bf16", "looksam") for warm in (1, 2)]
 EVERY_CASE += [("friendly", "by_hand", 2, "auto"), ("friendly", "step", 2, "reference")]
+EVERY_CASE += [("interval", "step", 2, "auto")]
 EVERY_CASE += [("interval", "step", 1, backend) for backend in ("foreach", "reference")]
 # A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every base. So are a step's lines.
 USUAL = [("sgd", "step", 0, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd", "step", 2, "foreach")]
@@ -174,3 +178,24 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(name: str, ba
         masters = [case.opt.state_dict()["state"][i]["master"] for i in range(len(case.params))]
         assert same_bits([m.to(torch.bfloat16) for m in masters], case.params)
     case.step()
+
+
+@pytest.mark.parametrize("where", ["all_fields", "_function"])  # before and after the addresses are others
+def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str) -> None:
+    """Those of the step before are of another kind, or have the addresses of a state that is gone by then."""
+    if backends.select("auto", torch.device("cpu"), torch.float32).name != "native":
+        pytest.skip("the compiled kernels alone are called past torch")
+
+    @contextmanager
+    def in_the_middle() -> Iterator[None]:
+        def interrupted(*arguments: Any) -> Any:
+            if where == "all_fields" or str(arguments[0]).startswith("update"):
+                raise Interrupt(where)
+            return found(*arguments)
+
+        found = getattr(raw_calls, where)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(raw_calls, where, interrupted)
+            yield
+
+    assert Plan("interval", "step", 2, "auto").interrupted(in_the_middle())
