@@ -119,7 +119,8 @@ class FusedUpdate:
         bucket = self.bucket
         in_place = bucket.in_place or bucket.in_saved
         if part.raw != (raw, in_place) or not raw.again(part.calls, grads):
-            part.raw = None, False  # an interrupt on the way leaves the calls of another step, which are not to be made again
+            # An interrupt on the way leaves the calls of another step, which are not to be made again.
+            part.raw = None, False
             state, steps = operands_of(self.rule, bucket, part.kind)
             part.calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
             part.raw = raw, in_place
