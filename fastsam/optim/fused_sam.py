@@ -184,7 +184,7 @@ class FusedSAM(Saving):
             self._engine.perturb_(None if self._engine.plain else self._scaling.scale)
             self._statistics.freeze()
             if zero_grad:
-                self.zero_grad()
+                self._clear()
         except BaseException:
             torch.set_grad_enabled(graph)  # an interrupt in the entry or exit of torch's `no_grad` leaves autograd off
             self._recover()
@@ -202,6 +202,14 @@ class FusedSAM(Saving):
         finally:
             self._engine.finishing = False
         if zero_grad:
+            self._clear()
+
+    def _clear(self) -> None:
+        """As `zero_grad()`, which torch leaves out of compiled steps."""
+        if torch.compiler.is_compiling():
+            for p in parameters_of(self.param_groups):
+                p.grad = None
+        else:
             self.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -6,13 +6,16 @@ import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM, backend
+from tests.helpers.pages import blocks
 from tests.helpers.sam_oracle import landscape, make_parameters
 
 BASES = {"sgd": (torch.optim.SGD, {"momentum": 0.9}), "adamw": (torch.optim.AdamW, {})}
@@ -25,25 +28,27 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def losses(name: str, tensors: bool, compiled: Callable[[Any], Any] | None, warm: int) -> list[float]:
-    """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled."""
+def losses(
+    name: str, tensors: bool, compiled: Callable[[Any], Any] | None, warm: int, zero_grad: bool = False
+) -> list[float]:
+    """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled. zero_grad: the halves clear the gradients."""
     base, options = BASES[name]
     params = make_parameters([(5, 3), (8,), (2, 3, 4, 4)], torch.float32)
     first = {"lr": 0.05, "rho": 0.1}
     opt = FusedSAM(params, base, **{n: torch.tensor(v) if tensors else v for n, v in first.items()}, **options)
 
     def clear() -> None:
-        for p in params:
+        for p in () if zero_grad else params:
             p.grad = None
 
     def step() -> Tensor:
         clear()
         loss = landscape(params, 0)
         loss.backward()
-        opt.first_step()
+        opt.first_step(zero_grad)
         clear()
         landscape(params, 0).backward()
-        opt.second_step()
+        opt.second_step(zero_grad)
         return loss.detach()
 
     fast = compiled(step) if compiled else step
@@ -75,10 +80,10 @@ def test_a_compiled_step_makes_the_same_steps(name: str, tensors: bool, warm: in
     assert len(set(plain)) == 8
 
 
-def in_one_graph(name: str) -> list[float]:
+def in_one_graph(name: str, zero_grad: bool) -> list[float]:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        return losses(name, True, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True), 2)
+        return losses(name, True, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True), 2, zero_grad)
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +94,39 @@ def other_process() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.slow  # a process of its own, with all that torch.compile imports
-@pytest.mark.parametrize("name", BASES)
-def test_forward_backward_and_step_in_one_graph(name: str, other_process: ProcessPoolExecutor) -> None:
-    """After one ordinary step, which makes the buffers, and with lr and rho as tensors."""
+@pytest.mark.parametrize(("name", "zero_grad"), [("sgd", True), ("adamw", False)])
+def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, other_process: ProcessPoolExecutor) -> None:
+    """After one ordinary step, which makes the buffers, and with lr and rho as tensors; with gradients cleared by the halves, and by the user."""
     if backend("cpu") != "native":
         pytest.skip("the reference reads its tables on the host; whole graphs need the compiled kernels")
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         pytest.skip("this torch cannot trace backward()")
     plain = losses(name, True, None, 8)
-    fast = other_process.submit(in_one_graph, name).result()
+    fast = other_process.submit(in_one_graph, name, zero_grad).result()
     torch.testing.assert_close(torch.tensor(fast), torch.tensor(plain), rtol=1e-5, atol=1e-5)
+
+
+def end_of_the_page(in_one_graph: bool) -> list[Tensor]:
+    """The weights after what docs/fused_sam.md prints for a compiled step."""
+    first, *others = [block for block in blocks("docs/fused_sam.md") if block.language == "python"]
+    (recipe,) = [block for block in others if "fullgraph=True" in block.code]
+    compiled = partial(torch.compile, backend="aot_eager") if in_one_graph else lambda step, fullgraph: step
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "page"}
+    with torch._dynamo.config.patch(trace_autograd_ops=False), mock.patch("torch.compile", compiled):
+        first.run(names)
+        recipe.run(names)
+    return [p.detach() for p in names["model"].parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(backend("cpu") != "native", reason="whole graphs need the compiled kernels")
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="this torch cannot trace backward()"
+)
+def test_the_recipe_of_the_page(other_process: ProcessPoolExecutor) -> None:
+    plain, fast = end_of_the_page(False), other_process.submit(end_of_the_page, True).result()
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_compiled_before_its_optimizer() -> None:
