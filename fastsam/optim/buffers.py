@@ -163,6 +163,8 @@ class Buffers:
         groups = self.base.param_groups
         params = parameters_of(groups)
         parameters.check(params)
+        if not self.one_pass:
+            parameters.refuse_private(params)
         self._check_shapes()
         self._release(params)
         device = params[0].device if params else torch.device("cpu")

@@ -59,6 +59,15 @@ def refuse_one_ranks_part() -> None:
         frame = frame.f_back
 
 
+def refuse_private(params: Sequence[Tensor]) -> None:
+    """Raises ValueError for parameters that Opacus trains: two passes of a step would be summed into one of its gradients."""
+    if any(hasattr(p, "summed_grad") for p in params):  # which its DPOptimizer gives them
+        raise ValueError(
+            "the parameters belong to a DPOptimizer of Opacus, which would add the gradients of both passes of a step. "
+            "SAM under Opacus is not served; a variant of one pass is: FusedSAM(..., sam=fastsam.MSAM(rho=0.3))"
+        )
+
+
 def refuse_duplicates(params: Sequence[Any]) -> None:
     """Raises ValueError when a group has a parameter twice (torch only warns). `params` may be named: pairs."""
     tensors = [p[1] if isinstance(p, tuple) else p for p in params]

@@ -15,6 +15,8 @@ PACKAGES = {  # the libraries by the names of their packages
     "timm": "timm",
     "peft": "peft",
     "Flower": "flwr",
+    "Opacus": "opacus",
+    "pytorch-optimizer": "pytorch-optimizer",
 }
 MEANINGS = ("works", "clear error", "warning")  # nothing may be silently wrong
 

@@ -9,7 +9,7 @@ import torch
 from pytorch_optimizer import Lookahead
 from torch import nn
 
-from fastsam import FusedSAM
+from fastsam import MSAM, FusedSAM
 from tests.helpers.sam_cases import SGD, closure_of
 from tests.helpers.sam_oracle import Oracle, backward, gradients, make_parameters
 
@@ -40,6 +40,17 @@ def test_a_wrapper_is_refused_by_name(base: Any, message: str) -> None:
     params = make_parameters([(3,)], torch.float32)
     with pytest.raises(ValueError, match=message):
         FusedSAM(params, base, lr=0.1)
+
+
+def test_two_passes_over_parameters_of_opacus_are_refused() -> None:
+    """As it marks them. It would add the gradients of both passes; of a variant of one pass it makes one private."""
+    params = make_parameters([(3,)], torch.float32)
+    twice, once = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, sam=MSAM(rho=0.1))
+    params[0].summed_grad = None  # type: ignore[attr-defined]
+    backward(params, 0)
+    with pytest.raises(ValueError, match="DPOptimizer of Opacus.*MSAM"):
+        twice.first_step()
+    once.step()
 
 
 def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
