@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import setuptools
@@ -30,8 +31,12 @@ from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
-from kernels import build as native  # noqa: E402  (the folder, found through the line above; standard library only)
+# The folder `kernels`, under its installed name: the other is a published package's too, and setuptools imports a part of that where it is installed.
+spec = spec_from_file_location("fastsam_kernels", ROOT / "kernels" / "__init__.py")
+assert spec is not None and spec.loader is not None
+sys.modules["fastsam_kernels"] = package = module_from_spec(spec)
+spec.loader.exec_module(package)
+from fastsam_kernels import build as native  # noqa: E402  (standard library only)
 
 PYTHON_TAG = "cp310"  # the oldest Python served; the libraries have no Python symbols, so every later one is too
 

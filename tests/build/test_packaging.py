@@ -77,6 +77,24 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
     assert "FASTSAM_NATIVE=0" in read(wheel, "native.json")
 
 
+def test_the_package_called_kernels_may_be_installed(checkout: Path, tmp_path: Path) -> None:
+    """Hugging Face's has a part in setuptools' `egg_info`, which looks for it under its name, that of a folder here."""
+    files = {
+        "kernels/__init__.py": "",
+        "kernels/locking.py": "def write(command, basename, filename):\n    open('theirs', 'w').close()\n",
+        "kernels-9.dist-info/METADATA": "Metadata-Version: 2.1\nName: kernels\nVersion: 9\n",
+        "kernels-9.dist-info/entry_points.txt": "[egg_info.writers]\nkernels.lock = kernels.locking:write\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "installed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    hook = tmp_path / "hook.py"  # as pip's, outside the checkout
+    hook.write_text("from setuptools import build_meta\nbuild_meta.prepare_metadata_for_build_wheel('.')\n")
+    run(sys.executable, hook, cwd=checkout, PYTHONPATH=str(tmp_path / "installed"))
+    assert (checkout / "theirs").is_file()
+
+
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
