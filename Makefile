@@ -14,7 +14,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || { curl -sfm 5 -o /dev/null $(CPU_INDEX)/torch/ 2>/dev/null && echo $(CPU_INDEX); })
 
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c $(VENV)/constraints.txt
+# Bytecode is written by the first import of a module: pip would compile 10,000 files, one after the other, of which few are ever imported.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
 SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
 ARGS ?=
 
