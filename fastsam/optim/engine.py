@@ -144,14 +144,16 @@ class Engine(Buffers):
             calls, beside, found_inf = reading.calls, reading.beside, reading.found_inf
         kinds, state, grad_scale = self._scalars.kinds, self.base.state, scales.second
         ready: list[partial[Any]] = []
+        afterwards: list[partial[Any]] = []
         for update, (_, selection, grads) in zip(self._updates, calls):  # noqa: B905  (`strict` would cost time here)
-            ready += update.prepare(selection, grads, kinds, state, grad_scale, found_inf, beside)
+            ready += update.prepare(selection, grads, kinds, state, grad_scale, found_inf, beside, afterwards)
         if self.mixes:
             ready += reading.after
             if perturbed:
                 ready += self.mixing.unit_calls(scales.first)
         if not self.always:
             ready += self._following(calls, found_inf)
+        ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
             for call in ready:
                 call()

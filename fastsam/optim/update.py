@@ -85,9 +85,10 @@ class FusedUpdate:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         beside: str | None,
+        afterwards: list[partial[Any]],
     ) -> list[partial[Any]]:
-        """The calls that restore and update. `beside`: the field of other gradients that the update reads too. Until they run, weights and state
-        are as they were (saved, where they had not been)."""
+        """The calls that restore and update; `afterwards` gets those for when every bucket's have run. `beside`: the field of other gradients that
+        the update reads too. Until they run, weights and state are as they were (saved, where they had not been)."""
         bucket = self.bucket
         if selection is not bucket.held and not bucket.in_place:
             self._reconcile(selection, grads)
@@ -111,7 +112,7 @@ class FusedUpdate:
         if selection.indirect and not bucket.in_saved:
             calls.append(partial(selection.store))
         if plan.missing:
-            calls.append(partial(state.update, plan.missing))
+            afterwards.append(partial(state.update, plan.missing))
         return calls
 
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:

@@ -12,7 +12,7 @@ import torch
 from fastsam import backends
 from fastsam.backends import Backend
 from fastsam_kernels import raw_calls, reference
-from tests.helpers.interrupted_steps import CASES, F32, Case, Plan, sgd
+from tests.helpers.interrupted_steps import CASES, F32, FAMILY, Case, Plan, sgd
 from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
@@ -52,7 +52,10 @@ def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, e
         assert plan.interrupted(Tracer(line, plan.folders))
 
 
-WITH_REFERENCE = [("reference", name) for name in ("sgd", "adamw", "bfloat16", "check_finite")]
+# The last two make several calls: one for each dtype, and one for each half of a decoupled step.
+WITH_REFERENCE = [
+    ("reference", name) for name in ("sgd", "adamw", "bfloat16", "check_finite", "two dtypes", "wsam bf16")
+]
 
 
 @pytest.mark.parametrize(("backend", "name"), [*WITH_REFERENCE, ("foreach", "bfloat16")])
@@ -61,18 +64,23 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
     backend: str, name: str, warm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has its half precision from it."""
-    build, dtypes = CASES[name]
-    case = Case(lambda params: build(params, backend=backend), dtypes, warm)
-    before, state, write, calls = copies(case.params), case.state(), reference._write, []
+    build, dtypes = {**CASES, **FAMILY}[name]
+    write, calls, last = reference._write, [], 0
 
     def interrupted(*operands: Any) -> None:
         write(*operands)
         calls.append(1)
-        if len(calls) == len(case.params):
+        if len(calls) == last:
             raise Interrupt
 
-    with monkeypatch.context() as patch, pytest.raises(Interrupt):
-        patch.setattr(reference, "_write", interrupted)
+    monkeypatch.setattr(reference, "_write", interrupted)
+    undisturbed, case = (Case(lambda params: build(params, backend=backend), dtypes, warm) for _ in range(2))
+    before, state = copies(case.params), case.state()
+    calls.clear()
+    undisturbed.step()
+    last = len(calls)
+    calls.clear()
+    with pytest.raises(Interrupt):
         case.step()
     assert same_bits(before, case.params) and same_bits(state, case.state())
 
