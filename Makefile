@@ -45,6 +45,7 @@ $(VENV)/.has-torch: constraints.txt tools/constraints.py
 # Editable, in an environment that has torch: so the libraries are compiled, where there is a compiler; already while pip downloads what
 # fastsam (with the extras $(1)) needs. What goes wrong there goes wrong in pip's own build too, which waits for this one, and is told there.
 EXTRAS := [test,bench,dev]
+COMMA := ,
 COMPILE = from kernels import build; build.build("build/native/out", work_dir="build/native")
 define install_fastsam
 	@echo "installing fastsam$(1) into $(VENV)"
@@ -165,11 +166,18 @@ $(PEERS)/weights/.ready:
 test-peers: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/weights/.ready ## our weights beside those of pfl, FedLab and optax, in an environment of their own
 	@FASTSAM_FED_PEERS=$(abspath $(PEERS))/weights/bin/python $(BIN)/python -m pytest -q -ra tests/fed/algorithms/test_peers.py
 
-# Beside other people's trainers, in an environment that has them. The compiled kernels are those of $(VENV).
+# Beside other people's packages, in an environment $(1) of their own. The compiled kernels are those of $(VENV): pip would compile them again, for
+# the headers of another torch, so it leaves them out, and they are put back, of which nothing is old.
+define install_beside
+	@FASTSAM_NATIVE=0 $(1)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e '.$(2)'
+	@test "$$FASTSAM_NATIVE" = 0 || $(BIN)/python -m fastsam_kernels.build >/dev/null || true
+endef
+
+# Other people's trainers.
 $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	@test -x $(PEERS)/integrations/bin/python || $(PYTHON) -m venv $(PEERS)/integrations
 	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja
-	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e '.[integrations,test]'
+	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
 	@touch $@
 
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own
@@ -179,7 +187,7 @@ test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM
 $(PEERS)/kernels/.ready: constraints.txt pyproject.toml
 	@test -x $(PEERS)/kernels/bin/python || $(PYTHON) -m venv $(PEERS)/kernels
 	@$(PEERS)/kernels/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja kernels
-	@$(PEERS)/kernels/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e .
+	$(call install_beside,$(PEERS)/kernels)
 	@touch $@
 
 test-hub-kernel: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/kernels/.ready ## what `make hub-kernel` makes, loaded by Hugging Face's `kernels` in an environment of its own
