@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("FASTSAM_COMPATIBILITY")
     if not path or session.config.option.collectonly:
         return
-    versions = {name: metadata.version(name) for name in ("torch", *PACKAGES.values())}
+    versions = {name: metadata.version(name) for name in ("torch", *filter(None, PACKAGES.values()))}
     day = datetime.now(timezone.utc).date().isoformat()
     record = {"kind": KIND, "date": day, "versions": versions, "rows": list(_rows.values())}
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,9 @@ from typing import Any
 from tests.helpers.generated_page import GeneratedPage
 
 KIND = "fastsam.compatibility/1"
-PACKAGES = {  # the libraries by the names of their packages
+PACKAGES: dict[
+    str, str | None
+] = {  # the libraries by the names of their packages; None: written down in the test, for it cannot be installed
     "transformers": "transformers",
     "Accelerate": "accelerate",
     "Lightning": "lightning",
@@ -17,6 +19,9 @@ PACKAGES = {  # the libraries by the names of their packages
     "Flower": "flwr",
     "Opacus": "opacus",
     "pytorch-optimizer": "pytorch-optimizer",
+    "torch": "torch",
+    "the copied SAM class": None,
+    "Composer's `SAM`": None,
 }
 MEANINGS = ("works", "clear error", "warning")  # nothing may be silently wrong
 
@@ -36,7 +41,7 @@ def table(record: dict[str, Any]) -> str:
     """Markdown: a row per feature, the libraries in order, and what it was tried with."""
     lines = ["| library | version | feature | result | test in `tests/integrations/` |", "|---|---|---|---|---|"]
     for library, package in PACKAGES.items():
-        version = record["versions"][package]
+        version = record["versions"][package] if package else ""
         for row in (row for row in record["rows"] if row["library"] == library):
             test = row["test"].removeprefix("tests/integrations/")
             lines.append(f"| {library} | {version} | {row['feature']} | {row['result']} | `{test}` |")
