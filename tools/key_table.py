@@ -7,7 +7,7 @@ from pathlib import Path
 from fastsam.lab.keys import KEYS
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
-START, END = "<!-- keys -->\n", "<!-- end of the keys -->\n"
+START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"
 
 
 def page(text: str) -> str:

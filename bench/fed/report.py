@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- federated.json: begin -->", "<!-- federated.json: end -->"
+BEGIN, END = "<!-- federated:all -->", "<!-- /federated -->"
 UNMEASURED = "Not measured yet."  # between the markers until there is a JSON
 
 
