@@ -51,6 +51,20 @@ def test_every_page_has_one_place(conf: ModuleType) -> None:
     assert sorted(places) == sorted(expected)
 
 
+def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
+    """In each page that says how to do something, within its first fifteen lines."""
+    (pages,) = [pages for name, pages in conf.sections(text_of(INDEX)) if name == "How to"]
+    assert len(pages) > 10
+    for _, file in pages:
+        lines = text_of(f"docs/{file}.md").splitlines()
+        code = [
+            n
+            for n, line in enumerate(lines)
+            if line.startswith("```") or (line.startswith("    ") and not lines[n - 1])
+        ]
+        assert code[0] < 15, f"docs/{file}.md has its first example in line {code[0] + 1}"
+
+
 def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
     page = "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## Else\n\nText.\n"
     made = conf.with_toctrees(page)
