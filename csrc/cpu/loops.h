@@ -29,6 +29,9 @@ constexpr int64_t kStreamBytes = 256;
 // For short loops of constant length whose arrays belong in registers.
 #define FASTSAM_UNROLL _Pragma("GCC unroll 16")
 
+// For loops over the last elements of a line: unrolled, as -O3 would have it, they are most of what is compiled.
+#define FASTSAM_ROLLED _Pragma("GCC unroll 1")
+
 // For a lambda that a loop calls per element: a call that is not inlined keeps the loop from being vectorised.
 #define FASTSAM_EACH __attribute__((always_inline))
 

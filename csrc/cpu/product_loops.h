@@ -61,7 +61,7 @@ inline __attribute__((always_inline)) Lanes load_some(const float* from, int64_t
 #else
   Lanes x{};
   if (count == kLanes) return load(from);
-  for (int64_t i = 0; i < count; ++i) x[i] = from[i];
+  FASTSAM_ROLLED for (int64_t i = 0; i < count; ++i) x[i] = from[i];
   return x;
 #endif
 }
@@ -71,7 +71,7 @@ inline __attribute__((always_inline)) void store_some(float* to, Lanes x, int64_
   _mm512_mask_storeu_ps(to, 0xFFFF >> (16 - count), (__m512)x);
 #else
   if (count == kLanes) return store(to, x);
-  for (int64_t i = 0; i < count; ++i) to[i] = x[i];
+  FASTSAM_ROLLED for (int64_t i = 0; i < count; ++i) to[i] = x[i];
 #endif
 }
 
@@ -80,7 +80,7 @@ inline __attribute__((always_inline)) Lanes line_of(const Matrix& matrix, int64_
   if (matrix.across == 1) return load_some(matrix.data, count);
   if (matrix.across == 0) return every(*matrix.data);
   Lanes x{};
-  for (int64_t i = 0; i < count; ++i) x[i] = matrix.data[i * matrix.across];
+  FASTSAM_ROLLED for (int64_t i = 0; i < count; ++i) x[i] = matrix.data[i * matrix.across];
   return x;
 }
 
@@ -105,8 +105,8 @@ inline void pack(const Matrix& b, int64_t k, int64_t count, float* __restrict__ 
 
 // High rows of the result, `count` columns. b: `[k, Across * kLanes]`, dense across.
 template <int High, int Across>
-inline void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* __restrict__ out,
-                  int64_t width, int64_t count) {
+FASTSAM_ONCE void block(const Matrix& a, const Matrix& b, int64_t k, const Matrix& bias, float* __restrict__ out,
+                        int64_t width, int64_t count) {
   Lanes sums[High][Across];
   FASTSAM_UNROLL for (int i = 0; i < High; ++i) {
     FASTSAM_UNROLL for (int j = 0; j < Across; ++j) sums[i][j] = Lanes{};
