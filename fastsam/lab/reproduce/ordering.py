@@ -22,7 +22,11 @@ from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Part, Section, Table
 from fastsam.lab.seeds import deviation
 
-OWN = {"fedsam": ("fedsam", "mofedsam"), "fedlesam": ("fedlesam", "fedlesam-s", "fedlesam-d")}  # by paper
+OWN = {
+    "fedsam": ("fedsam", "mofedsam"),
+    "fedlesam": ("fedlesam", "fedlesam-s", "fedlesam-d"),
+    "fedgmt": ("fedgmt",),
+}  # by paper
 Outcomes = Mapping[Part, Outcome]
 
 

@@ -110,10 +110,11 @@ class Table:
 
 
 def names() -> list[str]:
-    """All tables and figures, in their order in the papers."""
+    """All tables and figures, paper by paper in their order there."""
     files = (resources.files(__package__) / "tables").iterdir()
     found = [file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")]
-    return sorted(found, key=lambda name: (name.partition("-")[0] != "fedsam", "fig" in name, name))
+    papers = ("fedsam", "fedlesam", "fedgmt")
+    return sorted(found, key=lambda name: (papers.index(name.partition("-")[0]), "fig" in name, name))
 
 
 def load(name: str, scale: str | None = None) -> Table:

@@ -174,6 +174,14 @@ def test_images_that_do_not_fit_the_model(name: str, shape: tuple[int, ...], mes
         models.build(name, shape, 10, 0)
 
 
+def test_mcmahans_cnn() -> None:
+    model = models.build("cnn", (3, 32, 32), 10, 0, channels=[32, 64], hidden=512, kernel=5)
+    assert weights(model).numel() == 2_156_490 and model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+    for kernel in (4, 0):
+        with pytest.raises(ValueError, match="kernel must be"):
+            models.build("cnn", (3, 32, 32), 10, 0, kernel=kernel)
+
+
 def test_what_makes_no_model() -> None:
     with pytest.raises(ValueError, match="did you mean 'mlp'"):
         models.build("mpl", (64,), 10, 0)
