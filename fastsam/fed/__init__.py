@@ -25,7 +25,7 @@ from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import Envelope
+from fastsam.fed.step.local_step import Envelope, paces
 from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
@@ -57,6 +57,7 @@ __all__ = [
     "dirichlet",
     "divergence",
     "iid",
+    "paces",
     "run",
     *algorithms.__all__,
 ]

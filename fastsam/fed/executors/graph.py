@@ -171,6 +171,8 @@ class Graph(Streams):
         for lane in busy:
             with self.cuda.on(lane.stream), lane.row.client_errors():
                 batch = next(lane.row.batches, None)
+                if batch is not None:
+                    lane.row.pace_()
             if batch is None:
                 finished.append(lane)
             else:

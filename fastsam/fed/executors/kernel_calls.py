@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from fastsam import ops
 from fastsam.arena import Arena
-from fastsam.fed.executors.base import LocalOptions, Setup
+from fastsam.fed.executors.base import LocalOptions, Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.step.local_step import NU, Direction, LocalStep
 from fastsam.step import perturbation, weigh_
@@ -27,10 +28,17 @@ class Kind:
     has_phi: bool
     keeps_first: bool
     surrogate: bool
+    paced: bool = False  # the learning rate is another in every step
 
     @classmethod
     def of(cls, step: LocalStep) -> Kind:
-        return cls(step.direction, step.q is not None, bool(step.phi), step.keeps_first, bool(step.surrogate_gap))
+        surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1
+        return cls(step.direction, step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced)
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a step writes into the numbers: they are not those that were written last."""
+        return self.surrogate or self.paced
 
     @cached_property
     def two_passes(self) -> bool:
@@ -154,6 +162,10 @@ class Form:
             self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
 
     # --- a step ---
+
+    def pace_(self, rates: Sequence[float]) -> None:
+        """The learning rates of the next step, one for each row."""
+        self.hyper[:, 0, Column.LR].copy_(to_device(torch.tensor(rates, dtype=torch.float64), self.hyper.device))
 
     def perturb_(self, first: Gradients, eps: Tensor | None = None) -> None:
         """`z = w + eps` by the first gradients; with a dual, `eps` (`[rows, stride]`) is kept where it is asked for."""

@@ -51,11 +51,13 @@ class Crew:
 
     @property
     def alike_steps(self) -> tuple[int, int]:
-        """How many of its next steps have one shape and are of one epoch, and the samples of each."""
+        """How many of its next steps have one shape and one learning rate and are of one epoch, and the samples of each."""
         first = self.tasks[0]
         whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
         at = self.k % self.epoch
-        return (min(whole - at, self.steps - self.k), first.batch_size) if at < whole else (1, rest)
+        if at >= whole:
+            return 1, rest
+        return 1 if self.kind.paced else min(whole - at, self.steps - self.k), first.batch_size
 
     @property
     def done(self) -> bool:

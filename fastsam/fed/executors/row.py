@@ -96,6 +96,7 @@ class Row:
                     return False
                 self._next_phase(self.task.step.then)
                 batch = next(self.batches)
+            self.pace_()
             self._take(self.k, *batch)
         except ClientError:
             raise
@@ -172,7 +173,7 @@ class Row:
     def _begin(self, step: LocalStep) -> None:
         """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they are."""
         form = self.form
-        if self._known[0] is not step or self._known[1] != self.task.lr or step.surrogate_gap:
+        if self._known[0] is not step or self._known[1] != self.task.lr or self._kind.rewrites:
             self._fill(step, self.task.lr)
         if step.teacher is not None:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
@@ -192,8 +193,7 @@ class Row:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
             self.rows.hyper[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-            # A surrogate gap writes into the numbers: what was filled is then no longer what is there.
-            self._filled = () if step.surrogate_gap else numbers
+            self._filled = () if Kind.of(step).rewrites else numbers
         self._known, self._kind = (step, lr), Kind.of(step)
         self._run = self.passes.run if step.teacher is None else self._run_taught
         if step.only is not self._only:
@@ -222,6 +222,11 @@ class Row:
         return out
 
     # --- a step ---
+
+    def pace_(self) -> None:
+        """The learning rate of the next step, where it has one of its own."""
+        if self._kind.paced:
+            self.form.pace_([self.task.lr * self.task.step.pace(self.k, self.last + 1)])
 
     def _take(self, k: int, x: Any, y: Any) -> None:
         if k in self.task.snapshots:

@@ -49,8 +49,7 @@ class StackedRows:
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
         if self._numbered != (form.part, numbers):  # most often what was written last is what is wanted
             form.hyper.copy_(to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), form.hyper.device))
-            # It is still there the next time: a surrogate gap alone writes into it.
-            self._numbered = None if crews[0].kind.surrogate else (form.part, numbers)
+            self._numbered = None if crews[0].kind.rewrites else (form.part, numbers)
         form.losses.zero_()
         form.arrange(crews[0].kind)
         own = vectors_of(tasks, "start")
@@ -63,8 +62,10 @@ class StackedRows:
                 form.field(name).copy_(vectors)
 
     def gathered(self, crews: Sequence[Crew]) -> Form:
-        """Their rows side by side: where they are, or copies, which `put_back_` takes back."""
+        """Their rows side by side, ready for a step: where they are, or copies, which `put_back_` takes back."""
         form = self.form(crews) if neighbours(crews) else self._copied(crews)
+        if crews[0].kind.paced:
+            form.pace_([task.lr * task.step.pace(crew.k, crew.steps) for crew in crews for task in crew.tasks])
         form.s = form.field("s") if crews[0].tasks[0].step.s is not None else None
         form.arrange(crews[0].kind)
         return form

@@ -187,7 +187,7 @@ class Vmap(Executor):
 
     def _train_by_graph(self, crews: list[Crew]) -> bool:
         """The next epoch of a crew, from a captured graph. False where there is none."""
-        if self.epochs is None or len(crews) > 1:
+        if self.epochs is None or len(crews) > 1 or crews[0].kind.paced:
             return False
         form, replays = self.rows.gathered(crews), self.passes.replays
         return self.epochs.train(crews[0], form, replays, lambda x, y, ends: self._local_step(crews, form, x, y, ends))

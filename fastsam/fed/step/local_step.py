@@ -61,6 +61,7 @@ class LocalStep:
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
     full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
+    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the round's.
     epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by their places in `Rows.names`
     (`Rows.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
@@ -82,6 +83,7 @@ class LocalStep:
     mu: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     s: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
+    lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
     start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     input_map: InputMap | None = None
@@ -97,6 +99,7 @@ class LocalStep:
         number("rho", self.rho, at_least=0)
         number("eta", self.eta, at_least=0)
         number("penalty", self.penalty, above=0)
+        number("lr_end", self.lr_end, at_least=0)
         for name in ("a", "b", "phi", "surrogate_gap"):
             number(name, getattr(self, name))
         needed = _NEEDS.get(self.direction, ())
@@ -138,6 +141,10 @@ class LocalStep:
         """Whether it can be one of several phases: what it leaves behind is a displacement alone."""
         return self.direction not in _NEEDS and not self.full_gradient and self.input_map is None
 
+    def pace(self, k: int, steps: int) -> float:
+        """The learning rate of step k of `steps`, over that of the round."""
+        return 1 - (1 - self.lr_end) * k / steps
+
     @property
     def phased(self) -> bool:
         """Whether it asks for other local work than the run's: several phases, epochs of its own, some parameters only, several steps a batch."""
@@ -147,6 +154,11 @@ class LocalStep:
     def keeps_first(self) -> bool:
         """Whether the update reads the first gradient too."""
         return self.mix.keeps_first
+
+
+def paces(lr_end: float, steps: int) -> float:
+    """The learning rates of that many steps added up, over that of the round (`LocalStep.lr_end`): what a displacement is to be divided by."""
+    return steps - (1 - lr_end) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,11 @@ def test_the_input_maps_of_fedrobust_on_images(form):
 
 @pytest.mark.parametrize(
     ("method", "executor"),
-    one_in(4, ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed"], ["threads", "vmap"]),
+    one_in(
+        4,
+        ["fedavg", "fedgsam", "mimelite", "fedlesam-d", "fedgloss", "fedsmoo", "fedspeed", "fedmoswa"],
+        ["threads", "vmap"],
+    ),
 )
 def test_other_executors(method, executor):
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")

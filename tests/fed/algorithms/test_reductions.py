@@ -46,6 +46,8 @@ EXACT = {
     "half of FedSMOO, rho = 0, is FedAvg": lambda r, s, p: (fed.FedSMOO(rho=0.0, dyn=False), fed.FedAvg()),
     "FedAvgM, beta = 0, is FedAvg": lambda r, s, p: (fed.FedAvgM(beta=0.0), fed.FedAvg()),
     "FedExP, eps too large, is FedAvg": lambda r, s, p: (fed.FedExP(eps=1e9, average=False), fed.FedAvg()),
+    "FedSWA at one rate is FedAvg": lambda r, s, p: (fed.FedSWA(rho=1.0, alpha=1.0), fed.FedAvg()),
+    "FedNSAM, gamma = 0, is FedSAM": lambda r, s, p: (fed.FedNSAM(rho=r, gamma=0.0), fed.FedSAM(rho=r)),
     "MOON, mu = 0, is FedAvg": lambda r, s, p: (fed.MOON(mu=0.0), fed.FedAvg()),
     "FedNTD, beta = 0, is FedAvg": lambda r, s, p: (fed.FedNTD(beta=0.0), fed.FedAvg()),
     "FedProx, phi = 0, is FedAvg": lambda r, s, p: (fed.FedProx(phi=0.0), fed.FedAvg()),

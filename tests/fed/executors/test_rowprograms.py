@@ -250,6 +250,7 @@ STEPS = (
     "fedspeed",
     "fedgsam",
     "fedsam-asam",
+    "fedmoswa",
 )
 OPTIONS = (
     {},

@@ -26,6 +26,7 @@ CASES = {
     **ALGORITHMS,
     "fedgsam": fed.FedGSAM(rho=0.05),
     "mimelite": fed.MimeLite(),
+    "fedmoswa": fed.FedMoSWA(),
     "fedspeed": fed.FedSpeed(rho=0.05),
 }
 PHASED = {"ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1)}  # which are not captured

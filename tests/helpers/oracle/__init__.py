@@ -4,6 +4,7 @@ Nothing of fastsam computes here. What is shared with it are public facts of a r
 client's batches, and the seeds of what a model draws (`loop.order`, `loop.attendance`).
 """
 
+from .averaging import FedMoSWA, FedNSAM, FedSWA
 from .central import central
 from .control import SCAFFOLD, FedGAMMA, FedLESAM_S
 from .dynamic import FedDyn, FedGloSS, FedLESAM_D, FedSMOO, FedSpeed
@@ -44,12 +45,15 @@ __all__ = [
     "FedLESAM",
     "FedLESAM_D",
     "FedLESAM_S",
+    "FedMoSWA",
+    "FedNSAM",
     "FedNTD",
     "FedNova",
     "FedProx",
     "FedRobust",
     "FedSAM",
     "FedSMOO",
+    "FedSWA",
     "FedSpeed",
     "FedYogi",
     "MimeLite",

@@ -66,6 +66,7 @@ class Visit:
     client: int = 0
     momentum: float = 0.0
     steps: int = 0
+    rates: float = 0.0  # added up over the steps so far
     notes: Kept = field(default_factory=dict)  # constants of this round
 
     def loss(self, weights: Vector, x: Tensor, y: Tensor) -> Tensor:
@@ -168,7 +169,9 @@ def local_training(visit: Visit, method: Any, options: Options) -> Vector:
                 v = add(clipped(minus(v, scaled(phi, origin)), options.clip), scaled(phi, w))
             v = add(v, scaled(options.weight_decay, w))
             velocity = add(scaled(options.momentum, velocity), v)
-            w = minus(w, scaled(visit.lr, velocity))
+            rate = visit.lr * method.pace(visit.steps, options.epochs * -(-len(visit.y) // options.batch))
+            w = minus(w, scaled(rate, velocity))
+            visit.rates += rate
             visit.steps += 1
     return minus(w, origin)
 

@@ -18,6 +18,10 @@ class FedAvg:
         """Coefficient of (w - origin) in round t."""
         return 0.0
 
+    def pace(self, k: int, steps: int) -> float:
+        """The rate of step k of so many, over that of the round."""
+        return 1.0
+
     def start_server(self, w: Vector) -> Kept:
         return {}
 

@@ -1,0 +1,51 @@
+"""FedNSAM: Liu, Shang, Tian, Liu and Liu, "Consistency of Local and Global Flatness for Federated Learning", 2026 (arXiv 2602.23827);
+https://github.com/junkangLiu0/FedNSAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State, Sums, moved
+from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import number
+
+
+@dataclass(frozen=True)
+class FedNSAM(Algorithm):
+    """SAM from where Nesterov's momentum of the server looks ahead.
+
+        clients start at z^t = w^t + gamma*m^t
+        w <- w - lr * (g2 + weight_decay*w),   g2 at w + rho*g1/||g1||;      Delta_i = w_i - z^t
+        m^{t+1} = gamma*m^t + mean_i Delta_i,   w^{t+1} = w^t + server_lr * m^{t+1},   m^0 = 0
+
+    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. gamma and rho are the authors' code's. Their abstract has the
+    momentum as the direction of the perturbation too; their code, and this, perturb along the local gradient. That code's momentum is
+    (1 + gamma) times the last mean displacement: it forgets those before.
+    Per round and client 1 P down (z^t) and 1 P up; state: w, m. Two back-propagations a step.
+    """
+
+    server_vectors: ClassVar[float] = 2
+    working_vectors: ClassVar[float] = 1
+    backprops: ClassVar[int] = 2
+
+    rho: Scheduled = 0.05
+    gamma: float = 0.85
+
+    def __post_init__(self) -> None:
+        check_scheduled("rho", self.rho)
+        number("gamma", self.gamma, at_least=0, at_most=1)
+
+    def init_server(self, w0: Tensor) -> State:
+        return {**super().init_server(w0), "m": torch.zeros_like(w0)}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        start = server["w"] + self.gamma * server["m"]
+        return LocalStep(Direction.GRADIENT, rho=value_at("rho", self.rho, round), start=start)
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        m = self.gamma * server["m"].double() + sums.mean("delta")
+        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}

@@ -1,0 +1,73 @@
+"""Liu et al.: FedSWA and FedMoSWA (2025), FedNSAM (2026)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .loop import End, Kept, Vector, Visit, add, at, minus, scaled, unit, zeros
+from .plain import FedAvg
+
+
+@dataclass
+class FedSWA(FedAvg):
+    """Between the rates lr and rho*lr, on a line."""
+
+    rho: float = 0.1
+    alpha: float = 1.5
+
+    def pace(self, k: int, steps: int) -> float:
+        return (1 - k / steps) + k / steps * self.rho
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        return add(w, scaled(self.alpha * end.server_lr, end.mean_move()))
+
+
+@dataclass
+class FedMoSWA(FedSWA):
+    """The controls are estimates of gradients, from displacements over the rates that made them."""
+
+    gamma: float = 0.4
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"c": zeros(w)}
+
+    def start_client(self, w: Vector) -> Kept:
+        return {"c_i": zeros(w)}
+
+    def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        return add(visit.gradient(w, x, y), minus(visit.server["c"], visit.mine["c_i"]))
+
+    def finish(self, visit: Visit, delta: Vector) -> Kept:
+        seen = scaled(-1 / visit.rates, delta)  # the mean of g + c - c_i
+        visit.mine["c_i"] = minus(add(seen, visit.mine["c_i"]), visit.server["c"])
+        return {"c_i": [c.clone() for c in visit.mine["c_i"]]}
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        mean = scaled(1 / len(end.sent), add(*[sent["c_i"] for sent in end.sent.values()]))
+        server["c"] = add(scaled(1 - self.gamma, server["c"]), scaled(self.gamma, mean))
+        return super().serve(server, w, end)
+
+
+@dataclass
+class FedNSAM(FedAvg):
+    """Nesterov's form: a look ahead, SAM from there, and the momentum of what came of it."""
+
+    rho: Any = 0.05
+    gamma: float = 0.85
+
+    def start_server(self, w: Vector) -> Kept:
+        return {"m": zeros(w)}
+
+    def origin(self, visit: Visit) -> Vector:
+        return add(visit.anchor, scaled(self.gamma, visit.server["m"]))
+
+    def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
+        climb = scaled(at(visit.t, self.rho), unit(visit.gradient(w, x, y)))
+        return visit.gradient(add(w, climb), x, y)
+
+    def serve(self, server: Kept, w: Vector, end: End) -> Vector:
+        server["m"] = add(scaled(self.gamma, server["m"]), end.mean_move())
+        return add(w, scaled(end.server_lr, server["m"]))
