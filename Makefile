@@ -203,6 +203,7 @@ wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the p
 	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) $(if $(PLAT),--plat $(PLAT))
 
 hub-kernel: $(VENV)/.has-tests ## the folder of a Hugging Face `kernels` package, into OUT=build/hub-kernel, with the variant of this machine's CPU
+	@$(if $(OUT),,rm -rf build/hub-kernel)
 	@$(BIN)/python tools/hub_kernel.py $(or $(OUT),build/hub-kernel) --build
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.places import ROOT
 from tools import hub_kernel
 
 if sys.version_info >= (3, 11):
@@ -102,6 +103,17 @@ def test_a_folder_with_files_in_it_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has files in it"):
         hub_kernel.main([str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+def test_the_target_makes_its_own_folder_anew_and_no_other() -> None:
+    def commands(*settings: str) -> str:
+        environment = {key: value for key, value in os.environ.items() if key != "OUT"}
+        command = ["make", "-n", "hub-kernel", "TORCH_INDEX=", *settings]
+        return subprocess.check_output(command, cwd=ROOT, env=environment, text=True)
+
+    assert "rm -rf build/hub-kernel\n" in commands()
+    assert "rm -rf build/hub-kernel" not in commands("OUT=theirs")
 
 
 @pytest.mark.slow
