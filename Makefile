@@ -67,8 +67,8 @@ $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 
 # --- using it ---
 
-demo: $(VENV)/.has-fastsam ## FedAvg, FedSAM and MoFedSAM on handwritten digits: a table and two plots
-	@$(BIN)/fastsam compare examples/digits.toml --algorithms fedavg,fedsam,mofedsam
+demo: $(VENV)/.has-fastsam ## FedSAM beside FedAvg on handwritten digits, eight seeds: a table and plots
+	@$(BIN)/fastsam compare examples/showcase.toml
 
 $(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt
 	$(call install_fastsam,[docs])

@@ -84,10 +84,10 @@ def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch:
 
 
 def test_the_demo_is_what_it_says_it_is() -> None:
-    plan = compare.plan(config.read(EXAMPLES / "digits.toml"), ["fedavg", "fedsam", "mofedsam"])
+    plan = compare.plan(config.read(EXAMPLES / "showcase.toml"), None)
     data = experiment.load_data(plan.configs[0])
-    assert (len(data), data.name, plan.configs[0].split, plan.configs[0].alpha) == (50, "digits", "dirichlet", 0.3)
-    assert {c.model for c in plan.configs} == {"cnn"} and plan.configs[0].target is not None
+    assert (len(data), data.name, plan.configs[0].split, plan.configs[0].alpha) == (50, "digits", "dirichlet", 0.1)
+    assert len(plan.configs) == 16 and {c.algorithm for c in plan.configs} == {"fedavg", "fedsam"}
 
 
 def test_fused_sam_learns() -> None:
