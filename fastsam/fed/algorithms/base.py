@@ -56,10 +56,15 @@ class Round:
 
 @dataclass(frozen=True)
 class Upload:
-    """What of n clients enters the server's sums: rows for a mean with the run's weights, and rows for a plain sum, all `[n, ...]`."""
+    """What of n clients enters the server's sums: rows for a mean with the run's weights, and rows for a plain sum, all `[n, ...]`.
+
+    weight: `[n]`, by which the run's weights are multiplied in all means, those of averaged buffers too; finite and not negative. An algorithm
+    that sends them says so (`Algorithm.weighs`).
+    """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
     total: Mapping[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | Sequence[float] | None = None
 
 
 class Sums(Protocol):
@@ -70,7 +75,7 @@ class Sums(Protocol):
         """How many."""
 
     def mean(self, name: str) -> Tensor:
-        """Weighted mean, float64 `[stride]`."""
+        """Weighted mean, float64 `[stride]`; zeros where clients sent weights of their own and all are 0."""
 
     def total(self, name: str) -> Tensor:
         """Plain sum, float64 `[stride]`."""
@@ -86,8 +91,9 @@ class Algorithm:
     kept between the rounds in the same unit. For reports: `working_vectors` is what a local step needs beyond the weights and one gradient,
     `backprops` the back-propagations of a step; `pools_data` says that the method is no federated one and trains on everybody's data (see
     `fastsam.fed.loop.pooled_data`). `totals` says that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust
-    rule can stand in for. `own_buffers` says that the model's buffers stay with the clients, as with the run's `buffers="local"`;
-    `own_models` that the algorithm keeps a model of its own for every client (`own_model`).
+    rule can stand in for; `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
+    model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm
+    keeps a model of its own for every client (`own_model`).
     """
 
     down: ClassVar[float] = 1
@@ -98,6 +104,7 @@ class Algorithm:
     backprops: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
     totals: ClassVar[bool] = False
+    weighs: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
 

@@ -6,6 +6,7 @@ import cmath
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastsam.fed.aggregation import Rule
@@ -70,6 +71,11 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
         )
     if getattr(algorithm, "totals", False):
         raise no_totals(rule, name)
+    if getattr(algorithm, "weighs", False):
+        raise ValueError(
+            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send weights of their own "
+            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with clip_update=..."
+        )
     if ranks > 1:
         raise ValueError(
             f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes are never together; "
@@ -94,7 +100,7 @@ def no_totals(rule: Rule, name: str) -> ValueError:
 def _compared(algorithm: Algorithm) -> bool:
     """Whether whole models of its clients can be compared, and means are all that its server reads."""
     stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.totals or algorithm.pools_data or stays)
+    return not (algorithm.totals or algorithm.weighs or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
@@ -229,6 +235,27 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
     own = {name: t for name, t in check_client(state, "close_client").items() if id(t) not in shared}
     _check_rows(own, n, "the state that close_client returns")
     return state, upload
+
+
+def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -> Tensor | None:
+    """The weights that n clients send, float64 `[n]`; None for an algorithm whose clients send none.
+
+    Raises ValueError for weights that do not belong to what the algorithm says of itself, are not n, or negative.
+    """
+    if (upload.weight is not None) != weighs:
+        raise ValueError(
+            "close_client must return an Upload with a weight in every round where the class says weighs = True, and nowhere else; got "
+            f"{'none with' if weighs else 'one without'} weighs = True"
+        )
+    if upload.weight is None:
+        return None
+    weights = torch.as_tensor(upload.weight, dtype=torch.float64, device=device).detach()
+    if weights.shape != (n,) or bool((weights < 0).any()):
+        raise ValueError(
+            f"Upload(weight=...) of close_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
+            f"{weights.tolist() if weights.shape == (n,) else list(weights.shape)}"
+        )
+    return weights
 
 
 def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:

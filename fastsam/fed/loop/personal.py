@@ -75,6 +75,7 @@ class Personal:
             )
         shared = 1 - own / rows.numel
         self.down, self.up = inner.down * shared, inner.up * shared
+        self.weighs = getattr(inner, "weighs", False)
         self.client_vectors = getattr(inner, "client_vectors", 0) + own / rows.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 

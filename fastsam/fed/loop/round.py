@@ -24,6 +24,7 @@ from fastsam.fed.loop.contract import (
     check_steps,
     no_totals,
     not_finite,
+    own_weights_of,
     rows_of_numbers,
 )
 from fastsam.fed.loop.options import Settings
@@ -36,6 +37,7 @@ from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import Problems, RoundSums
+from fastsam.fed.sums.own_weights import OwnWeights, weighed
 from fastsam.fed.sums.secure import SecureSums
 
 log = logging.getLogger("fastsam.fed")
@@ -84,6 +86,7 @@ class Cohort:
             self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         else:
             self.weights = {i: weights[i] for i in active}
+        self.weighs = bool(getattr(algorithm, "weighs", False))
         self._looked = about.index > 0  # at what the algorithm makes of rows
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
@@ -214,6 +217,9 @@ class Cohort:
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and ends.buffers is not None:
             mean[BUFFERS] = ends.buffers
+        own_weights = own_weights_of(upload, self.weighs, len(states), server["w"].device)
+        if own_weights is not None:
+            mean = weighed(mean, own_weights)
         numbers: dict[str, Sequence[float]] = {"loss": ends.losses.tolist(), "samples": ends.samples}
         if self.privacy is not None and self.privacy.quantile is not None:
             numbers[SHORT] = [self.short[i] for i in ends.clients]
@@ -306,7 +312,9 @@ class Cohort:
 
     @property
     def server_sums(self) -> Sums:
-        """What the server's step reads: the sums, or in place of their means what a robust rule makes of the rows."""
+        """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own weights, make of the rows."""
+        if self.weighs:
+            return OwnWeights(self.sums)
         return self.sums if self.robust is None else self.robust
 
     def record(self) -> dict[str, Any]:
