@@ -128,6 +128,7 @@ def test_asking_for_native_makes_a_failure_an_error(checkout: Path) -> None:
     assert not list(checkout.glob("*.whl"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_wheel_is_tagged_for_the_platform_and_the_next_pure_one_is_clean(
     checkout: Path, tmp_path: Path

@@ -18,7 +18,7 @@ import fastsam
 from fastsam import FusedSAM
 from fastsam.integrations import transformers as integration
 from fastsam.integrations.accelerate import sam_of
-from fastsam.integrations.transformers import SAMTraining
+from fastsam.integrations.hf import SAMTraining
 from tests.helpers.libraries import library
 from tests.helpers.places import ROOT
 from tests.helpers.sam_oracle import same_bits

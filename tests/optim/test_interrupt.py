@@ -32,13 +32,13 @@ USUAL = [("sgd", "step", 0, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd",
 USUAL += [("check_finite", "step", 2, "auto"), ("interval", "alone", 1, "auto"), ("looksam", "step", 2, "auto")]
 
 
-# Each line costs a step or two, and a step has hundreds: in `make test` it is every fifth one, in `make test-slow` each.
-EACH = [pytest.param(1, marks=pytest.mark.slow), 5]
+# Each line costs a step or two, and a step has hundreds: in `make test` it is every eighth one, in `make test-slow` each.
+EACH = [pytest.param(1, marks=pytest.mark.slow), 8]
 
 
 @pytest.mark.parametrize(
     ("name", "style", "warm", "backend", "each"),
-    [pytest.param(*case, 1, marks=pytest.mark.slow) for case in EVERY_CASE] + [(*case, 5) for case in USUAL],
+    [pytest.param(*case, 1, marks=pytest.mark.slow) for case in EVERY_CASE] + [(*case, 8) for case in USUAL],
 )
 def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, each: int) -> None:
     """`warm`: steps before. The first step makes the buffers, the third uses what it finds.

@@ -90,7 +90,7 @@ def test_killed_at_random_instants(tmp_path):
     assert set(seen["resumed"]) == {seen["whole"]}
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 9], ids=["all", "one in nine"])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 15], ids=["all", "one in fifteen"])
 def test_killed_before_every_operation_on_a_file(tmp_path, each):
     seen = killed("every", tmp_path, each)
     assert len(seen["resumed"]) > 30 // each and set(seen["resumed"]) == {seen["whole"]}
