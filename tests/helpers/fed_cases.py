@@ -69,6 +69,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedswa": ("FedSWA", {"rho": 0.2, "alpha": 1.3}),
     "fedmoswa": ("FedMoSWA", {"rho": 0.3, "alpha": 1.2, "gamma": 0.6}),
     "fednsam": ("FedNSAM", {"rho": 0.2, "gamma": 0.6}),
+    "fednsam-momentum": ("FedNSAM", {"rho": 0.2, "gamma": 0.6, "perturb": "momentum"}),
     "fedspeed": ("FedSpeed", {"rho": 0.2, "alpha": 0.6, "phi": 0.3}),
     "fedrobust": ("FedRobust", {"lam": 0.3, "eta_2": 0.2, "form": "full"}),
     "fedrobust-default": ("FedRobust", {}),

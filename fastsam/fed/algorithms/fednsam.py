@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State, Sums, moved
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
-from fastsam.fed.common.checks import number
+from fastsam.fed.common.checks import choice, number
 
 
 @dataclass(frozen=True)
@@ -23,28 +23,42 @@ class FedNSAM(Algorithm):
         m^{t+1} = gamma*m^t + mean_i Delta_i,   w^{t+1} = w^t + server_lr * m^{t+1},   m^0 = 0
 
     so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. gamma and rho are the authors' code's. Their abstract has the
-    momentum as the direction of the perturbation too; their code, and this, perturb along the local gradient. That code's momentum is
-    (1 + gamma) times the last mean displacement: it forgets those before.
-    Per round and client 1 P down (z^t) and 1 P up; state: w, m. Two back-propagations a step.
+    momentum as the direction of the perturbation too; their code perturbs along the local gradient. perturb: "gradient", that of the code, or
+    "momentum", along -m^t, which is known before the gradient: one back-propagation a step, and no perturbation in round 0. The code's
+    momentum is (1 + gamma) times the last mean displacement: it forgets those before.
+    Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up; state: w, m. Two back-propagations a step.
     """
 
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
-    backprops: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     gamma: float = 0.85
+    perturb: str = "gradient"
 
     def __post_init__(self) -> None:
         check_scheduled("rho", self.rho)
         number("gamma", self.gamma, at_least=0, at_most=1)
+        choice("perturb", self.perturb, ("gradient", "momentum"))
+
+    @property
+    def down(self) -> float:  # type: ignore[override]
+        """Vectors that a client receives in a round."""
+        return 2 if self.perturb == "momentum" else 1
+
+    @property
+    def backprops(self) -> int:  # type: ignore[override]
+        """Back-propagations of a local step."""
+        return 1 if self.perturb == "momentum" else 2
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "m": torch.zeros_like(w0)}
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:
         start = server["w"] + self.gamma * server["m"]
-        return LocalStep(Direction.GRADIENT, rho=value_at("rho", self.rho, round), start=start)
+        global_one = self.perturb == "momentum"
+        direction, e = (Direction.CONSTANT, -server["m"]) if global_one else (Direction.GRADIENT, None)
+        return LocalStep(direction, rho=value_at("rho", self.rho, round), e=e, start=start)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         m = self.gamma * server["m"].double() + sums.mean("delta")

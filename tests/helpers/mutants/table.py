@@ -133,6 +133,8 @@ MUTANTS = [
     Mutant(A + "fedmoswa", "self.alpha * round.server_lr", "round.server_lr", "fedmoswa"),
     Mutant(A + "fednsam", 'self.gamma * server["m"]\n', 'server["m"]\n', "fednsam"),
     Mutant(A + "fednsam", 'self.gamma * server["m"].double()', 'server["m"].double()', "fednsam"),
+    Mutant(A + "fednsam", '-server["m"]', 'server["m"]', "fednsam-momentum"),
+    Mutant(A + "fednsam", "e=e, start=start", "e=e", "fednsam-momentum"),
     Mutant(A + "fednsam", ", start=start", "", "fednsam"),
     Mutant(A + "fednsam", 'rho=value_at("rho", self.rho, round)', "rho=0.0", "fednsam"),
     # FedGloSS

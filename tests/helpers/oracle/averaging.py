@@ -57,6 +57,7 @@ class FedNSAM(FedAvg):
 
     rho: Any = 0.05
     gamma: float = 0.85
+    perturb: str = "gradient"
 
     def start_server(self, w: Vector) -> Kept:
         return {"m": zeros(w)}
@@ -65,7 +66,8 @@ class FedNSAM(FedAvg):
         return add(visit.anchor, scaled(self.gamma, visit.server["m"]))
 
     def follow(self, visit: Visit, w: Vector, x: Tensor, y: Tensor) -> Vector:
-        climb = scaled(at(visit.t, self.rho), unit(visit.gradient(w, x, y)))
+        uphill = visit.gradient(w, x, y) if self.perturb == "gradient" else scaled(-1.0, visit.server["m"])
+        climb = scaled(at(visit.t, self.rho), unit(uphill))
         return visit.gradient(add(w, climb), x, y)
 
     def serve(self, server: Kept, w: Vector, end: End) -> Vector:
