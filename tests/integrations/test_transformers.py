@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastsam
 from fastsam import FusedSAM
-from fastsam.integrations import transformers as integration
+from fastsam.integrations import hf as integration
 from fastsam.integrations.accelerate import sam_of
 from fastsam.integrations.hf import SAMTraining
 from tests.helpers.libraries import library
