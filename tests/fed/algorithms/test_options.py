@@ -24,7 +24,7 @@ OTHER = {
     "lam": 0.1, "eta_2": 0.7, "ascent_steps": 3, "form": "diag", "radius": [0.02, 0.01], "momentum_K": "epochs",
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active", "dyn": False, "first": "none",
     "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
-    "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0", "K": 2,
+    "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0", "K": 2, "perturb": "momentum",
 }  # fmt: skip
 NEEDS = {"eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05}}
 CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
@@ -95,6 +95,7 @@ BAD = [
     ("fedsmoo", {"s_rule": "mean"}, "'paper', 'mu_active', 'mu_all'.*'mean'"),
     ("fedsmoo", {"dyn": 1}, "dyn must be one of True, False"),
     ("fedspeed", {"alpha": 1.5}, "alpha .*<= 1"),
+    ("fednsam", {"perturb": "dual"}, "'gradient', 'momentum'.*'dual'"),
     ("fedlesam", {"first": "zero"}, "'origin', 'none'.*'zero'"),
     ("fedlesam-s", {"ref": "server"}, "'client', 'last_round'.*'server'"),
     ("fedlesam-s", {"control_scale": -1}, "control_scale .*>= 0"),
