@@ -1,0 +1,131 @@
+"""SGD, SAM and every variant on small tasks: `python -m bench.accuracy --out results.json`, then `python -m bench.accuracy.report results.json`.
+
+Each contender is tuned per task, by as many trials as everybody else, on seeds and samples that the report does not see. Then it trains with the
+seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into SGD's time (`time`), by measured times of a step. The file
+is written after every contender; the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import environment
+from bench.accuracy.contenders import MOMENTUM, WEIGHT_DECAY, Contender, contenders
+from bench.accuracy.figures import KIND
+from bench.accuracy.tasks import TASKS, Task
+from bench.accuracy.training import RADIUS, Trial, run, step_times, steps_in_equal_time, tune
+
+TUNING_SEEDS = (1000,)
+QUICK_STEPS = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    known = contenders()
+    parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", default=",".join(TASKS), help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--variants", default=";".join(known), help=f"SGD is always there; of {'; '.join(known)}")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of the report, two or more")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps a run, to see that it works")
+    parser.add_argument("--out", type=Path, default=Path("runs/accuracy.json"), help="the results file")
+    given = parser.parse_args(argv)
+    tasks = [_known(name, TASKS, parser) for name in given.tasks.split(",")]
+    names = list(dict.fromkeys(["SGD", *(_known(name.strip(), known, parser) for name in given.variants.split(";"))]))
+    if given.seeds < 2:
+        parser.error(f"--seeds {given.seeds}: a spread needs two seeds or more")
+    torch.set_num_threads(1)
+    settings = {
+        "seeds": list(range(given.seeds)),
+        "tuning_seeds": list(TUNING_SEEDS),
+        "quick": given.quick,
+        "variants": names,
+        "momentum": MOMENTUM,
+        "weight_decay": WEIGHT_DECAY,
+        "radius": RADIUS,
+    }
+    try:
+        record = _begun(given.out, settings)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in tasks:
+        _measure(name, {n: known[n] for n in names}, record, given.out)
+    _write(record, given.out)
+    return 0
+
+
+def _known(name: str, names: dict[str, Any], parser: argparse.ArgumentParser) -> str:
+    if name not in names:
+        parser.error(f"there is no {name!r}; there are {', '.join(names)}")
+    return name
+
+
+def _begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The record of a run that was stopped, or a new one. Raises ValueError for one with other settings, or of another commit."""
+    facts = environment.facts(environment.command_line("bench.accuracy"))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return {"kind": KIND, "environment": facts, "settings": settings, "tasks": {}}
+    record: dict[str, Any] = json.loads(path.read_text())
+    if record.get("kind") != KIND or record["settings"] != settings:
+        raise ValueError(f"{path} is of other settings: name another --out, or remove it")
+    if record["environment"]["commit"] != facts["commit"]:
+        raise ValueError(f"{path} was begun at commit {record['environment']['commit']}, this is {facts['commit']}")
+    record["environment"]["command"] = facts["command"]
+    return record
+
+
+def _measure(name: str, entrants: dict[str, Contender], record: dict[str, Any], path: Path) -> None:
+    task, settings = TASKS[name], record["settings"]
+    steps = QUICK_STEPS if settings["quick"] else task.steps
+    if name not in record["tasks"]:
+        times = step_times(task, entrants, rounds=2 if settings["quick"] else 15)
+        record["tasks"][name] = {"title": task.title, "train": task.train, "steps": steps, "lrs": task.lrs}
+        record["tasks"][name] |= {"seconds_per_step": times, "variants": {}}
+        ratios = ", ".join(f"{n} {seconds / times['SGD']:.2f}" for n, seconds in times.items())
+        print(f"{name}: a step of SGD takes {times['SGD'] * 1e3:.2f} ms; in its units: {ratios}", flush=True)
+    found = record["tasks"][name]
+    for who, contender in entrants.items():
+        if who in found["variants"]:
+            continue
+        seconds = found["seconds_per_step"]
+        fewer = steps_in_equal_time(steps, seconds[who], seconds["SGD"])
+        found["variants"][who] = _entry(task, contender, settings, steps, fewer)
+        _write(record, path)
+        row = found["variants"][who]
+        means = [statistics.fmean(row[protocol]["accuracy"]) for protocol in ("steps", "time")]
+        best = row["grid"][0]
+        print(
+            f"{name}, {who}: lr {best['lr']}, {row['second']} {best['value']}; accuracy {means[0]:.3f}, "
+            f"in SGD's time ({fewer} steps) {means[1]:.3f}",
+            flush=True,
+        )
+
+
+def _entry(task: Task, contender: Contender, settings: dict[str, Any], steps: int, fewer: int) -> dict[str, Any]:
+    """The grid, best first, and the runs of the best trial by both protocols."""
+    grid = tune(task, contender, settings["tuning_seeds"], steps)
+    trial = Trial(grid[0]["lr"], grid[0]["value"])
+    made: dict[int, dict[str, Any]] = {}
+    for count in dict.fromkeys((steps, fewer)):
+        runs = [asdict(run(task, contender, trial, seed, count, sharp=True)) for seed in settings["seeds"]]
+        made[count] = {"steps": count} | {key: [one[key] for one in runs] for key in ("accuracy", "sharpness")}
+    return {"second": contender.second, "grid": grid, "steps": made[steps], "time": made[fewer]}
+
+
+def _write(record: dict[str, Any], path: Path) -> None:
+    part = path.with_name(f"part-{path.name}")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

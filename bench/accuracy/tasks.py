@@ -1,0 +1,160 @@
+"""The tasks: small enough for a run of a second on one core, with so few training samples that generalisation is what differs.
+
+What can be had without a network: two sets that ship inside scikit-learn, and two that are made here from a fixed generator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """`load` gives all samples and the number of the last ones that are the test set, which no tuning sees.
+
+    train: samples of a run, drawn anew for each seed from those before the test set. noise: share of them whose label is drawn anew from the
+    other classes.
+    """
+
+    title: str
+    load: Callable[[], tuple[Tensor, Tensor, int]]
+    model: Callable[[], nn.Module]
+    train: int
+    steps: int
+    lrs: tuple[float, ...] = (0.02, 0.1)
+    noise: float = 0.0
+    batch: int = 32
+
+    def split(self, seed: int, tuning: bool) -> tuple[Pair, Pair]:
+        """The training samples of a seed, and what to evaluate on: when tuning, the pool's other samples (500 at most), with clean labels."""
+        x, y, test = self.load()
+        pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
+        order = torch.randperm(pool, generator=rng)
+        own, others = order[: self.train], order[self.train : self.train + 500]
+        labels = corrupted(y[own], int(y.max()) + 1, self.noise, rng)
+        return (x[own], labels), ((x[others], y[others]) if tuning else (x[pool:], y[pool:]))
+
+
+def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
+    """`labels` (`[n]`, integers), of which round(share * n), chosen at random, are drawn anew, each uniformly from the other classes."""
+    made = labels.clone()
+    if not share:
+        return made
+    chosen = torch.randperm(len(labels), generator=rng)[: round(share * len(labels))]
+    made[chosen] = (labels[chosen] + torch.randint(1, classes, chosen.shape, generator=rng)) % classes
+    return made
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor, int]:
+    """1797 images `[1, 8, 8]` of digits, 800 of them the test set."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    return (*_shuffled(x.reshape(-1, 1, 8, 8) / 8 - 1, y), 800)
+
+
+@functools.cache
+def cancer() -> tuple[Tensor, Tensor, int]:
+    """569 samples of 30 standardised figures, two classes, 250 of them the test set."""
+    from sklearn.datasets import load_breast_cancer
+
+    x, y = load_breast_cancer(return_X_y=True)
+    return (*_shuffled((x - x.mean(0)) / x.std(0), y), 250)
+
+
+@functools.cache
+def images() -> tuple[Tensor, Tensor, int]:
+    """2000 images `[1, 12, 12]` of ten smooth templates, shifted by up to two pixels, with noise as strong as they are; 1000 the test set."""
+    rng = np.random.default_rng(7)
+    templates = np.kron(rng.standard_normal((10, 4, 4)), np.ones((3, 3)))
+    y = rng.integers(10, size=2000)
+    shifts = rng.integers(-2, 3, size=(2000, 2))
+    x = np.stack([np.roll(templates[k], s, (0, 1)) for k, s in zip(y, shifts, strict=True)])
+    return (*_tensors((x + rng.standard_normal(x.shape))[:, None], y), 1000)
+
+
+LENGTH = 16
+ALPHABET = " .abcdefghijklmnopqrstuvwxyz"
+_ONE = ("the {a} {n} {v}s the {a} {n}", "a {n} that {v}s every {n} {v}s it too", "no {n} {v}s a {a} {n} near the {p}")
+_MANY = ("the {a} {n}s {v} all {a} {n}s", "{n}s of the {p} {v} a {a} {n}", "some {n}s and their {n} {v} the {p}")
+_WORDS = {
+    "a": ("small", "red", "quiet", "old", "clever", "wild"),
+    "n": ("dog", "bird", "painter", "river", "lamp", "stone", "farmer", "cloud"),
+    "v": ("follow", "see", "help", "paint", "want", "remember"),
+    "p": ("garden", "harbour", "mill", "forest"),
+}
+
+
+@functools.cache
+def text() -> tuple[Tensor, Tensor, int]:
+    """Pieces of 16 characters of sentences whose verbs agree with their subjects, and the characters that follow each; 150 of 600 the test set."""
+    rng = np.random.default_rng(11)
+    made = ""
+    while len(made) < 600 * (LENGTH + 1):
+        sentence = str(rng.choice(_ONE + _MANY))
+        for hole, words in _WORDS.items():
+            while f"{{{hole}}}" in sentence:
+                sentence = sentence.replace(f"{{{hole}}}", str(rng.choice(words)), 1)
+        made += sentence + ". "
+    codes = torch.tensor([ALPHABET.index(c) for c in made])[: 600 * (LENGTH + 1)].view(600, LENGTH + 1)
+    return codes[:, :-1].contiguous(), codes[:, 1:].contiguous(), 150
+
+
+class NextCharacter(nn.Module):
+    """A transformer of one layer over characters: integers `[n, LENGTH]` to scores `[n, characters, LENGTH]`."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(ALPHABET), width)
+        self.place = nn.Parameter(0.1 * torch.randn(LENGTH, width))
+        self.layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, len(ALPHABET))
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, codes: Tensor) -> Tensor:
+        scores: Tensor = self.out(self.norm(self.layer(self.embed(codes) + self.place, self.mask, is_causal=True)))
+        return scores.transpose(1, 2)
+
+
+def perceptron(inputs: int, classes: int, width: int = 96) -> nn.Module:
+    """Two hidden layers, each normalised (SAMON perturbs the normalisation alone)."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for size in (inputs, width):
+        layers += [nn.Linear(size, width), nn.LayerNorm(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, classes))
+
+
+def cnn(side: int, classes: int) -> nn.Module:
+    """Two convolutions with group norms, each followed by pooling."""
+    layers: list[nn.Module] = []
+    for before, after in ((1, 8), (8, 16)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * (side // 4) ** 2, classes))
+
+
+TASKS = {
+    "digits-noise": Task("digits, 40 % of labels wrong", digits, lambda: perceptron(64, 10), 250, 200, noise=0.4),
+    "digits": Task("digits", digits, lambda: perceptron(64, 10), train=150, steps=100),
+    "cancer": Task("breast cancer", cancer, lambda: perceptron(30, 2), train=60, steps=100),
+    "images-noise": Task("synthetic images, 20 % of labels wrong", images, lambda: cnn(12, 10), 250, 100, noise=0.2),
+    "text": Task("next character", text, NextCharacter, train=150, steps=100, lrs=(0.1, 0.3), batch=16),
+}
+
+
+def _shuffled(x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
+    order = np.random.default_rng(0).permutation(len(y))
+    return _tensors(x[order], y[order])
+
+
+def _tensors(x: np.ndarray, y: np.ndarray) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(x).float(), torch.from_numpy(y).long()
