@@ -23,7 +23,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations test-hub-kernel check format bench bench-kernels bench-fed wheels hub-kernel gpu clean
+.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations test-hub-kernel check format bench bench-kernels bench-accuracy bench-fed wheels hub-kernel gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -144,6 +144,9 @@ bench: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the optimizer part of a SAM st
 bench-kernels: $(VENV)/.has-tests $(VENV)/.has-fastsam ## every kernel and whole steps against the memory floor. OUT=folder, ARGS=--quick
 	@$(BIN)/python -m bench.kernels --out $(or $(OUT),runs/kernels) $(ARGS)
 	@for file in $(or $(OUT),runs/kernels)/kernels-*.json; do $(BIN)/python -m bench.report $$file --plot $(or $(OUT),runs/kernels) >/dev/null; done
+
+bench-accuracy: $(VENV)/.has-tests $(VENV)/.has-fastsam ## what SAM's variants are worth on small tasks, beside SGD: JSON, half an hour of one core. OUT=file, ARGS=--quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.accuracy --out $(or $(OUT),runs/accuracy.json) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.
 PEERS ?= .peers

@@ -2,7 +2,7 @@
 
 Each contender is tuned per task, by as many trials as everybody else, on seeds and samples that the report does not see. Then it trains with the
 seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into SGD's time (`time`), by measured times of a step. The file
-is written after every contender; the same command goes on where it was stopped.
+is written after every contender; the same command goes on where it was stopped, and one with other tasks or variants adds them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "seeds": list(range(given.seeds)),
         "tuning_seeds": list(TUNING_SEEDS),
         "quick": given.quick,
-        "variants": names,
+        "rounds": 2 if given.quick else 15,
         "momentum": MOMENTUM,
         "weight_decay": WEIGHT_DECAY,
         "radius": RADIUS,
@@ -69,36 +69,39 @@ def _known(name: str, names: dict[str, Any], parser: argparse.ArgumentParser) ->
 
 
 def _begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The record of a run that was stopped, or a new one. Raises ValueError for one with other settings, or of another commit."""
+    """A new record, or the one that is there, to be added to. Raises ValueError for one with other settings."""
     facts = environment.facts(environment.command_line("bench.accuracy"))
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        return {"kind": KIND, "environment": facts, "settings": settings, "tasks": {}}
+        return {"kind": KIND, "environment": facts, "continued": [], "settings": settings, "tasks": {}}
     record: dict[str, Any] = json.loads(path.read_text())
     if record.get("kind") != KIND or record["settings"] != settings:
-        raise ValueError(f"{path} is of other settings: name another --out, or remove it")
-    if record["environment"]["commit"] != facts["commit"]:
-        raise ValueError(f"{path} was begun at commit {record['environment']['commit']}, this is {facts['commit']}")
-    record["environment"]["command"] = facts["command"]
+        raise ValueError(f"{path} is no results file with the settings {settings}: name another --out, or remove it")
+    now = {key: facts[key] for key in ("command", "commit", "date")}
+    if now["commit"] != record["environment"]["commit"] or now["command"] != record["environment"]["command"]:
+        record["continued"].append(now)
     return record
 
 
 def _measure(name: str, entrants: dict[str, Contender], record: dict[str, Any], path: Path) -> None:
     task, settings = TASKS[name], record["settings"]
     steps = QUICK_STEPS if settings["quick"] else task.steps
-    if name not in record["tasks"]:
-        times = step_times(task, entrants, rounds=2 if settings["quick"] else 15)
-        record["tasks"][name] = {"title": task.title, "train": task.train, "steps": steps, "lrs": task.lrs}
-        record["tasks"][name] |= {"seconds_per_step": times, "variants": {}}
-        ratios = ", ".join(f"{n} {seconds / times['SGD']:.2f}" for n, seconds in times.items())
-        print(f"{name}: a step of SGD takes {times['SGD'] * 1e3:.2f} ms; in its units: {ratios}", flush=True)
-    found = record["tasks"][name]
+    new = {"title": task.title, "train": task.train, "steps": steps, "lrs": task.lrs, "step_of_sgd": {}, "variants": {}}
+    found = record["tasks"].setdefault(name, new)
+    costs = found["step_of_sgd"]
+    if any(who not in costs for who in entrants):
+        times = step_times(
+            task, {w: one for w, one in entrants.items() if w == "SGD" or w not in costs}, settings["rounds"]
+        )
+        costs |= {who: times[who] / times["SGD"] for who in times if who not in costs}
+        shown = ", ".join(f"{who} {cost:.2f}" for who, cost in costs.items())
+        print(f"{name}: a step of SGD takes {times['SGD'] * 1e3:.2f} ms; in its units: {shown}", flush=True)
     for who, contender in entrants.items():
         if who in found["variants"]:
             continue
-        seconds = found["seconds_per_step"]
-        fewer = steps_in_equal_time(steps, seconds[who], seconds["SGD"])
-        found["variants"][who] = _entry(task, contender, settings, steps, fewer)
+        own = round(contender.share * steps)
+        fewer = min(own, steps_in_equal_time(steps, costs[who]))
+        found["variants"][who] = _entry(task, contender, settings, own, fewer)
         _write(record, path)
         row = found["variants"][who]
         means = [statistics.fmean(row[protocol]["accuracy"]) for protocol in ("steps", "time")]

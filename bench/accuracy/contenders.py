@@ -11,16 +11,21 @@ from torch import nn
 from fastsam import SAM, FusedSAM, variants
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
+DECAYS = (0.0, 5e-4, 5e-3)
 RHOS = (0.02, 0.05, 0.15)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`make`: a variant from the second number of a trial (the radius, or what `second` says); None for SGD, whose second is the weight decay."""
+    """`make`: a variant from the second number of a trial (the radius, or what `second` says); None for SGD, whose second is the weight decay.
+
+    share: of a task's steps.
+    """
 
     make: Callable[[float], SAM] | None
     values: tuple[float, ...] = RHOS
     second: str = "rho"
+    share: float = 1.0
 
     def optimizer(self, model: nn.Module, lr: float, value: float) -> torch.optim.Optimizer:
         """For a trial. Raises what the variant raises that cannot serve here."""
@@ -33,7 +38,8 @@ class Contender:
 
 
 NAMED = {
-    "SGD": Contender(None, (0.0, 5e-4, 5e-3), "weight decay"),
+    "SGD": Contender(None, DECAYS, "weight decay"),
+    "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # what stopping early does, alone
     "SAM": Contender(lambda rho: SAM(rho)),
     "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.2, 0.5, 1.0)),
     "SAM, every=5": Contender(lambda rho: SAM(rho, every=5)),

@@ -92,9 +92,9 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def steps_in_equal_time(steps: int, seconds: float, of_sgd: float) -> int:
-    """How many steps of `seconds` fit into the time of `steps` of SGD's; one at least, and no more than `steps`."""
-    return max(1, min(steps, int(steps * of_sgd / seconds)))
+def steps_in_equal_time(steps: int, cost: float) -> int:
+    """How many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and no more than `steps`."""
+    return max(1, min(steps, int(steps / cost)))
 
 
 def _start(task: Task, contender: Contender, trial: Trial, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,151 @@
+"""From a results file to the section of docs/variants.md: `python -m bench.accuracy.report FILE.json`. Nothing here trains."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from bench.accuracy.figures import KIND, Difference, spread
+from tests.helpers.generated_page import GeneratedPage
+
+Record = dict[str, Any]
+PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
+VERDICTS = {"no difference shown": "No difference shown", "worse": "Worse than SGD", "better": "Better than SGD"}
+
+
+def complete(record: Record) -> None:
+    """Raises ValueError for a record in which a task lacks a variant."""
+    everybody = {who: None for task in record["tasks"].values() for who in task["step_of_sgd"]}
+    for name, task in record["tasks"].items():
+        missing = [who for who in everybody if who not in task["variants"]]
+        if missing:
+            raise ValueError(f"task {name!r} lacks {', '.join(missing)}: run the record's command again, it goes on")
+    if not record["tasks"]:
+        raise ValueError("no task was run")
+
+
+def difference(task: Record, who: str, protocol: str) -> Difference:
+    """To SGD in a task, in percentage points."""
+    points = ([100 * a for a in task["variants"][name][protocol]["accuracy"]] for name in (who, "SGD"))
+    return Difference.of(*points)
+
+
+def overall(record: Record, who: str, protocol: str) -> Difference:
+    """To SGD, over the tasks, each counted the same."""
+    return Difference.mean_of([difference(task, who, protocol) for task in record["tasks"].values()])
+
+
+def table(record: Record) -> str:
+    """Markdown: verdicts, what did not help first; the differences by either protocol; every task; how it was made."""
+    parts = [verdicts(record)]
+    for protocol, words in PROTOCOLS.items():
+        parts.append(f"Difference to SGD in percentage points, trained {words}:\n\n{matrix(record, protocol)}")
+    parts += [f"**{task['title']}** ({_about(task)})\n\n{runs(task)}" for task in record["tasks"].values()]
+    return "\n\n".join([*parts, provenance(record)])
+
+
+def verdicts(record: Record) -> str:
+    """A list per protocol, over all tasks; and how many single comparisons came out how."""
+    lines = []
+    for protocol, words in PROTOCOLS.items():
+        found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+        for who in _ranked(record, protocol):
+            found[overall(record, who, protocol).verdict].append(f"`{who}`")
+        tasks = len(record["tasks"])
+        lines.append(f"Trained {words}, on average over the {tasks} task{'s' * (tasks != 1)}:\n")
+        lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
+        single = [
+            difference(task, who, protocol).verdict
+            for task in record["tasks"].values()
+            for who in _ranked(record, protocol)
+        ]
+        lines.append(
+            f"- Task by task, of {len(single)} comparisons {single.count('no difference shown')} show no difference, "
+            f"{single.count('worse')} are worse, {single.count('better')} better.\n"
+        )
+    return "\n".join(lines).rstrip()
+
+
+def matrix(record: Record, protocol: str) -> str:
+    """Variants down, by their mean; tasks across."""
+    titles = [task["title"] for task in record["tasks"].values()]
+    rows = ["| variant | " + " | ".join(titles) + " | mean |", "|---" + "|---:" * (len(titles) + 1) + "|"]
+    for who in _ranked(record, protocol):
+        found = [difference(task, who, protocol) for task in record["tasks"].values()]
+        cells = [_cell(d) for d in [*found, Difference.mean_of(found)]]
+        rows.append(f"| `{who}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def runs(task: Record) -> str:
+    """A task: what was chosen, accuracy (mean and sample standard deviation) by either protocol, steps that fit, cost, sharpness."""
+    rows = [
+        "| | chosen | accuracy | sharpness | time a step | steps in SGD's time | accuracy then |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for who, row in task["variants"].items():
+        best = row["grid"][0]
+        cells = [
+            f"`{who}`",
+            f"lr {best['lr']:g}, {row['second']} {best['value']:g}",
+            _percent(row["steps"]["accuracy"]),
+            f"{spread(row['steps']['sharpness'])[0]:.3f}",
+            f"{task['step_of_sgd'][who]:.2f}",
+            str(row["time"]["steps"]),
+            _percent(row["time"]["accuracy"]),
+        ]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def provenance(record: Record) -> str:
+    e, s = record["environment"], record["settings"]
+    tried = {who: row for task in record["tasks"].values() for who, row in task["variants"].items()}
+    grid = "; ".join(
+        f"`{who}` {row['second']} {', '.join(f'{v:g}' for v in sorted({trial['value'] for trial in row['grid']}))}"
+        for who, row in tried.items()
+    )
+    trials, seeds = len(next(iter(tried.values()))["grid"]), len(s["tuning_seeds"])
+    return (
+        f"Grid, {trials} trials for everybody, on {seeds} seed{'s' * (seeds != 1)} and samples of {'their' if seeds != 1 else 'its'} own: "
+        f"the two rates of a task times {grid}. Momentum {s['momentum']}; weight decay {s['weight_decay']:g}, but SGD's is in the grid. "
+        f"Sharpness: rise of the training loss within a step of {s['radius']} along its gradient.\n\n"
+        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`; "
+        f"{e['machine']['cpu']}, one of {e['machine']['cores']} cores, which other processes used too; Python {e['versions']['python']}, "
+        f"torch {e['versions']['torch']}.{_continued(record)}"
+    )
+
+
+def _continued(record: Record) -> str:
+    more = [
+        f"`{one['command']}` (commit `{one['commit'][:12]}{'+changes' * ('+' in one['commit'])}`)"
+        for one in record["continued"]
+    ]
+    return f" Added to by {', '.join(more)}." if more else ""
+
+
+def _ranked(record: Record, protocol: str) -> list[str]:
+    others = [who for who in next(iter(record["tasks"].values()))["variants"] if who != "SGD"]
+    return sorted(others, key=lambda who: -overall(record, who, protocol).mean)
+
+
+def _cell(found: Difference) -> str:
+    """Bold where it is a difference."""
+    text = f"{round(found.mean, 1) + 0.0:+.1f} ± {found.error:.1f}"  # + 0.0: no "-0.0"
+    return text if found.verdict == "no difference shown" else f"**{text}**"
+
+
+def _percent(shares: list[float]) -> str:
+    mean, deviation = spread([100 * share for share in shares])
+    return f"{mean:.1f} ({deviation:.1f})"
+
+
+def _about(task: Record) -> str:
+    rates = " and ".join(f"{lr:g}" for lr in task["lrs"])
+    return f"{task['train']} training samples, {task['steps']} steps, rates {rates}"
+
+
+PAGE = GeneratedPage("variants", "accuracy", KIND, "`python -m bench.accuracy`", table, complete)
+
+if __name__ == "__main__":
+    sys.exit(PAGE.main())
