@@ -86,8 +86,8 @@ def _begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 def _measure(name: str, entrants: dict[str, Contender], record: dict[str, Any], path: Path) -> None:
     task, settings = TASKS[name], record["settings"]
     steps = QUICK_STEPS if settings["quick"] else task.steps
-    new = {"title": task.title, "train": task.train, "steps": steps, "lrs": task.lrs, "step_of_sgd": {}, "variants": {}}
-    found = record["tasks"].setdefault(name, new)
+    facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": task.lrs}
+    found = record["tasks"].setdefault(name, {**facts, "step_of_sgd": {}, "variants": {}})
     costs = found["step_of_sgd"]
     if any(who not in costs for who in entrants):
         times = step_times(

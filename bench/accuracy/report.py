@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from bench.accuracy.figures import KIND, Difference, spread
@@ -10,6 +11,10 @@ from tests.helpers.generated_page import GeneratedPage
 
 Record = dict[str, Any]
 PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
+LABELS: dict[str, Callable[[Record], bool]] = {
+    "right labels": lambda task: not task["noise"],
+    "wrong labels": lambda task: bool(task["noise"]),
+}
 VERDICTS = {"no difference shown": "No difference shown", "worse": "Worse than SGD", "better": "Better than SGD"}
 
 
@@ -30,9 +35,15 @@ def difference(task: Record, who: str, protocol: str) -> Difference:
     return Difference.of(*points)
 
 
-def overall(record: Record, who: str, protocol: str) -> Difference:
+def overall(tasks: list[Record], who: str, protocol: str) -> Difference:
     """To SGD, over the tasks, each counted the same."""
-    return Difference.mean_of([difference(task, who, protocol) for task in record["tasks"].values()])
+    return Difference.mean_of([difference(task, who, protocol) for task in tasks])
+
+
+def by_labels(record: Record) -> dict[str, list[Record]]:
+    """The tasks with right labels in training, and those with wrong ones: what there are."""
+    found = {words: [task for task in record["tasks"].values() if holds(task)] for words, holds in LABELS.items()}
+    return {words: tasks for words, tasks in found.items() if tasks}
 
 
 def table(record: Record) -> str:
@@ -45,35 +56,34 @@ def table(record: Record) -> str:
 
 
 def verdicts(record: Record) -> str:
-    """A list per protocol, over all tasks; and how many single comparisons came out how."""
-    lines = []
-    for protocol, words in PROTOCOLS.items():
-        found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
-        for who in _ranked(record, protocol):
-            found[overall(record, who, protocol).verdict].append(f"`{who}`")
-        tasks = len(record["tasks"])
-        lines.append(f"Trained {words}, on average over the {tasks} task{'s' * (tasks != 1)}:\n")
-        lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
-        single = [
-            difference(task, who, protocol).verdict
-            for task in record["tasks"].values()
-            for who in _ranked(record, protocol)
-        ]
-        lines.append(
-            f"- Task by task, of {len(single)} comparisons {single.count('no difference shown')} show no difference, "
-            f"{single.count('worse')} are worse, {single.count('better')} better.\n"
-        )
-    return "\n".join(lines).rstrip()
+    """A list per protocol and kind of labels, over the tasks of that kind; and how the single comparisons came out."""
+    parts = []
+    for words, tasks in by_labels(record).items():
+        for protocol, trained in PROTOCOLS.items():
+            found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+            for who in _ranked(tasks, protocol):
+                found[overall(tasks, who, protocol).verdict].append(f"`{who}`")
+            single = [difference(task, who, protocol).verdict for task in tasks for who in _ranked(tasks, protocol)]
+            lines = [f"{words.capitalize()}, {_number(len(tasks), 'task')}, trained {trained}, on average:\n"]
+            lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
+            lines.append(
+                f"- Of {_number(len(single), 'single comparison')} {single.count('no difference shown')} show no difference, "
+                f"{single.count('worse')} are worse, {single.count('better')} better."
+            )
+            parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def matrix(record: Record, protocol: str) -> str:
-    """Variants down, by their mean; tasks across."""
-    titles = [task["title"] for task in record["tasks"].values()]
-    rows = ["| variant | " + " | ".join(titles) + " | mean |", "|---" + "|---:" * (len(titles) + 1) + "|"]
-    for who in _ranked(record, protocol):
-        found = [difference(task, who, protocol) for task in record["tasks"].values()]
-        cells = [_cell(d) for d in [*found, Difference.mean_of(found)]]
-        rows.append(f"| `{who}` | " + " | ".join(cells) + " |")
+    """Variants down, by their mean over everything; across the tasks, and the means by kind of labels."""
+    groups = by_labels(record)
+    tasks = [task for group in groups.values() for task in group]
+    titles = [task["title"] for task in tasks] + [f"mean, {words}" for words in groups]
+    rows = ["| variant | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
+    for who in _ranked(tasks, protocol):
+        found = [difference(task, who, protocol) for task in tasks]
+        found += [overall(group, who, protocol) for group in groups.values()]
+        rows.append(f"| `{who}` | " + " | ".join(_cell(one) for one in found) + " |")
     return "\n".join(rows)
 
 
@@ -107,7 +117,7 @@ def provenance(record: Record) -> str:
     )
     trials, seeds = len(next(iter(tried.values()))["grid"]), len(s["tuning_seeds"])
     return (
-        f"Grid, {trials} trials for everybody, on {seeds} seed{'s' * (seeds != 1)} and samples of {'their' if seeds != 1 else 'its'} own: "
+        f"Grid, {_number(trials, 'trial')} for everybody, on {_number(seeds, 'seed')} and samples of {'their' if seeds != 1 else 'its'} own: "
         f"the two rates of a task times {grid}. Momentum {s['momentum']}; weight decay {s['weight_decay']:g}, but SGD's is in the grid. "
         f"Sharpness: rise of the training loss within a step of {s['radius']} along its gradient.\n\n"
         f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`; "
@@ -124,9 +134,13 @@ def _continued(record: Record) -> str:
     return f" Added to by {', '.join(more)}." if more else ""
 
 
-def _ranked(record: Record, protocol: str) -> list[str]:
-    others = [who for who in next(iter(record["tasks"].values()))["variants"] if who != "SGD"]
-    return sorted(others, key=lambda who: -overall(record, who, protocol).mean)
+def _ranked(tasks: list[Record], protocol: str) -> list[str]:
+    others = [who for who in tasks[0]["variants"] if who != "SGD"]
+    return sorted(others, key=lambda who: -overall(tasks, who, protocol).mean)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _cell(found: Difference) -> str:
