@@ -17,6 +17,21 @@ LABELS: dict[str, Callable[[Record], bool]] = {
 }
 VERDICTS = {"no difference shown": "No difference shown", "worse": "Worse than SGD", "better": "Better than SGD"}
 
+CLAIMS = {  # to be held against SAM's figures
+    "ASAM": "a radius that the scale of the weights does not change generalises better",
+    "GSAM": "a smaller gap between perturbed loss and loss generalises better",
+    "WSAM": "sharpness as a term of its own weight is as good or better",
+    "FriendlySAM": "without the full gradient's part the perturbation generalises better",
+    "VaSSO": "a perturbation of less variance generalises better",
+    "SAMON": "perturbing normalisation layers alone is better",
+    "LESAM": "equal rises of the loss generalise better than equal radii",
+    "ESAM": "a part of the perturbation costs no accuracy",
+    "SSAMF": "a part of the perturbation is as good or better",
+    "LookSAM": "as accurate as SAM, nearly as fast as the base optimizer",
+    "MSAM": "as accurate as SAM, as fast as the base optimizer",
+    "LastGradient": "(AsyncSAM) as accurate as SAM, as fast as the base optimizer",
+}
+
 
 def complete(record: Record) -> None:
     """Raises ValueError for a record in which a task lacks a variant."""
@@ -29,15 +44,15 @@ def complete(record: Record) -> None:
         raise ValueError("no task was run")
 
 
-def difference(task: Record, who: str, protocol: str) -> Difference:
-    """To SGD in a task, in percentage points."""
-    points = ([100 * a for a in task["variants"][name][protocol]["accuracy"]] for name in (who, "SGD"))
+def difference(task: Record, who: str, protocol: str, base: str = "SGD") -> Difference:
+    """To `base` in a task, in percentage points."""
+    points = ([100 * a for a in task["variants"][name][protocol]["accuracy"]] for name in (who, base))
     return Difference.of(*points)
 
 
-def overall(tasks: list[Record], who: str, protocol: str) -> Difference:
-    """To SGD, over the tasks, each counted the same."""
-    return Difference.mean_of([difference(task, who, protocol) for task in tasks])
+def overall(tasks: list[Record], who: str, protocol: str, base: str = "SGD") -> Difference:
+    """To `base`, over the tasks, each counted the same."""
+    return Difference.mean_of([difference(task, who, protocol, base) for task in tasks])
 
 
 def by_labels(record: Record) -> dict[str, list[Record]]:
@@ -51,6 +66,7 @@ def table(record: Record) -> str:
     parts = [verdicts(record)]
     for protocol, words in PROTOCOLS.items():
         parts.append(f"Difference to SGD in percentage points, trained {words}:\n\n{matrix(record, protocol)}")
+    parts.append(f"What the papers claim, and the difference to `SAM` here, on average:\n\n{claims(record)}")
     parts += [f"**{task['title']}** ({_about(task)})\n\n{runs(task)}" for task in record["tasks"].values()]
     return "\n\n".join([*parts, provenance(record)])
 
@@ -84,6 +100,20 @@ def matrix(record: Record, protocol: str) -> str:
         found = [difference(task, who, protocol) for task in tasks]
         found += [overall(group, who, protocol) for group in groups.values()]
         rows.append(f"| `{who}` | " + " | ".join(_cell(one) for one in found) + " |")
+    return "\n".join(rows)
+
+
+def claims(record: Record) -> str:
+    """The variants whose papers compare with SAM, in their words' sense, beside the difference to SAM by kind of labels and protocol."""
+    groups = by_labels(record)
+    kinds = [(tasks, protocol) for tasks in groups.values() for protocol in PROTOCOLS]
+    titles = [f"{words}, {trained}" for words in groups for trained in ("equal steps", "SGD's time")]
+    rows = ["| variant | its paper | " + " | ".join(titles) + " |", "|---|---" + "|---:" * len(titles) + "|"]
+    known = record["tasks"][next(iter(record["tasks"]))]["variants"]
+    for who, claim in CLAIMS.items():
+        if who in known and "SAM" in known:
+            cells = [_cell(overall(tasks, who, protocol, "SAM")) for tasks, protocol in kinds]
+            rows.append(f"| `{who}` | {claim} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
