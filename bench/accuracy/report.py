@@ -83,8 +83,8 @@ def verdicts(record: Record) -> str:
             lines = [f"{words.capitalize()}, {_number(len(tasks), 'task')}, trained {trained}, on average:\n"]
             lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
             lines.append(
-                f"- Of {_number(len(single), 'single comparison')} {single.count('no difference shown')} show no difference, "
-                f"{single.count('worse')} are worse, {single.count('better')} better."
+                f"- {_number(len(single), 'single comparison')}: {single.count('no difference shown')} without a difference, "
+                f"{single.count('worse')} worse, {single.count('better')} better."
             )
             parts.append("\n".join(lines))
     return "\n\n".join(parts)

@@ -180,9 +180,14 @@ def test_the_page_says_first_what_did_not_help() -> None:
         < text.index("- Better than SGD: `SAM`.")
     )
     assert "Wrong labels, 2 tasks, trained in SGD's time, on average:" in text
-    assert "Of 6 single comparisons 2 show no difference, 2 are worse, 2 better." in text
+    assert "- 6 single comparisons: 2 without a difference, 2 worse, 2 better." in text
     assert f"| `SAM` | {' | '.join(['**+10.3 ± 0.3**'] * 4)} | **+10.3 ± 0.2** |" in text
     assert "| `GSAM` | +0.3 ± 1.2 |" in text
     row = next(line for line in text.splitlines() if line.startswith("| `MSAM` | as accurate as SAM"))
     assert row.count("**-20.7 ± 0.7** |") == 2 and row.count("**-20.7 ± 0.5** |") == 2
     assert "| `SAM` | lr 0.1, rho 0.05 | 70.3 (10.5) | 0.250 | 2.00 | 5 | 70.3 (10.5) |" in text
+
+
+def test_the_page_is_made_from_the_record() -> None:
+    record, page = report.PAGE.read(report.PAGE.results), report.PAGE.path.read_text()
+    assert report.PAGE.fill(page, record) == page, "it differs: python -m bench.accuracy.report"
