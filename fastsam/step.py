@@ -30,11 +30,13 @@ class Direction(Enum):
     ADAPTIVE_GRADIENT = "adaptive gradient"  # ASAM
     GRADIENT_MINUS_DUAL = "gradient minus dual"  # FedSMOO: mu, s, penalty
     CONSTANT = "constant"  # FedLESAM: e, known before the gradient, so one back-propagation
+    PATH = "path"  # FedWMSAM: k*e + drift*(w - w^t) in step k, from 0: as well known before the gradient
+    GRADIENT_PLUS = "gradient plus"  # FedTOGA: g1 + e + drift*(w - w^t), and the last step's g2 where it is remembered
 
     @property
     def backprops(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
-        return 1 if self in (Direction.NONE, Direction.CONSTANT) else 2
+        return 1 if self in (Direction.NONE, Direction.CONSTANT, Direction.PATH) else 2
 
 
 def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[Column, Any]]:

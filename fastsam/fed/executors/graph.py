@@ -26,7 +26,7 @@ PHASED = "the algorithm's local steps have phases of their own, which train othe
 class StaticRow(Row):
     """A row whose step reads and writes the same memory every time, so that it can be captured.
 
-    Batches are copied into inputs that stay, one pair per shape; q and s into fields; the losses of the steps go to a buffer at a place
+    Batches are copied into inputs that stay, one pair per shape; q, s and the like into fields; the losses of the steps go to a buffer at a place
     that a counter on the device gives. Learning rate, rho and all other numbers are device data in any row. The methods run on the row's
     stream: what they allocate belongs to it.
     """
@@ -56,6 +56,7 @@ class StaticRow(Row):
             self.form.q = self.form.field("q").copy_(self.form.q)
         if self.form.s is not None and step.s is not None:
             self.form.s = self.form.field("s").copy_(self.form.s)
+        self.form.vectors = {name: self.form.field(name).copy_(v) for name, v in self.form.vectors.items()}
 
     def _make_room(self, dtype: torch.dtype) -> None:
         """A buffer for the losses of this client, and of any that has no more samples than the largest of the run."""

@@ -21,7 +21,8 @@ from fastsam_kernels.rules import sgd
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a LocalStep decides which kernels are called: rows of one kind share their calls. Numbers stand in `hyper`, row by row."""
+    """What of a LocalStep decides which kernels are called: rows of one kind share their calls. Numbers stand in `hyper`, row by row; those that
+    torch's own operations are given stand here."""
 
     direction: Direction
     has_q: bool
@@ -29,11 +30,15 @@ class Kind:
     keeps_first: bool
     surrogate: bool
     paced: bool = False  # the learning rate is another in every step
+    drift: float = 0.0
+    remembers: bool = False
+    pull: float = 0.0
 
     @classmethod
     def of(cls, step: LocalStep) -> Kind:
         surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1
-        return cls(step.direction, step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced)
+        given = step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced
+        return cls(step.direction, *given, step.drift, step.remembers, step.pull)
 
     @property
     def rewrites(self) -> bool:
@@ -43,11 +48,27 @@ class Kind:
     @cached_property
     def two_passes(self) -> bool:
         """Whether a first gradient finds the perturbation."""
-        return self.direction not in (Direction.NONE, Direction.CONSTANT)
+        return self.direction.backprops == 2
 
     @property
     def constant(self) -> bool:
         return self.direction is Direction.CONSTANT
+
+    @property
+    def walks(self) -> bool:
+        """Whether every step has a perturbation of its own that no gradient finds."""
+        return self.direction is Direction.PATH
+
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors that its steps only read, besides q and s."""
+        e = ("e",) if self.direction in (Direction.PATH, Direction.GRADIENT_PLUS) else ()
+        return (*e, "anchor") if self.pull else e
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the fields that a step leaves to the next one, zero at the start."""
+        return ("path",) if self.walks else ("last",) if self.remembers else ()
 
 
 class Rows:
@@ -95,7 +116,7 @@ class Form:
     """Some neighbouring rows of a `Rows`, and the steps that they take together; all of one kind, which `arrange` sets.
 
     z: `[rows, stride]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a gradient. q, shift, s: what
-    the kernels read beside them, `[rows, stride]` (of s all rows may be one).
+    the kernels read beside them, `[rows, stride]` (of s all rows may be one). vectors: others by name (`Kind.vectors`), in the same way.
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -109,6 +130,7 @@ class Form:
         self.w: Tensor | None = None
         self.q: Tensor | None = None
         self.s: Tensor | None = None
+        self.vectors: dict[str, Tensor] = {}
 
     def field(self, name: str) -> Tensor:
         return self.rows.field(name)[self.part]
@@ -121,7 +143,7 @@ class Form:
     def arrange(self, kind: Kind) -> None:
         """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another tensor there."""
         self.kind = kind
-        self.w = self.field("w") if kind.two_passes else None
+        self.w = self.field("w") if kind.two_passes or kind.walks else None
         self.q = self.field("q") if kind.has_q or (kind.constant and self.folds) else None
 
     @property
@@ -147,6 +169,10 @@ class Form:
             self.w.copy_(start)
         if self.momentum is not None:
             self.momentum.zero_()
+        if self.kind.drift:
+            self.field("origin").copy_(start)
+        for name in self.kind.memory:
+            self.field(name).zero_()
 
     def shift_(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[stride]`, or `[rows, stride]`."""
@@ -176,17 +202,58 @@ class Form:
             assert s is not None
             self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hyper)
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hyper, self.sumsq, eps=eps)
-            return
-        weights = [self.w] if self.kind.direction is Direction.ADAPTIVE_GRADIENT else []
-        self.kernels.norm_(self.sumsq, grads, weights, table, self.hyper)
-        self.kernels.perturb_([self.z], self.w, grads, table, self.hyper, self.sumsq, False)
+        else:
+            if self.kind.direction is Direction.GRADIENT_PLUS:
+                grads = self._joined(first)
+            weights = [self.w] if self.kind.direction is Direction.ADAPTIVE_GRADIENT else []
+            self.kernels.norm_(self.sumsq, grads, weights, table, self.hyper)
+            self.kernels.perturb_([self.z], self.w, grads, table, self.hyper, self.sumsq, False)
+        if self.kind.pull:
+            self.z.lerp_(self.vectors["anchor"], self.kind.pull)
+
+    def walk_(self) -> None:
+        """`z = w + eps` along `k*e + drift*(w - w^t)` in step k, before any gradient; the field "path" is k*e."""
+        assert self.w is not None  # arrange() saw to it
+        path, table = self.field("path"), self.layout.table
+        d = self._drifted(path)
+        self.kernels.norm_(self.sumsq, [d], [], table, self.hyper)
+        self.kernels.perturb_([self.z], self.w, [d], table, self.hyper, self.sumsq, False)
+        path.add_(self.vectors["e"])
+
+    def _drifted(self, e: Tensor) -> Tensor:
+        """`e + drift*(w - w^t)`, in the field "direction"."""
+        d = self.field("direction")
+        if not self.kind.drift:
+            return d.copy_(e)
+        assert self.w is not None
+        torch.sub(self.w, self.field("origin"), out=d)
+        return d.mul_(self.kind.drift).add_(e)
+
+    def _joined(self, first: Gradients) -> list[Tensor]:
+        """The first gradients with what else is in the direction, by parameter."""
+        d = self._drifted(self.vectors["e"])
+        if self.kind.remembers:
+            d.add_(self.field("last"))
+        views = self._like(first, d)
+        torch._foreach_add_(views, first.tensors)
+        return views
+
+    def _like(self, grads: Gradients, field: Tensor) -> list[Tensor]:
+        """Views of a field, one for each of the gradients and shaped like it: a single row's have no dimension for the rows."""
+        views = self.layout.views(field)
+        return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 
     def update_(self, grads: Gradients, first: Gradients | None) -> None:
         """The step itself: `z`, and `w` where there is one."""
-        if first is not None and first.slots != grads.slots:
+        if self.kind.walks or self.kind.pull:
+            if self.w is not None and len(grads.slots) < len(self.layout.segments):
+                self.z.copy_(self.w)  # what the pass did not use was moved too, and must not stay so
+        elif first is not None and first.slots != grads.slots:
             assert self.w is not None
             # what only the first pass used must not stay perturbed
             self.kernels.restore_([self.z], self.w, first.table)
+        if self.kind.remembers:
+            torch._foreach_copy_(self._like(grads, self.field("last")), grads.tensors)
         g1 = first.like(grads) if first is not None and self.kind.keeps_first else None
         if self.kind.surrogate and g1:
             self.kernels.inner_(self.inner, g1, grads.tensors, grads.table)

@@ -152,7 +152,7 @@ def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return RowEnds(
         clients=clients,
-        displacement=form.z - (start if step.e is None and step.start is None else form.field("begin")),
+        displacement=form.z - (form.field("begin") if form.kind.constant or step.start is not None else start),
         steps=steps,
         backprops=backprops,
         losses=form.losses.clone(),

@@ -18,7 +18,7 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -81,7 +81,7 @@ class Row:
         self.map: InputMap | None = (
             None if map is None else map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
         )
-        if (e := task.vector("e")) is not None:
+        if self.form.kind.constant and (e := task.vector("e")) is not None:
             self.form.shift_(e)
         self._measure(task)
         self.batches: Iterator[tuple[Any, Any]] = self._batches(task)
@@ -132,7 +132,7 @@ class Row:
         envelope = step.envelope
         ends = RowEnds(
             clients=(task.client,),
-            displacement=self.z - (self.start if step.e is None else self.form.field("begin")),
+            displacement=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
@@ -188,6 +188,8 @@ class Row:
         if mu is not None and s is not None:
             form.field("mu")[0].copy_(mu)
             form.s = s[None]
+        if form.kind.vectors:
+            form.vectors = {name: v[None] for name in form.kind.vectors if (v := self.task.vector(name)) is not None}
 
     def _fill(self, step: LocalStep, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
@@ -234,9 +236,17 @@ class Row:
         if self.form.kind.two_passes:
             loss = self._sharp_step(k, x, y)
         else:
+            if self.form.kind.walks:
+                self._walk(k)
             loss, gradients = self._pass(k, x, y)
             self.form.update_(gradients, None)
         self.losses.append(loss)
+
+    def _walk(self, k: int) -> None:
+        self.form.walk_()
+        if k in self.task.snapshots:
+            w = self.snapshots[k].w
+            self.snapshots[k] = Snapshot(w, self.z[0] - w)
 
     def _pass(self, k: int, x: Any, y: Any) -> tuple[Tensor, Gradients]:
         """One forward and backward pass (with a map of the inputs: its ascent too)."""

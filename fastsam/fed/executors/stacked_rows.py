@@ -13,7 +13,7 @@ from fastsam.fed.executors.local_work import Crew, neighbours, slots_of, tasks_o
 from fastsam.fed.executors.step_vectors import vectors_of
 
 _INDICES = 256  # of sets of rows that are not neighbours, kept: the same ones come every round
-_WRITTEN = ("z", "w", "momentum", "mu", "eps")  # fields that a step writes; the others are only read
+_WRITTEN = ("z", "w", "momentum", "mu", "eps", "path", "last")  # fields that a step writes; the others are only read
 
 
 class StackedRows:
@@ -56,7 +56,7 @@ class StackedRows:
         form.begin_(start if own is None else own)
         if own is not None:
             form.field("begin").copy_(own)
-        for name in ("q", "mu", "s"):
+        for name in ("q", "mu", "s", *crews[0].kind.vectors):
             vectors = vectors_of(tasks, name)
             if vectors is not None:
                 form.field(name).copy_(vectors)
@@ -67,6 +67,7 @@ class StackedRows:
         if crews[0].kind.paced:
             form.pace_([task.lr * task.step.pace(crew.k, crew.steps) for crew in crews for task in crew.tasks])
         form.s = form.field("s") if crews[0].tasks[0].step.s is not None else None
+        form.vectors = {name: form.field(name) for name in crews[0].kind.vectors}
         form.arrange(crews[0].kind)
         return form
 

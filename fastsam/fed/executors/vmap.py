@@ -104,7 +104,7 @@ class Vmap(Executor):
             self.rows.begin_(crews, self.start)
             if full_gradient:
                 self._full_gradients(crews)
-            if (e := vectors_of(these, "e")) is not None:
+            if kind.constant and (e := vectors_of(these, "e")) is not None:
                 self.rows.form(crews).shift_(e)
             opened += crews
         return opened
@@ -157,9 +157,8 @@ class Vmap(Executor):
         groups: dict[tuple[bool, ...], list[Crew]] = {}
         for crew in crews:
             step = crew.tasks[0].step
-            groups.setdefault((step.e is None, step.start is None, step.mu is None, step.full_gradient), []).append(
-                crew
-            )
+            sort = crew.kind.constant, step.start is None, step.mu is None, step.full_gradient
+            groups.setdefault(sort, []).append(crew)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
 
@@ -220,6 +219,10 @@ class Vmap(Executor):
         self, crews: list[Crew], form: Form, x: Tensor, y: Tensor, ends: bool, kept: Sequence[Kept] = ()
     ) -> None:
         """What the device does in a step. ends: it is the last one of some; kept: rows whose perturbation is, too."""
+        if form.kind.walks:
+            form.walk_()
+            for i, snapshots, k in kept:
+                snapshots[k] = Snapshot(snapshots[k].w, form.z[i] - snapshots[k].w)
         losses, first = self._pass(crews, form, x, y)
         if form.kind.two_passes:
             form.perturb_(first, form.field("eps") if ends and form.s is not None else None)

@@ -2,10 +2,11 @@
 
 Form U, in one client and one round (w^t is the global model that the client received):
 
-    d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), or a constant e
+    d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), a constant e,
+          k*e + drift*(w - w^t) in step k = 0, 1, ..., or g1 + e + drift*(w - w^t) [+ g2 of the step before]
     eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1
     mu <- mu + (eps - s)/alpha                    FedSMOO only
-    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1
+    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1; at (1 - pull)*(w + eps) + pull*anchor
     w  <- w - lr * (sig*v + (weight_decay + phi)*w)
 
 An algorithm chooses the constants; an executor runs the step; neither knows the other. Direction and mix are those of `FusedSAM`, in
@@ -29,8 +30,9 @@ from fastsam.step import Direction, Mix
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
 
-VECTORS = ("q", "e", "mu", "s", "start")  # of a LocalStep
-_NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",)}
+VECTORS = ("q", "e", "mu", "s", "start", "anchor")  # of a LocalStep
+_ALONG = (Direction.PATH, Direction.GRADIENT_PLUS)  # what is known of the way so far is in the direction
+_NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",), **dict.fromkeys(_ALONG, ("e",))}
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,11 @@ class Envelope:
 class LocalStep:
     """The constants of form U for some clients in one round.
 
-    q, e, mu, s, start: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights, or None. They are only read:
-    an executor works on its own copy of mu.
+    q, e, mu, s, start, anchor: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights, or None. They are
+    only read: an executor works on its own copy of mu.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured from there.
+    drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step before (0 in the first one).
+    anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not with PATH and CONSTANT.
     buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
     With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
@@ -79,11 +83,15 @@ class LocalStep:
     surrogate_gap: float = 0.0
     q: Tensor | None = None  # constant added to the gradient
     phi: float = 0.0  # proximal coefficient
-    e: Tensor | None = None  # CONSTANT: the direction
+    e: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
+    drift: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
+    remembers: bool = False  # GRADIENT_PLUS
     mu: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     s: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
     lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
+    anchor: Tensor | None = None  # towards which the perturbed point is pulled
+    pull: float = 0.0
     start: Tensor | None = None  # where the steps begin; None: the global model
     full_gradient: bool = False
     input_map: InputMap | None = None
@@ -100,7 +108,8 @@ class LocalStep:
         number("eta", self.eta, at_least=0)
         number("penalty", self.penalty, above=0)
         number("lr_end", self.lr_end, at_least=0)
-        for name in ("a", "b", "phi", "surrogate_gap"):
+        number("pull", self.pull, at_least=0, at_most=1)
+        for name in ("a", "b", "phi", "surrogate_gap", "drift"):
             number(name, getattr(self, name))
         needed = _NEEDS.get(self.direction, ())
         for name in ("e", "mu", "s"):
@@ -109,6 +118,18 @@ class LocalStep:
                     f"LocalStep: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the vectors e, mu, s; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
+        if (self.drift and self.direction not in _ALONG) or (
+            self.remembers and self.direction is not Direction.GRADIENT_PLUS
+        ):
+            raise ValueError(
+                f"LocalStep: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient plus'; the direction is "
+                f"{self.direction.value!r}, with drift={self.drift!r} and remembers={self.remembers!r}"
+            )
+        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
+            raise ValueError(
+                "LocalStep: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first gradient; got "
+                f"pull={self.pull!r}, {'no' if self.anchor is None else 'an'} anchor, and the direction {self.direction.value!r}"
+            )
         if self.teacher is not None and self.input_map is not None:
             raise ValueError("LocalStep: a step has a teacher or a map of the inputs, not both")
         if (self.b or self.surrogate_gap) and self.backprops == 1:

@@ -16,6 +16,8 @@ from fastsam.fed.executors.rowprograms.writer import Writer
 from fastsam.fed.step.local_step import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
+_SERVED = (Direction.NONE, Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT, Direction.CONSTANT)
+
 
 class RowPass:
     """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field `[rows, stride]`.
@@ -38,7 +40,7 @@ class RowPass:
         looks on.
         """
         kind = crew.kind
-        plain = not kind.surrogate and kind.direction is not Direction.GRADIENT_MINUS_DUAL
+        plain = not kind.surrogate and not kind.pull and kind.direction in _SERVED
         x, y = crew.samples
         gathered = x.dtype == torch.float32 and y.dtype == torch.int64 and y.dim() == 1
         return plain and gathered and crew.feed is not None and not any(task.snapshots for task in crew.tasks)

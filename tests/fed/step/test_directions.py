@@ -1,0 +1,130 @@
+"""Directions made of the way so far, and the pull of the perturbed point: what they leave alone, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from tests.helpers import oracle
+
+D = fed.Direction
+
+
+class Partly(nn.Module):
+    """Uses its second layer in no pass, and its third one in one of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.sometimes = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.double()
+
+    def forward(self, x):
+        out = self.first(x)
+        return self.sometimes(out) if len(x) == 5 else out
+
+
+@dataclass(frozen=True)
+class Own(fed.Algorithm):
+    """Constants as they are given; vectors by what is added to the global model or, of `e`, by itself."""
+
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def local_step(self, server, client, round):
+        w, made = server["w"], dict(self.constants)
+        there = (w != 0).to(w.dtype)
+        if "e" in made:
+            made["e"] = made["e"] * there
+        if "anchor" in made:
+            made["anchor"] = w + made["anchor"] * there
+        return fed.LocalStep(rho=0.3, **made)
+
+
+STEPS = {
+    "path": {"direction": D.PATH, "e": 0.7, "drift": -1.0},
+    "path along e": {"direction": D.PATH, "e": 0.7},
+    "gradient plus": {"direction": D.GRADIENT_PLUS, "e": 0.2, "drift": 0.5, "remembers": True},
+    "pull": {"direction": D.GRADIENT, "anchor": 0.4, "pull": 0.25},
+}
+
+
+def trained(constants, model, clients, executor):
+    return fed.run(model, clients, Own(constants), rounds=2, participation=1.0, batch_size=5, lr=0.1, executor=executor)
+
+
+BOTH = [(name, "sequential") for name in STEPS] + [
+    pytest.param(name, "vmap", marks=[] if name == "path" else pytest.mark.slow) for name in STEPS
+]
+
+
+@pytest.mark.parametrize(("name", "executor"), BOTH)
+def test_parameters_that_a_pass_does_not_use_stay(name, executor):
+    """Perturbed with everything else, they come back: bit for bit where no pass uses them."""
+    torch.manual_seed(0)
+    model = Partly()
+    clients = [(torch.randn(n, 4, dtype=torch.float64), torch.arange(n) % 3) for n in (7, 10)]
+    final = trained(STEPS[name], model, clients, executor).model
+    for before, after in zip(model.unused.parameters(), final.unused.parameters(), strict=True):
+        assert torch.equal(before, after)
+    assert not torch.equal(model.sometimes.weight, final.sometimes.weight)
+    other = trained(STEPS[name], model, clients, "sequential").model
+    for a, b in zip(final.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
+    """Then every step of a round has the gradient of the anchor, whatever the weights: as a loss that is linear."""
+    model, (x, y) = oracle.smooth_model(), oracle.ragged_clients()[0]
+    x, y = x[:5], y[:5]
+    kept = {"local_epochs": 3, "batch_size": 5, "lr": 0.1, "shuffle": False}
+    constants = {"direction": D.GRADIENT, "anchor": 0.0, "pull": 1.0}
+    final = fed.run(model, [(x, y)], Own(constants), rounds=1, participation=1.0, **kept).model
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    for p, g, q in zip(
+        model.parameters(), torch.autograd.grad(loss, list(model.parameters())), final.parameters(), strict=True
+    ):
+        torch.testing.assert_close(q, p - 3 * 0.1 * g, rtol=1e-10, atol=1e-12)
+
+
+E = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("constants", "words"),
+    [
+        ({"direction": D.PATH}, "'path' takes e of the vectors e, mu, s; e was not given"),
+        ({"direction": D.GRADIENT, "drift": 1.0}, "drift belongs to the directions 'path' and 'gradient plus'"),
+        ({"direction": D.PATH, "e": E, "remembers": True}, "remembers to 'gradient plus'"),
+        ({"direction": D.PATH, "e": E, "b": 0.5}, "the direction 'path' has one gradient only"),
+        ({"direction": D.GRADIENT, "pull": 0.5}, "an anchor and a pull > 0 go together.*pull=0.5, no anchor"),
+        ({"direction": D.GRADIENT, "anchor": E}, "an anchor and a pull > 0 go together.*pull=0.0, an anchor"),
+        ({"direction": D.NONE, "anchor": E, "pull": 0.5}, "found by a first gradient.*the direction 'none'"),
+        ({"direction": D.GRADIENT, "anchor": E, "pull": 1.5}, "pull must be a finite number >= 0 and <= 1, got 1.5"),
+        ({"direction": D.PATH, "e": E, "drift": float("nan")}, "drift must be a finite number"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(constants, words):
+    with pytest.raises(ValueError, match=words):
+        fed.LocalStep(**constants)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["path", "pull"])
+def test_measures_along_the_path_see_the_perturbation(name):
+    """The same on every executor, and no bit of the training changes."""
+
+    def run(executor, **options):
+        return fed.run(
+            oracle.smooth_model(), oracle.ragged_clients(), Own(STEPS[name]), rounds=2, participation=1.0, batch_size=5, executor=executor,
+            **options,
+        )  # fmt: skip
+
+    one, other = (run(e, measures=["perturbation_drift"]) for e in ("sequential", "vmap"))
+    seen = one.history[-1]["perturbation_drift"]
+    assert seen == pytest.approx(other.history[-1]["perturbation_drift"], rel=1e-6) and seen > 1e-3
+    for p, q in zip(one.model.parameters(), run("sequential").model.parameters(), strict=True):
+        assert torch.equal(p, q)
