@@ -72,15 +72,21 @@ def test_the_table_says_what_the_class_does(name):
     result = run(watched, participation=1.0, weight_decay=0.1)
     _, d, a, b, q, server, client, *_ = ROWS[name]
     step = watched._steps[-1]
-    directions = {NONE: "none", "`g1`": "gradient", "`w_old_i − w^t`": "constant"}
-    assert step.direction.value == directions.get(d, "gradient minus dual")
+    directions = {
+        NONE: "none",
+        "`g1`": "gradient",
+        "`w_old_i − w^t`": "constant",
+        "`alpha·(g1 − mu_i) − s`": "gradient minus dual",
+        "`g1 + kappa·D + last`": "gradient plus",
+        "`w^t + k·D_i − w`": "path",
+    }
+    assert step.direction.value == directions[d]
     assert (step.q is not None) == (q != NONE) and (step.phi != 0) == ("phi" in q)
     assert (a != "1") == (step.a != 1 or step.surrogate_gap != 0 or name == "fedspeed")
     assert (b != "0") == (step.surrogate_gap != 0 or name == "fedspeed")
-    assert set(watched._servers[-1]) == vectors(server)
-    assert {key for key, t in watched._clients[0].items() if t.shape == watched._servers[0]["w"].shape} == vectors(
-        client
-    )
+    size_of_w = watched._servers[0]["w"].shape
+    assert {key for key, t in watched._servers[-1].items() if t.shape == size_of_w} == vectors(server)
+    assert {key for key, t in watched._clients[0].items() if t.shape == size_of_w} == vectors(client)
     assert step.backprops + (step.then.backprops if name == "ditto" else 0) == watched.backprops
     active, size = result.history[-1]["clients"], 10 * 4 / 1e6
     stays = type(watched._inner).own_parameters is not fed.Algorithm.own_parameters

@@ -25,8 +25,12 @@ OTHER = {
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active", "dyn": False, "first": "none",
     "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
     "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0", "K": 2, "perturb": "momentum",
+    "threshold": 0.0,
 }  # fmt: skip
-NEEDS = {"eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05}}
+NEEDS = {
+    "eta": {"adaptive": True, "eta": 0.3}, "lr_min": {"rho_min": 0.01, "lr_min": 0.05},
+    "rho_g": {"threshold": 0.0, "rho_g": 0.3}, "window": {"threshold": 0.145, "window": 1},
+}  # fmt: skip
 CASES = [(name, field.name) for name, made in REGISTRY.items() for field in fields(made)]
 
 
@@ -138,7 +142,7 @@ def test_options_of_another_algorithm_in_python(make, words):
     [
         (
             ["--algorithm", "feddyn", "--beta", "0.1"],
-            r"beta is an option of fedavgm, fedntd, mimelite, mofedsam, not of feddyn",
+            r"beta is an option of fedavgm, fedntd, fedtoga, mimelite, mofedsam, not of feddyn",
         ),
         (["--algorithm", "fedlesam-s", "--fedlesam-s.phi", "0.1"], "phi is an option of feddyn"),
         (["--algorithm", "fedlesam-s", "--control-scal", "0.1"], "did you mean 'control_scale'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from fastsam.fed.step.model_copy import trainable
 
 MODEL = torch.nn.Linear(1, 1)
 ROWS = fed.Rows.of(MODEL, Layout.of(trainable(MODEL)))
-RADIUS = [name for name, made in fed.algorithms.registry.items() if "rho" in made.__dataclass_fields__]
+
+
+def radii(made):
+    """The options that take a schedule."""
+    return {field.name for field in fields(made) if field.type == "Scheduled"}
+
+
+RADIUS = [name for name, made in fed.algorithms.registry.items() if "rho" in radii(made)]
 
 
 def at(index, lr=0.1, first_lr=0.2):
@@ -135,7 +143,8 @@ def problem():
 
 def final(algorithm, **options):
     model, clients = problem()
-    result = fed.run(model, clients, algorithm, **{"rounds": 3, "participation": 0.7, "lr": 0.2, **options})
+    steps = {"rounds": 3, "participation": 0.7, "lr": 0.2, "local_epochs": 2}
+    result = fed.run(model, clients, algorithm, **{**steps, **options})
     return torch.cat([p.detach().flatten() for p in result.model.parameters()])
 
 

@@ -38,8 +38,9 @@ def test_states_are_as_large_as_declared(algorithm):
     watched = Watched(algorithm)
     result = run(watched, participation=1.0)
     w = watched._servers[0]["w"]
-    assert len(watched._servers[-1]) == algorithm.server_vectors
-    assert all(t.shape == w.shape and t.dtype == w.dtype for t in watched._servers[-1].values())
+    vectors = [t for t in watched._servers[-1].values() if t.shape == w.shape]
+    assert len(vectors) == algorithm.server_vectors and all(t.dtype == w.dtype for t in vectors)
+    assert sum(t.numel() for t in watched._servers[-1].values()) - len(vectors) * w.numel() <= 10  # a few numbers
     for state in watched._clients.values():
         assert sum(t.shape == w.shape for t in state.values()) == algorithm.client_vectors
     size = sum(p.numel() * 4 for p in result.model.parameters()) / 1e6

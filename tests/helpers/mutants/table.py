@@ -167,6 +167,33 @@ MUTANTS = [
     Mutant("step.teacher", "outputs / temperature, told / temperature", "outputs, told", "fedntd"),
     Mutant("step.teacher", ".sum(1).mean()", ".mean()", "fedntd"),
     Mutant("executors.gradient_passes", "teacher.weight * check", "check", "fedgmt"),
+    # FedWMSAM
+    Mutant(A + "fedwmsam", "drift=-1.0", "drift=1.0", "fedwmsam"),
+    Mutant(A + "fedwmsam", "e=D_i", 'e=server["D"]', "fedwmsam"),
+    Mutant(A + "fedwmsam", "q=(1 - alpha) * D_i", "q=D_i", "fedwmsam"),
+    Mutant(A + "fedwmsam", "a=alpha", "a=1.0", "fedwmsam"),
+    Mutant(A + "fedwmsam", "alpha / (1 - alpha)", "alpha", "fedwmsam"),
+    Mutant(A + "fedwmsam", "-round.lr * K for", "round.lr * K for", "fedwmsam"),
+    Mutant(A + "fedwmsam", '(1 + sums.mean("cos"))', '(1 - sums.mean("cos"))', "fedwmsam"),
+    Mutant(A + "fedwmsam", ".clamp(LEAST, MOST)", "", "fedwmsam"),
+    Mutant(A + "fedwmsam", "(1 - self.alpha_rate) * ", "", "fedwmsam"),
+    Mutant("executors.kernel_calls", 'path.add_(self.vectors["e"])', "pass", "fedwmsam"),
+    Mutant("executors.kernel_calls", "d.mul_(self.kind.drift)", "d", "fedwmsam"),
+    # FedTOGA
+    Mutant(A + "fedtoga", "e=self.kappa * D", "e=D", "fedtoga"),
+    Mutant(A + "fedtoga", "+ self.beta * D", "+ D", "fedtoga"),
+    Mutant(A + "fedtoga", "remembers=True", "remembers=False", "fedtoga"),
+    Mutant(A + "fedtoga", '(-sums.mean("delta"))', 'sums.mean("delta")', "fedtoga"),
+    Mutant(A + "fedtoga", "rho=rho,", "rho=0.0,", "fedtoga"),
+    Mutant("executors.kernel_calls", "            self.field(name).zero_()\n", "            pass\n", "fedtoga"),
+    # FedGF
+    Mutant(A + "fedgf", "max(1, min(round.index, self.window))", "self.window", "fedgf"),
+    Mutant(A + "fedgf", "min(round.index, self.window)", "round.index", "fedgf-window"),
+    Mutant(A + "fedgf", "round.index % self.window", "0", "fedgf"),
+    Mutant(A + "fedgf", "> self.threshold", "< self.threshold", "fedgf"),
+    Mutant(A + "fedgf", '* server["d"]', '* -server["d"]', "fedgf"),
+    Mutant(A + "fedgf", "pull=c", "pull=c / 2", "fedgf"),
+    Mutant(A + "fedgf", 'server["w"].double() - after', '2 * server["w"].double() - after', "fedgf"),
     # FedSMOO
     Mutant(A + "fedsmoo", "penalty=self.alpha", "penalty=1.0", "fedsmoo-alpha"),
     Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "ends.dual - ends.eps", "fedsmoo-alpha"),
@@ -234,7 +261,12 @@ MUTANTS = [
         "fedlesam",
     ),
     Mutant("executors.kernel_calls", "p * -inside", "p * inside", "fedlesam-d"),
-    Mutant("executors.row", 'self.start if step.e is None else self.form.field("begin")', "self.start", "fedlesam"),
+    Mutant(
+        "executors.row",
+        'self.form.field("begin") if step.direction is Direction.CONSTANT else self.start',
+        "self.start",
+        "fedlesam",
+    ),
     # FedRobust
     Mutant(
         "step.input_map",

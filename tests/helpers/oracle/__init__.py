@@ -8,6 +8,7 @@ from .averaging import FedMoSWA, FedNSAM, FedSWA
 from .central import central
 from .control import SCAFFOLD, FedGAMMA, FedLESAM_S
 from .dynamic import FedDyn, FedGloSS, FedLESAM_D, FedSMOO, FedSpeed
+from .flat import FedGF, FedTOGA, FedWMSAM
 from .loop import Options, attendance, run
 from .momentum import FedCM, MimeLite, MoFedSAM
 from .plain import FedAdam, FedAvg, FedGSAM, FedLESAM, FedProx, FedSAM
@@ -39,6 +40,7 @@ __all__ = [
     "FedDyn",
     "FedExP",
     "FedGAMMA",
+    "FedGF",
     "FedGMT",
     "FedGSAM",
     "FedGloSS",
@@ -55,6 +57,8 @@ __all__ = [
     "FedSMOO",
     "FedSWA",
     "FedSpeed",
+    "FedTOGA",
+    "FedWMSAM",
     "FedYogi",
     "MimeLite",
     "MoFedSAM",

@@ -1,0 +1,67 @@
+"""FedGF: Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024; https://github.com/hwan-sig/Official-FedGF."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import integer, number
+from fastsam.fed.step.local_step import NU
+
+
+@dataclass(frozen=True)
+class FedGF(Algorithm):
+    """FedSAM whose gradients are taken between the client's perturbed weights and the perturbed global model, the more so the further clients go.
+
+        p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
+        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is FedAvg's
+        c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
+
+    In the first rounds c is the share of those that there were. The authors' code has no defaults for its T_D and W: a threshold of 1 and 10
+    rounds are ours, and the threshold belongs to a model. c = 0 is FedSAM. rho, rho_g: numbers or schedules.
+    Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and `window` numbers. Two back-propagations a step.
+    """
+
+    down: ClassVar[float] = 2
+    server_vectors: ClassVar[float] = 2
+    working_vectors: ClassVar[float] = 2
+    backprops: ClassVar[int] = 2
+
+    rho: Scheduled = 0.05
+    rho_g: Scheduled = 0.05
+    threshold: float = 1.0
+    window: int = 10
+
+    def __post_init__(self) -> None:
+        check_scheduled("rho", self.rho)
+        check_scheduled("rho_g", self.rho_g)
+        number("threshold", self.threshold, at_least=0)
+        integer("window", self.window, at_least=1)
+
+    def init_server(self, w0: Tensor) -> State:
+        apart = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
+        return {"w": w0, "d": torch.zeros_like(w0), "apart": apart}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        rho, c = value_at("rho", self.rho, round), server["apart"].sum().item() / max(1, min(round.index, self.window))
+        if c == 0:
+            return LocalStep(Direction.GRADIENT, rho=rho)
+        p = server["w"] + value_at("rho_g", self.rho_g, round) * server["d"]
+        return LocalStep(Direction.GRADIENT, rho=rho, anchor=p, pull=c)
+
+    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+        length = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)
+        return client, Upload(mean={"delta": ends.displacement, "length": length})
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        after = super().step_server(server, sums, round)
+        D = server["w"].double() - after["w"].double()
+        d = D / (torch.linalg.vector_norm(D) + NU)
+        apart = server["apart"].clone()
+        apart[round.index % self.window] = (sums.mean("length") > self.threshold).double()
+        return {**after, "d": d.to(server["d"].dtype), "apart": apart}

@@ -1,0 +1,57 @@
+"""FedTOGA: Li et al., arXiv 2408.14144, 2024."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Direction, LocalStep, Round, State, Sums
+from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
+from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import number
+
+
+@dataclass(frozen=True)
+class FedTOGA(DynamicRegularizer):
+    """FedDyn with SAM gradients whose perturbations, and dynamic regularisers, lean towards the last global update.
+
+        d   = g1 + kappa*D + last,   eps = rho * d/||d||,    last the g2 of the step before, 0 in a round's first step
+        w <- w - lr * (g2 + phi*(h_i + w - w^t) + beta*D + weight_decay*w),   g2 at w + eps
+        D <- -mean_i (w_i - w^t);    h_i, H and w^{t+1} as in FedDyn
+
+    D is signed like a gradient. The paper's perturbation is linked to the global update, kappa*D; the code seen has kappa*(h_i - w^t) there.
+    beta is the weight of the correction that the code calls lamb1. phi: its lamb. rho: a number or a schedule. kappa = beta = 0 is FedDyn
+    with SAM gradients but for `last`. The server has no learning rate: a run's server_lr must be 1.
+    Per round and client 2 P down (w, D) and 1 P up; state: w, H, D, and h_i on every client. Two back-propagations a step.
+    """
+
+    down: ClassVar[float] = 2
+    server_vectors: ClassVar[float] = 3
+    working_vectors: ClassVar[float] = 5
+    backprops: ClassVar[int] = 2
+
+    rho: Scheduled = 0.1
+    kappa: float = 1.0
+    phi: float = 0.1
+    beta: float = 0.9
+    phi_decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_scheduled("rho", self.rho)
+        number("kappa", self.kappa, at_least=0)
+        number("beta", self.beta, at_least=0)
+        check_phi(self.phi, self.phi_decay)
+
+    def init_server(self, w0: Tensor) -> State:
+        return {**super().init_server(w0), "D": torch.zeros_like(w0)}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        phi, rho, D = self.phi_of(round), value_at("rho", self.rho, round), server["D"]
+        q = attraction(phi, server, client) + self.beta * D
+        return LocalStep(Direction.GRADIENT_PLUS, rho=rho, e=self.kappa * D, remembers=True, q=q, phi=phi)
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        return {**super().step_server(server, sums, round), "D": (-sums.mean("delta")).to(server["D"].dtype)}

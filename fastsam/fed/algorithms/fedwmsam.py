@@ -1,0 +1,75 @@
+"""FedWMSAM: Li, Huang et al., "FedWMSAM: Fast and Flat Federated Learning via Weighted Momentum and Sharpness-Aware Minimization", NeurIPS 2025;
+https://github.com/Huang-Yongzhi/NeurlPS_FedWMSAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.control import ControlVariates
+from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
+from fastsam.fed.common.checks import number
+
+LEAST, MOST = 0.1, 0.9  # of what alpha moves towards
+_TINY = 1e-12  # below which a norm counts as zero in a cosine
+
+
+@dataclass(frozen=True)
+class FedWMSAM(ControlVariates):
+    """SAM steps at the price of SGD, perturbed away from where the server's momentum leads, which every client corrects by control variates.
+
+        D_i = D + alpha/(1 - alpha) * (c - c_i)
+        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||             in local step k = 0, 1, ...; eps = 0 in the first one
+        w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
+        D <- -mean_i (w_i - w^t)/(lr_t*K_i);    c_i, c and the server's step as in SCAFFOLD
+        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)      with the D that was sent
+
+    D is signed like a gradient: the global model moves along -D. So both parts of d_k, k*D_i and the way back to w^t, lead uphill, as a
+    perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of it; we follow the paper. alpha: the
+    first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is FedCM with control variates.
+    Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and c_i on every client. One back-propagation a step.
+    """
+
+    down: ClassVar[float] = 3
+    server_vectors: ClassVar[float] = 3
+    working_vectors: ClassVar[float] = 6
+
+    rho: Scheduled = 0.01
+    alpha: float = 0.1
+    alpha_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_scheduled("rho", self.rho)
+        number("alpha", self.alpha, above=0, at_most=MOST)
+        number("alpha_rate", self.alpha_rate, at_least=0, at_most=1)
+
+    def init_server(self, w0: Tensor) -> State:
+        alpha = torch.full((1,), self.alpha, dtype=torch.float64, device=w0.device)
+        return {**super().init_server(w0), "D": torch.zeros_like(w0), "alpha": alpha}
+
+    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+        rho, alpha = value_at("rho", self.rho, round), server["alpha"].item()
+        D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
+        return LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
+
+    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+        state, upload = super().close_client(server, client, ends, round)
+        D = ends.displacement / ends.column(-round.lr * K for K in ends.steps)
+        mean = {**upload.mean, "D": D, "cos": _cosines(ends.displacement, server["D"])}
+        return state, Upload(mean, upload.total)
+
+    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+        towards = (1 + sums.mean("cos")).clamp(LEAST, MOST)
+        alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * towards
+        return {**super().step_server(server, sums, round), "D": sums.mean("D").to(server["D"].dtype), "alpha": alpha}
+
+
+def _cosines(rows: Tensor, v: Tensor) -> Tensor:
+    """Of each row with the vector, float64 `[n, 1]`; 0 where one of them is zero."""
+    rows, v = rows.double(), v.double()
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True) * torch.linalg.vector_norm(v)
+    return (rows * v).sum(1, keepdim=True) / lengths.clamp(min=_TINY)
