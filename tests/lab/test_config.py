@@ -144,7 +144,7 @@ def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> Non
             r"split must be one of 'dirichlet', 'iid', .*'own', got 'dirichelt' \(did you mean 'dirichlet'\?\)",
         ),
         ("algorithm = 3", "algorithm must be a string"),
-        ("algorithm = 'fedsma'", r"unknown algorithm 'fedsma' \(did you mean 'fedsam'\?\)"),
+        ("algorithm = 'fedsamm'", r"unknown algorithm 'fedsamm' \(did you mean 'fedsam'\?\)"),
         (
             "algorithm = 'fedsam'\nbeta = 0.1",
             r"beta is an option of .*mofedsam.*, not of fedsam \(its options are rho, adaptive, eta\)",
@@ -156,7 +156,7 @@ def test_flags_take_dashes_and_underscores_and_every_type(tmp_path: Path) -> Non
         ("algorithm = 'fedsam'\nrho = 'a'", "rho = 'a': 'a' is not known; names are round"),
         ("algorithm = 'fedsam'\nrho = -1.0", "rho"),
         ("algorithm = 'fedsam'\nrho = nan", "^fedsam: rho"),
-        ("[fedsma]\nrho = 0.1", r"unknown table \[fedsma\] \(did you mean 'fedsam'\?\)"),
+        ("[fedsamm]\nrho = 0.1", r"unknown table \[fedsamm\] \(did you mean 'fedsam'\?\)"),
         ("[fedsam]\nrhoo = 0.1", r"in \[fedsam\]: unknown key 'rhoo' \(did you mean 'rho'\?\)"),
         ("[fedsam]\nalgorithm = 'fedavg'", r"in \[fedsam\]: unknown key 'algorithm'"),
         ("[compare]\nseed = [1]", r"\[compare\] holds the lists"),
