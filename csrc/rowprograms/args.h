@@ -10,8 +10,9 @@ namespace fastsam {
 // Raises where there is none with this number.
 const RowProgram& program_of(int64_t number);
 
-// Raises for one that reads or writes outside of its inputs, its scratch memory or its result.
-void check_program(const RowProgram& program);
+// Of the words scratch, width, work, inputs; of each input labels, one, dimensions, sizes, strides; then the
+// instructions. Raises for a program that reads or writes outside of its inputs, its scratch memory or its result.
+RowProgram read_program(const int64_t* words, int64_t count);
 
 inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t rows, size_t place) {
   const int64_t lead = expected.one ? 0 : 1, dims = expected.size.size();

@@ -1,4 +1,7 @@
-// Whether a row program stays within its memory: the loops read and write what the words say, without looking.
+// A row program from its words, and whether it stays within its memory: the loops read and write what the words say,
+// without looking.
+#include <utility>
+
 #include "args.h"
 
 namespace fastsam {
@@ -16,16 +19,17 @@ struct Checker {
   const RowProgram& program;
 
   // Elements of a row of what the operand lies in.
-  int64_t room(const Operand& o) const {
-    if (o.base == Operand::scratch) return program.scratch;
-    return o.base == Operand::out ? program.width : program.inputs[o.base - Operand::first_input].span();
+  int64_t room(const RowOperand& o) const {
+    if (o.base == RowOperand::scratch) return program.scratch;
+    return o.base == RowOperand::out ? program.width : program.inputs[o.base - RowOperand::first_input].span();
   }
 
-  bool known(const Operand& o) const {
-    return o.base >= Operand::scratch && o.base - Operand::first_input < static_cast<int64_t>(program.inputs.size());
+  bool known(const RowOperand& o) const {
+    return o.base >= RowOperand::scratch &&
+           o.base - RowOperand::first_input < static_cast<int64_t>(program.inputs.size());
   }
 
-  bool within(const Operand& o, const Sizes& sizes) const {
+  bool within(const RowOperand& o, const Sizes& sizes) const {
     if (o.offset < 0 || o.offset >= room(o)) return false;
     int64_t left = room(o) - 1 - o.offset;
     for (int d = 0; d < kProgramDims; ++d) {
@@ -36,20 +40,20 @@ struct Checker {
     return true;
   }
 
-  bool labels(const Operand& o, const Sizes& sizes) const {
-    return known(o) && o.base >= Operand::first_input && program.inputs[o.base - Operand::first_input].labels &&
+  bool labels(const RowOperand& o, const Sizes& sizes) const {
+    return known(o) && o.base >= RowOperand::first_input && program.inputs[o.base - RowOperand::first_input].labels &&
            within(o, sizes);
   }
 
   // An operand without memory is one zero.
-  bool read(const Operand& o, const Sizes& sizes) const {
-    if (o.base == Operand::none) return !o.stride[0] && !o.stride[1] && !o.stride[2] && !o.stride[3];
-    return known(o) && (o.base < Operand::first_input || !program.inputs[o.base - Operand::first_input].labels) &&
+  bool read(const RowOperand& o, const Sizes& sizes) const {
+    if (o.base == RowOperand::none) return !o.stride[0] && !o.stride[1] && !o.stride[2] && !o.stride[3];
+    return known(o) && (o.base < RowOperand::first_input || !program.inputs[o.base - RowOperand::first_input].labels) &&
            within(o, sizes);
   }
 
-  bool written(const Operand& o, const Sizes& sizes) const {
-    return known(o) && o.base < Operand::first_input && within(o, sizes);
+  bool written(const RowOperand& o, const Sizes& sizes) const {
+    return known(o) && o.base < RowOperand::first_input && within(o, sizes);
   }
 
   bool fits(const Instruction& in) const {
@@ -60,7 +64,7 @@ struct Checker {
     const Sizes all{n[0], n[1], n[2], n[3]}, classes{n[0], n[1], n[2], 1}, inner{n[0], 1, n[2], 1};
     switch (in.code) {
       case Code::product: {
-        Operand out = in.out;  // dense, whatever its strides
+        RowOperand out = in.out;  // dense, whatever its strides
         out.stride[0] = n[2], out.stride[1] = 1;
         const Sizes whole{n[0], n[2], 1, 1};
         return written(out, whole) && read(in.a, {n[0], n[1], 1, 1}) && read(in.b, {n[1], n[2], 1, 1}) &&
@@ -83,7 +87,16 @@ struct Checker {
   }
 };
 
-}  // namespace
+// Takes words from the front.
+struct Words {
+  const int64_t *next, *end;
+
+  const int64_t* take(int64_t count) {
+    STD_TORCH_CHECK(count >= 0 && count <= end - next, "a row program must end with whole instructions");
+    return std::exchange(next, next + count);
+  }
+  int64_t one() { return *take(1); }
+};
 
 void check_program(const RowProgram& program) {
   const auto possible = [](int64_t n) { return n >= 0 && n <= kMostSize; };
@@ -98,6 +111,31 @@ void check_program(const RowProgram& program) {
     STD_TORCH_CHECK(Checker{program}.fits(program.instructions[i]), "instruction ", i,
                     " of the row program is none, or reads or writes outside of its memory");
   }
+}
+
+}  // namespace
+
+RowProgram read_program(const int64_t* first, int64_t count) {
+  Words words{first, first + count};
+  RowProgram made;
+  made.scratch = words.one(), made.width = words.one(), made.work = words.one();
+  for (int64_t left = words.one(); left > 0; --left) {
+    Expected& input = made.inputs.emplace_back();
+    input.labels = words.one() != 0, input.one = words.one() != 0;
+    const int64_t dims = words.one();
+    const auto* sizes = words.take(dims);
+    const auto* strides = words.take(dims);
+    input.size.assign(sizes, sizes + dims), input.stride.assign(strides, strides + dims);
+  }
+  constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
+  const int64_t rest = words.end - words.next;
+  made.instructions.resize(rest / words_each);
+  const int64_t* body = words.take(rest / words_each * words_each);
+  if (!made.instructions.empty())  // else there is no memory to copy to
+    std::memcpy(made.instructions.data(), body, made.instructions.size() * sizeof(Instruction));
+  STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
+  check_program(made);
+  return made;
 }
 
 }  // namespace fastsam

@@ -6,7 +6,7 @@ template <class F, class G>
 inline void over_classes(const Instruction& in, Places3 all, F f, G g) {
   const int64_t inner = in.size[2];
   const bool dense =
-      in.out.stride[2] == 1 && in.a.stride[2] == 1 && (in.b.base == Operand::none || in.b.stride[2] == 1);
+      in.out.stride[2] == 1 && in.a.stride[2] == 1 && (in.b.base == RowOperand::none || in.b.stride[2] == 1);
   for (int64_t o = 0; o < in.size[0]; ++o) {
     const Places3 at{all.out + o * in.out.stride[0], all.a + o * in.a.stride[0], all.b + o * in.b.stride[0], nullptr};
     for (int64_t i = 0; dense && i < inner; i += kLanes) {

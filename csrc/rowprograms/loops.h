@@ -101,7 +101,7 @@ inline void is_not(const Instruction& in, Places3 all, const int64_t* labels) {
 // Sizes: m, k, n. b, `[k, n]`, and the bias c, `[m, n]`.
 inline void matrix_product(const Instruction& in, Places3 at) {
   const Matrix a{at.a, in.a.stride[0], in.a.stride[1]}, b{at.b, in.b.stride[0], in.b.stride[1]};
-  const Matrix bias{in.c.base == Operand::none ? nullptr : at.c, in.c.stride[0], in.c.stride[1]};
+  const Matrix bias{in.c.base == RowOperand::none ? nullptr : at.c, in.c.stride[0], in.c.stride[1]};
   one_product(ProductArgs{1, in.size[0], in.size[1], in.size[2]}, a, b, bias, at.out);
 }
 
@@ -165,16 +165,16 @@ inline bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int
   static const float nothing = 0.0f;
   for (int64_t row = begin; row < end; ++row) {
     float* const out = args.out + row * args.out_row;
-    const auto place = [&](const Operand& operand) -> const void* {
+    const auto place = [&](const RowOperand& operand) -> const void* {
       switch (operand.base) {
-        case Operand::none:
+        case RowOperand::none:
           return &nothing;
-        case Operand::scratch:
+        case RowOperand::scratch:
           return scratch.data() + operand.offset;
-        case Operand::out:
+        case RowOperand::out:
           return out + operand.offset;
         default:
-          const int64_t i = operand.base - Operand::first_input;
+          const int64_t i = operand.base - RowOperand::first_input;
           const int64_t bytes = args.program.inputs[i].labels ? sizeof(int64_t) : sizeof(float);
           return static_cast<const char*>(args.inputs[i].data) + (row * args.inputs[i].row + operand.offset) * bytes;
       }

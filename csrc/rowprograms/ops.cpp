@@ -17,41 +17,11 @@ std::deque<RowProgram>& programs() {
   return all;
 }
 
-// Takes words from the front.
-struct Words {
-  const int64_t *next, *end;
-
-  const int64_t* take(int64_t count) {
-    STD_TORCH_CHECK(count >= 0 && count <= end - next, "a row program must end with whole instructions");
-    return std::exchange(next, next + count);
-  }
-  int64_t one() { return *take(1); }
-};
-
-// words: scratch, width, work, inputs; of each input labels, one, dimensions, sizes, strides; then the instructions.
+// words: see read_program.
 int64_t add_program(const Tensor given) {
   STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
-  const auto* first = static_cast<const int64_t*>(given.data_ptr());
-  Words words{first, first + given.size(0)};
-  RowProgram made;
-  made.scratch = words.one(), made.width = words.one(), made.work = words.one();
-  for (int64_t left = words.one(); left > 0; --left) {
-    Expected& input = made.inputs.emplace_back();
-    input.labels = words.one() != 0, input.one = words.one() != 0;
-    const int64_t dims = words.one();
-    const auto* sizes = words.take(dims);
-    const auto* strides = words.take(dims);
-    input.size.assign(sizes, sizes + dims), input.stride.assign(strides, strides + dims);
-  }
-  constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
-  const int64_t rest = words.end - words.next;
-  made.instructions.resize(rest / words_each);
-  const int64_t* body = words.take(rest / words_each * words_each);
-  if (!made.instructions.empty())  // else there is no memory to copy to
-    std::memcpy(made.instructions.data(), body, made.instructions.size() * sizeof(Instruction));
-  STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
-  check_program(made);
+  RowProgram made = read_program(static_cast<const int64_t*>(given.data_ptr()), given.size(0));
   const std::lock_guard<std::mutex> guard(lock);
   programs().push_back(std::move(made));
   return programs().size() - 1;

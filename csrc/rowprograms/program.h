@@ -43,7 +43,7 @@ enum class Code : int64_t {
 };
 
 // Elements of a tensor, those of one row. base: where they lie.
-struct Operand {
+struct RowOperand {
   enum Base : int64_t { none = -1, scratch, out, first_input };
   int64_t base, offset, stride[kProgramDims];
 };
@@ -52,7 +52,7 @@ struct Operand {
 struct Instruction {
   Code code;
   int64_t size[kProgramDims];
-  Operand out, a, b, c;
+  RowOperand out, a, b, c;
   double number;
 };
 
