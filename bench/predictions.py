@@ -40,6 +40,15 @@ CALL = 1e-5  # for a call of ours
 NODE = 4e-7  # s of the device for a node of a graph with many branches
 OPEN = 1e-4  # s of the host to open and close a client by itself: some twenty operations
 STACKED = 2e-5  # the same for one of many stacked clients
+# A pass of the MLP by one block (csrc/cuda/rowprograms.cu), in cycles: 80,896 multiplications, 2,528 of a warp. Products of fewer than 1,024
+# elements load two numbers for each, the others five for four; a warp's load is a cycle, its instructions half as long again. 18 instructions end
+# with a barrier, about 250 cycles of latency each; 16 columns of 10 classes, each in one thread.
+ROW_PASS = (1024 * 2 + 1024 * 1.25 + 480 * 2) * 1.5 + 18 * 250 + 3700
+ROW_NORM, ROW_UPDATE = (
+    4500,
+    1500,
+)  # norm and perturbation: 32 additions in a row; update and batch
+CYCLE = 1 / 1.8e9  # s
 ROUND = 1e-3  # the server's step, records, the wait for numbers
 
 
@@ -83,9 +92,17 @@ def round_seconds(executor: str, model: str, algorithm: str) -> float:
         chain, groups = passes * KERNELS[model] + ours, -(-CLIENTS // LANES)
         replay = max(chain * LAUNCH, LANES * chain * NODE)
         return ROUND + CLIENTS * OPEN + groups * steps * (replay + LANES * HOST)
+    if executor == "vmap" and model == "mlp":  # row programs: a launch
+        return ROUND + CLIENTS * STACKED + epoch_seconds(algorithm)
     if executor == "vmap":
         return ROUND + CLIENTS * STACKED + steps * (passes * OPERATIONS[model] * HOST + ours * CALL)
     return round_seconds("vmap" if model == "mlp" else "graph", model, algorithm)  # what the rule of "auto" takes
+
+
+def epoch_seconds(algorithm: str) -> float:
+    """The device's time for a local epoch of up to 132 MLP clients by a row program: a block each, side by side; FedAvg or FedSAM."""
+    step = (2 * ROW_PASS + ROW_NORM if algorithm == "fedsam" else ROW_PASS) + ROW_UPDATE
+    return LAUNCH + SAMPLES // BATCH * step * CYCLE
 
 
 EXECUTORS = ("bare loop", "sequential", "streams", "graph", "vmap", "auto")

@@ -39,13 +39,19 @@ def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None
 
 
 def has_row_programs(device: torch.device, dtype: torch.dtype, *, backend: str = "auto") -> bool:
-    """Whether there are row programs for such tensors: with the compiled backend, on the CPU, in float32."""
+    """Whether there are row programs for such tensors: with the compiled backend, on the CPU or CUDA, in float32."""
     return program.why_not(dtype, device) is None and backends.select(backend, device, dtype).name == "native"
 
 
-def row_program(instructions: Sequence[Instruction], inputs: Sequence[Input], scratch: int, width: int) -> RowProgram:
+def row_program(
+    instructions: Sequence[Instruction],
+    inputs: Sequence[Input],
+    scratch: int,
+    width: int,
+    device: torch.device = program.CPU,
+) -> RowProgram:
     """See `fastsam_kernels.rowprograms.program.RowProgram`. To be made only where `has_row_programs`."""
-    return RowProgram(instructions, inputs, scratch, width)
+    return RowProgram(instructions, inputs, scratch, width, device)
 
 
 @tensors_checked

@@ -4,8 +4,8 @@ Used by `setup.py` (a wheel or an editable install), by `FASTSAM_JIT=1` (at firs
 `python -m fastsam_kernels.build` (into the installed package).
 
 - `libfastsam_cpu.so`: `csrc/*.cpp`, `csrc/rowprograms/*.cpp` and `csrc/cpu/*.cpp`;
-- `libfastsam_cuda.so`: `csrc/cuda/*.cu` and the registration `csrc/cuda/ops_cuda.cpp`. Made when nvcc is found and
-  torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
+- `libfastsam_cuda.so`: `csrc/cuda/*.cu`, the registrations `csrc/cuda/*.cpp` and `csrc/rowprograms/check.cpp`. Made when
+  nvcc is found and torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
 
 They use no symbols of Python and none of torch's C++: only LibTorch's stable ABI, so that one binary serves every
 Python and torch 2.10 and newer.
@@ -163,14 +163,15 @@ def cpu_steps(torch: Torch) -> list[Step]:
 
 
 def cuda_steps(torch: Torch) -> list[Step]:
-    """The commands that make `libfastsam_cuda.so`. Only `ops_cuda.cpp` sees torch's headers."""
+    """The commands that make `libfastsam_cuda.so`. Only the `.cpp` see torch's headers."""
     root, cxx, nvcc = csrc(), find_cxx(), find_nvcc()
     assert nvcc is not None, "the caller asks _wants_cuda first"
     driver, archs = [nvcc, f"-ccbin={cxx[0]}"], gencode(nvcc)
     flags = [*driver, *NVCC_FLAGS, *(f'-Xcompiler="{flag}"' for flag in _relocate(torch, root))]
     steps = [step for path in sorted(root.glob("cuda/*.cu")) for step in _compile(path, root, [*flags, *archs])]
     torch_flags = [*TORCH_FLAGS, "-DUSE_CUDA", f"-isystem={torch.include}"]
-    steps += _compile(root / "cuda/ops_cuda.cpp", root, [*flags, *torch_flags])
+    for path in [*sorted(root.glob("cuda/*.cpp")), *root.glob("rowprograms/check.cpp")]:
+        steps += _compile(path, root, [*flags, *torch_flags])
     objects, folder = tuple(step.output for step in steps), str(torch.lib)
     if not (torch.lib / "libtorch_cuda.so").exists():
         # A CPU build of torch: link an empty library of that name, which records the need for the real one at run time.

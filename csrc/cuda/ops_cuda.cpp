@@ -1,46 +1,14 @@
 // The ops of csrc/ops.cpp for CUDA tensors. LibTorch's stable ABI only.
-#include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
-
 #include <map>
 #include <mutex>
 #include <optional>
 #include <utility>
 
 #include "../args_fed.h"
+#include "place.h"
 
 namespace fastsam {
 namespace {
-
-// The device and the current stream of a call's tensors.
-class Place {
- public:
-  explicit Place(const Tensor& tensor) : device_(tensor.get_device_index()) {
-    if (current() != device_) guard_.emplace(device_);
-    // torch's CUDA run time and the one in this library follow the same driver context; should they differ, ours is
-    // told.
-    if (current() != device_) check("cudaSetDevice", cudaSetDevice(device_));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream_));
-  }
-
-  static void check(const char* what, int error) {
-    STD_TORCH_CHECK(error == cudaSuccess, "fastsam: ", what, ": ", cudaGetErrorString(static_cast<cudaError_t>(error)));
-  }
-
-  static int current() {
-    int device = -1;
-    check("cudaGetDevice", cudaGetDevice(&device));
-    return device;
-  }
-
-  int device() const { return device_; }
-  void* stream() const { return stream_; }
-
- private:
-  int device_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
-  void* stream_ = nullptr;
-};
 
 // A row's ticket tells the last block of a kernel that it is the last. Kernels that may run at the same time need
 // tickets of their own, and so does every captured graph. Two calls that write the same output cannot run at the same

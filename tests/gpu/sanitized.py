@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fastsam import fed
 from fastsam_kernels import native
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -81,6 +82,16 @@ def variants(path: Path) -> None:
     assert all(z.isfinite().all() for z in step.z)
 
 
+def row_programs() -> None:
+    """Passes and epochs of dense clients, in shared memory and in memory of the blocks' own, with partial batches and labels that do not count."""
+    clients = [(torch.randn(n, 64), torch.randint(10, (n,))) for n in (20, 20, 7)]
+    clients[0][1][3] = -100
+    for hidden in (32, 700):
+        model = torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
+        options = {"rounds": 3, "batch_size": 16, "participation": 1.0, "clip_norm": 1.0}
+        fed.run(model, clients, fed.FedSAM(), executor="vmap", device=DEVICE, momentum=0.5, **options)
+
+
 def main() -> int:
     reason = native.why_not("cuda")
     if reason is not None:
@@ -91,6 +102,8 @@ def main() -> int:
             for rows, shift in ((1, 0), (2, 1)):
                 every_op(Step(lengths, rows, dtype=dtype, master=rows == 2), shift)
         print(f"{name}: done", flush=True)
+    row_programs()
+    print("row programs: done", flush=True)
     path = library.place("".join(map(str, torch.cuda.get_device_capability())))
     if path.is_file():  # `python -m bench.variants` was here
         variants(path)

@@ -7,8 +7,11 @@ import torch
 
 from fastsam import fed
 from fastsam.fed.executors.cuda import Cuda
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam.fed.executors.vmap import Vmap
+from fastsam_kernels import native
 from tests.helpers import oracle
+from tests.helpers.emulated_rows import classifier
 from tests.helpers.gpu_step import DEVICE
 
 
@@ -31,3 +34,25 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.Mon
         executor="vmap", slots=3, local_epochs=2, progress=lambda record: rounds.__setitem__(0, rounds[0] + 1),
     )  # fmt: skip
     assert rounds == [4]
+
+
+@pytest.mark.skipif(native.why_not("cuda") is not None, reason=f"{native.why_not('cuda')}")
+@pytest.mark.parametrize("hidden", [32, 700])
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM()], ids=["fedavg", "fedsam"])
+def test_row_programs_agree_with_those_of_the_cpu(
+    algorithm: fed.Algorithm, hidden: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shared memory, and in memory of the blocks' own: every product has the CPU's bits, sums over a batch may have another order."""
+    own, taken = RowPass.train_, []
+    monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
+    draw, weights = torch.Generator().manual_seed(0), []
+    clients = [(torch.randn(n, 64, generator=draw), torch.randint(10, (n,), generator=draw)) for n in (40, 40, 23)]
+    for device in ("cpu", DEVICE):
+        before = len(taken)
+        done = fed.run(
+            classifier((64, hidden, 10)), clients, algorithm, rounds=3, batch_size=16, participation=1.0, device=device,
+            executor="vmap", momentum=0.5, lr=0.05,
+        )  # fmt: skip
+        assert len(taken) > before
+        weights.append(torch.cat([p.detach().flatten().cpu() for p in done.model.parameters()]))
+    assert torch.allclose(*weights, rtol=1e-4, atol=1e-5)

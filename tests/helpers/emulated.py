@@ -32,8 +32,15 @@ SOURCES = (
     "update.cu",
     "tickets.cu",
     "raw_calls.cu",
+    "rowprograms.cu",
     "ops_cuda.cpp",
+    "ops_rows.cpp",
+    "../rowprograms/check.cpp",
 )
+REGISTRATIONS = ("ops_cuda.cpp", "ops_rows.cpp", "check.cpp")  # what sees torch's headers
+OWN_HEADERS = {"cuda/lines.cuh": "rowprograms.cu"}  # that one source alone has
+SHARED = "extern __shared__ __align__(16) unsigned char shared[];"  # of a kernel, and what it is on the host
+ON_HOST = "unsigned char* shared = emulation::dynamic_shared();"
 FLAGS = ("-O0", "-fPIC", "-ffp-contract=off", "-Wno-unknown-pragmas", "-fvisibility=hidden")
 CHECKS = ("-fsanitize=alignment,bounds",)
 NAMESPACE = "fastsam_emulated"
@@ -50,8 +57,8 @@ def _steps(csrc: Path, ready: Path | None, kept: Sequence[str], fast: bool) -> l
     flags, checks = (("-O2", *FLAGS[1:]), ()) if fast else (FLAGS, CHECKS)
     torch_, cxx = toolchain.find_torch(), toolchain.find_cxx()
     steps, objects = [], []
-    for path in [*(csrc / "cuda" / name for name in SOURCES), HELPERS / "emulation" / "emulation.cpp"]:
-        extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name == "ops_cuda.cpp" else checks
+    for path in [*((csrc / "cuda" / name).resolve() for name in SOURCES), HELPERS / "emulation" / "emulation.cpp"]:
+        extra = (*build.TORCH_FLAGS, f"-isystem{torch_.include}") if path.name in REGISTRATIONS else checks
         includes = (f"-I{HELPERS / 'emulation'}", "-iquote", str(csrc))
         for output, own in build.variants_of(path, csrc):
             if ready and path.name in kept:
@@ -79,12 +86,19 @@ def compile_library(
     fast
         As compilers make code for the host of a GPU, without checks.
     """
-    changed = {Path(name).name for name in changes}
-    kept = ["ops_cuda.cpp", "emulation.cpp"]
+    changed = {OWN_HEADERS.get(name, Path(name).name) for name in changes}
+    kept = [*REGISTRATIONS, "emulation.cpp"]
     if changed <= set(SOURCES):
-        kept = [name for name in (*SOURCES, "emulation.cpp") if name not in changed]
+        kept = [Path(name).name for name in (*SOURCES, "emulation.cpp") if name not in changed]
     registration = "STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m)"
-    changes = {**changes, "cuda/ops_cuda.cpp": [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]}
+    registered = [(registration, f"STABLE_TORCH_LIBRARY_IMPL({namespace}, CPU, m)")]
+    on_host = [(SHARED, ON_HOST), *changes.get("cuda/rowprograms.cu", ())]
+    changes = {
+        **changes,
+        "cuda/ops_cuda.cpp": registered,
+        "cuda/ops_rows.cpp": registered,
+        "cuda/rowprograms.cu": on_host,
+    }
     copy_sources(build.csrc(), folder / "csrc", changes)
     toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
     return folder / LIBRARY
@@ -107,9 +121,7 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
 
 def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Changes = NONE) -> Path:
     """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's sources."""
-    shared = "extern __shared__ __align__(16) unsigned char shared[];"
-    on_host = (shared, "unsigned char* shared = emulation::dynamic_shared();")
-    changes = {**changes, "one_read.cu": [on_host, *changes.get("one_read.cu", ())]}
+    changes = {**changes, "one_read.cu": [(SHARED, ON_HOST), *changes.get("one_read.cu", ())]}
     copy_sources(build.csrc(), folder / "csrc", csrc_changes)
     copy_sources(VARIANTS, folder / "bench" / "variants", changes)
     steps, cxx, copies = [], toolchain.find_cxx(), folder / "bench" / "variants"
@@ -124,8 +136,8 @@ def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Change
 
 
 def schemas() -> list[str]:
-    """The schemas of csrc/ops.cpp."""
-    text = (build.csrc() / "ops.cpp").read_text()
+    """The schemas of csrc/ops.cpp and csrc/rowprograms/ops.cpp."""
+    text = "".join((build.csrc() / name).read_text() for name in ("ops.cpp", "rowprograms/ops.cpp"))
     found = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
     return ["".join(re.findall(r'"([^"]*)"', literals)) for literals in found]
 

@@ -101,7 +101,8 @@ class Replays:
 
     def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
         """What passes of so many rows with a batch of samples like those of x and y (`[n, ...]`) run, once it has been compared; else None."""
-        found = self._passes.get((*self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y), rows, False))
+        rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
+        found = self._passes.get((*rowwise, rows, False), self._passes.get(rowwise))
         return None if self.reason is not None or found is None or found.uses < 2 else found.function
 
     def has_row_pass(self, x: Tensor, y: Tensor) -> bool:

@@ -165,13 +165,13 @@ class Vmap(Executor):
     # --- steps ---
 
     def _tick(self, crews: list[Crew]) -> None:
-        """One local step of every client, or more where a graph or a row program takes them."""
+        """One local step of every client, or more where a row program or a graph takes them."""
         groups: dict[object, list[Crew]] = {}  # whose next batches have one shape
         for crew in crews:
             groups.setdefault(crew.shape, []).append(crew)
         for group in groups.values():
             try:
-                if not (self._train_by_graph(group) or self._train_by_rows(group)):
+                if not (self._train_by_rows(group) or self._train_by_graph(group)):
                     self._step(group)
             except ClientError as error:
                 self._leave_out(group, error)

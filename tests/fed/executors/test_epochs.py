@@ -7,6 +7,8 @@ import torch
 
 from fastsam import fed
 from fastsam.fed.executors import epochs
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fake_cuda import FakeCuda, Watch
 from tests.helpers.fed_ranks import digest
@@ -117,3 +119,19 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(FakeCuda.captured) == 1
     monkeypatch.setattr(epochs, "epochs_of", lambda setup: None)
     assert train(fed.FedAvg(), (6, 6, 3, 3), slots=2) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
+def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that is one launch needs no graph; the steps of others (duals) are captured, with their passes by row programs."""
+    own, taken = RowPass.train_, []
+    monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))
+    clients = [(torch.randn(6, 64), torch.randint(4, (6,))) for _ in range(3)]
+    fed.run(
+        model, clients, CASES[name], executor="vmap", slots=3, rounds=3, batch_size=4, local_epochs=2, participation=1.0
+    )
+    assert bool(taken) == (graphs == 0) and len(FakeCuda.captured) == graphs

@@ -19,4 +19,4 @@ def maker(setup: Setup) -> Callable[[GraphModule, Sequence[int]], RowPass | None
     """What makes a row program of a recorded pass and the parameters of its gradients (see `row_pass`); None where there are no row programs."""
     if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
         return None
-    return partial(row_pass, setup.layout)
+    return partial(row_pass, setup.layout, setup.device)

@@ -59,14 +59,14 @@ class RowPass:
         crew.k += count
 
 
-def row_pass(layout: Layout, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
+def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
     """Of a graph whose outputs are losses and the gradients of the parameters `slots`, evaluated (see `graph_passes`) on `ROWS` rows; None where an
     operation has no form.
     """
     try:
         written = Writer(module.graph, [layout.segments[i] for i in slots], layout.stride)
+        places, width = written.places, layout.stride + SHARED
+        program = ops.row_program(written.instructions, places.inputs, places.scratch, width, device)
     except NoFormError:
         return None
-    places = written.places
-    program = ops.row_program(written.instructions, places.inputs, places.scratch, layout.stride + SHARED)
     return RowPass(program, places.others, layout, slots)

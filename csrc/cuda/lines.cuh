@@ -1,0 +1,288 @@
+// The operations of a row program by the threads of a block: as csrc/rowprograms/loops.h, with the same order of every
+// sum, so with the same bits as the CPU's loops with 16 lanes (AVX-512). All threads of the block call each function.
+#pragma once
+
+#include "common.cuh"
+#include "rowprograms.h"
+
+namespace fastsam {
+
+constexpr int kLineLanes = 16;
+
+// Words of program.h in 32 bits; number: the bits of a float.
+struct DeviceOperand {
+  int base, offset, stride[kProgramDims];
+};
+struct RowOp {
+  int code, size[kProgramDims];
+  DeviceOperand out, a, b, c;
+  int number;
+};
+constexpr int kOpWords = sizeof(RowOp) / sizeof(int);
+static_assert(kOpWords * sizeof(int64_t) == sizeof(Instruction), "an instruction's words, one by one");
+
+// Where an instruction's operands lie.
+struct RowPlaces {
+  float* out;
+  const float *a, *b, *c;
+  const int64_t* labels;
+};
+
+// ---- functions of one number, as csrc/rowprograms/lane_math.h ----
+
+__device__ __forceinline__ float exponential(float x) {
+  x = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;
+  const unsigned n = bit_cast<unsigned>(shifted) - bit_cast<unsigned>(12582912.0f);
+  const float whole = shifted - 12582912.0f;
+  const float r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const unsigned half = static_cast<unsigned>(static_cast<int>(n) >> 1);
+  return p * bit_cast<float>((half + 127u) << 23) * bit_cast<float>((n - half + 127u) << 23);
+}
+
+__device__ __forceinline__ float logarithm(float x) {
+  const int bits = bit_cast<int>(x);
+  if (bits < 0x00800000 || bits >= 0x7F800000) return x == 0.0f ? -INFINITY : logf(x);
+  const int n = (bits - 0x3F3504F3) >> 23;
+  const float m = bit_cast<float>(bits - n * (1 << 23)) - 1.0f, e = static_cast<float>(n), square = m * m;
+  float p = 7.0376836292e-2f;
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  p = p * m * square + e * -2.12194440e-4f - 0.5f * square;
+  return m + p + e * 0.693359375f;
+}
+
+__device__ __forceinline__ float element(Code code, float a, float b, float c, float number) {
+  switch (code) {
+    case Code::relu:
+      return a < 0.0f ? 0.0f : a;
+    case Code::negate:
+      return -a;
+    case Code::exponential:
+      return exponential(a);
+    case Code::logarithm:
+      return logarithm(a);
+    case Code::root:
+      return sqrtf(a);
+    case Code::inverse_root:
+      return 1.0f / sqrtf(a);
+    case Code::magnitude:
+      return fabsf(a);
+    case Code::tanh:
+      return tanhf(a);
+    case Code::sigmoid:
+      return 1.0f / (1.0f + exponential(-a));
+    case Code::add:
+      return a + number * b;
+    case Code::scale:
+      return a * number;
+    case Code::power:
+      return number == 2.0f ? a * a : powf(a, number);
+    case Code::multiply:
+      return a * b;
+    case Code::divide:
+      return a / b;
+    case Code::threshold_backward:
+      return b <= number ? 0.0f : a;
+    case Code::tanh_backward:
+      return a * (1.0f - b * b);
+    case Code::sigmoid_backward:
+      return a * (1.0f - b) * b;
+    case Code::multiply_add:
+      return a + number * (b * c);
+    default:  // copy
+      return a;
+  }
+}
+
+// ---- elements and sums ----
+
+struct RowIndex {
+  int of[kProgramDims];
+  __device__ __forceinline__ int in(const DeviceOperand& o) const {
+    return of[0] * o.stride[0] + of[1] * o.stride[1] + of[2] * o.stride[2] + of[3] * o.stride[3];
+  }
+};
+
+// The i-th of all; most operations have one dimension, the last.
+__device__ __forceinline__ RowIndex index_of(const int (&size)[kProgramDims], int i) {
+  if (i < size[3]) return {{0, 0, 0, i}};
+  const int k = i / size[3], j = k / size[2];
+  return {{j / size[1], j % size[1], k % size[2], i % size[3]}};
+}
+
+__device__ __forceinline__ int count_of(const int (&size)[kProgramDims]) {
+  return size[0] * size[1] * size[2] * size[3];
+}
+
+__device__ __forceinline__ void elements(const RowOp& op, const RowPlaces& at) {
+  const float number = bit_cast<float>(op.number);
+  const Code code = static_cast<Code>(op.code);
+  for (int i = threadIdx.x; i < count_of(op.size); i += kThreads) {
+    const RowIndex index = index_of(op.size, i);
+    if (code == Code::is_not) {
+      at.out[index.in(op.out)] = at.labels[index.in(op.a)] != static_cast<int64_t>(number) ? 1.0f : 0.0f;
+    } else {
+      at.out[index.in(op.out)] =
+          element(code, at.a[index.in(op.a)], at.b[index.in(op.b)], at.c[index.in(op.c)], number);
+    }
+  }
+}
+
+// Adds the second half of 2 * Width lanes to the first, and so on.
+template <int Width>
+__device__ __forceinline__ void halve(float (&lanes)[kLineLanes]) {
+#pragma unroll
+  for (int lane = 0; lane < Width; ++lane) lanes[lane] += lanes[lane + Width];
+  if constexpr (Width > 1) halve<Width / 2>(lanes);
+}
+
+// n elements, one stride apart.
+__device__ __forceinline__ float line_sum(const float* a, int n, int stride) {
+  float total = 0.0f;
+  int i = 0;
+  if (stride == 1 && n >= kLineLanes) {
+    float lanes[kLineLanes] = {};
+    for (; i + kLineLanes <= n; i += kLineLanes) {
+#pragma unroll
+      for (int lane = 0; lane < kLineLanes; ++lane) lanes[lane] += a[i + lane];
+    }
+    halve<kLineLanes / 2>(lanes);
+    total = lanes[0];
+  }
+  for (; i < n; ++i) total += a[i * stride];
+  return total;
+}
+
+// A thread for an element of the result, which adds up in the order of the elements.
+__device__ __forceinline__ void sums(const RowOp& op, const RowPlaces& at) {
+  int kept[kProgramDims], over[kProgramDims];
+#pragma unroll
+  for (int d = 0; d < kProgramDims; ++d) {
+    kept[d] = op.out.stride[d] == 0 ? 1 : op.size[d];
+    over[d] = op.out.stride[d] == 0 ? op.size[d] : 1;
+  }
+  const bool lines = op.out.stride[3] == 0;
+  if (lines) over[3] = 1;
+  for (int i = threadIdx.x; i < count_of(kept); i += kThreads) {
+    const RowIndex index = index_of(kept, i);
+    const float* from = at.a + index.in(op.a);
+    float total = 0.0f;
+    for (int j = 0; j < count_of(over); ++j) {
+      const float* line = from + index_of(over, j).in(op.a);
+      total += lines ? line_sum(line, op.size[3], op.a.stride[3]) : *line;
+    }
+    at.out[index.in(op.out)] = total;
+  }
+}
+
+// ---- classes: sizes outer, classes, inner; a thread for an outer and an inner index ----
+
+__device__ __forceinline__ void log_softmax(const RowOp& op, float* out, const float* a) {
+  const int classes = op.size[1], so = op.out.stride[1], sa = op.a.stride[1];
+  float largest = a[0], total = 0.0f;
+  for (int c = 1; c < classes; ++c) largest = a[c * sa] > largest ? a[c * sa] : largest;
+  for (int c = 0; c < classes; ++c) total += exponential(a[c * sa] - largest);
+  const float log_total = logarithm(total);
+  for (int c = 0; c < classes; ++c) out[c * so] = a[c * sa] - largest - log_total;
+}
+
+__device__ __forceinline__ void log_softmax_backward(const RowOp& op, float* out, const float* a, const float* b) {
+  const int classes = op.size[1], so = op.out.stride[1], sa = op.a.stride[1], sb = op.b.stride[1];
+  float total = 0.0f;
+  for (int c = 0; c < classes; ++c) total += a[c * sa];
+  for (int c = 0; c < classes; ++c) out[c * so] = a[c * sa] - exponential(b[c * sb]) * total;
+}
+
+// A label that is none of the classes cannot raise here: its loss and its gradients are NaN.
+__device__ __forceinline__ void nll(const RowOp& op, float* out, const float* a, int64_t label) {
+  const bool wrong = (label < 0 || label >= op.size[1]) && label != kIgnored;
+  const float chosen = wrong ? nanf("") : 0.0f;
+  if (static_cast<Code>(op.code) == Code::nll) {
+    *out = wrong || label == kIgnored ? chosen : -a[static_cast<int>(label) * op.a.stride[1]];
+    return;
+  }
+  for (int c = 0; c < op.size[1]; ++c) out[c * op.out.stride[1]] = c == label ? -*a : chosen;
+}
+
+__device__ __forceinline__ void by_classes(const RowOp& op, const RowPlaces& at) {
+  for (int i = threadIdx.x; i < op.size[0] * op.size[2]; i += kThreads) {
+    const int o = i / op.size[2], inner = i % op.size[2];
+    const auto from = [&](const DeviceOperand& x) { return o * x.stride[0] + inner * x.stride[2]; };
+    float* out = at.out + from(op.out);
+    const float* a = at.a + from(op.a);
+    switch (static_cast<Code>(op.code)) {
+      case Code::log_softmax:
+        log_softmax(op, out, a);
+        break;
+      case Code::log_softmax_backward:
+        log_softmax_backward(op, out, a, at.b + from(op.b));
+        break;
+      default:
+        nll(op, out, a, at.labels[from(op.b)]);
+    }
+  }
+}
+
+// ---- products: sizes m, k, n ----
+
+// A thread for High rows of a column: sums in the order of k. b: dense across.
+template <int High>
+__device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& at, const float* b, int down) {
+  const int m = op.size[0], k = op.size[1], n = op.size[2];
+  for (int i = threadIdx.x; i < (m + High - 1) / High * n; i += kThreads) {
+    const int top = i / n * High, column = i % n;
+    float sum[High] = {};
+    int row[High];
+#pragma unroll
+    for (int r = 0; r < High; ++r) row[r] = (top + r < m ? top + r : m - 1) * op.a.stride[0];
+    const float *left = at.a, *right = b + column;
+#pragma unroll 4
+    for (int step = 0; step < k; ++step, left += op.a.stride[1], right += down) {
+      const float factor = *right;
+#pragma unroll
+      for (int r = 0; r < High; ++r) sum[r] = fmaf(left[row[r]], factor, sum[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < High; ++r) {
+      if (top + r >= m) break;
+      if (op.c.base != RowOperand::none) sum[r] = at.c[(top + r) * op.c.stride[0] + column * op.c.stride[1]] + sum[r];
+      at.out[(top + r) * n + column] = sum[r];
+    }
+  }
+}
+
+// panel: memory for b where its columns are not dense: neighbouring threads would meet in one bank of shared memory.
+__device__ __forceinline__ void product(const RowOp& op, const RowPlaces& at, float* panel) {
+  const int k = op.size[1], n = op.size[2], wide = n | 1;
+  const bool turned = op.b.stride[1] != 1;
+  if (turned) {
+    for (int i = threadIdx.x; i < k * n; i += kThreads) {
+      const int step = i % k, column = i / k;
+      panel[step * wide + column] = at.b[step * op.b.stride[0] + column * op.b.stride[1]];
+    }
+    __syncthreads();
+  }
+  const float* b = turned ? panel : at.b;
+  const int down = turned ? wide : op.b.stride[0];
+  if (op.size[0] * n >= 4 * kThreads) {
+    block_product<4>(op, at, b, down);
+  } else {
+    block_product<1>(op, at, b, down);
+  }
+}
+
+}  // namespace fastsam

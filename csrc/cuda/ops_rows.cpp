@@ -1,0 +1,175 @@
+// The ops of row programs (csrc/rowprograms/ops.cpp) for CUDA tensors. LibTorch's stable ABI only.
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "../rowprograms/steps.h"
+#include "place.h"
+#include "rowprograms.h"
+
+namespace fastsam {
+namespace {
+
+struct Held {
+  RowProgram program;
+  Tensor words;  // on the device
+  int64_t begin, panel;
+};
+
+std::mutex lock;
+
+std::deque<Held>& programs() {
+  static auto* all = new std::deque<Held>;  // at the end of a process the device may go first
+  return *all;
+}
+
+const Held& held(int64_t number) {
+  const std::lock_guard<std::mutex> guard(lock);
+  STD_TORCH_CHECK(number >= 0 && number < static_cast<int64_t>(programs().size()), "there is no row program ", number);
+  return programs()[number];
+}
+
+// A block counts in 32 bits.
+void check_size(const RowProgram& program) {
+  constexpr int64_t most = std::numeric_limits<int>::max();
+  bool fits = program.scratch < most && program.width < most && program.inputs.size() <= kMostInputs;
+  for (const Expected& input : program.inputs) fits = fits && input.span() < most;
+  for (const Instruction& in : program.instructions) {
+    fits = fits && in.size[0] * static_cast<double>(in.size[1]) * in.size[2] * in.size[3] < most;
+  }
+  STD_TORCH_CHECK(fits, "a row program on CUDA has at most ", kMostInputs, " inputs, and tensors of fewer than ", most,
+                  " elements a row");
+}
+
+// Floats to turn the largest matrix whose columns are not dense.
+int64_t panel_of(const RowProgram& program) {
+  int64_t most = 0;
+  for (const Instruction& in : program.instructions) {
+    if (in.code == Code::product && in.b.stride[1] != 1) most = std::max(most, in.size[1] * (in.size[2] | 1));
+  }
+  return most;
+}
+
+// words: as the CPU's, on the device.
+int64_t add_program(const Tensor given) {
+  STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
+                  "a row program must be contiguous int64 [.]");
+  const Place place(given);
+  std::vector<int64_t> words(given.numel());
+  Place::check("row_program",
+               cudaMemcpy(words.data(), given.data_ptr(), words.size() * sizeof(int64_t), cudaMemcpyDeviceToHost));
+  RowProgram made = read_program(words.data(), words.size());
+  check_size(made);
+  constexpr int64_t words_each = sizeof(Instruction) / sizeof(int64_t);
+  const int64_t begin = given.numel() - static_cast<int64_t>(made.instructions.size()) * words_each;
+  const int64_t panel = panel_of(made);
+  const std::lock_guard<std::mutex> guard(lock);
+  programs().push_back(Held{std::move(made), given, begin, panel});
+  return programs().size() - 1;
+}
+
+RowsArgs args_of(const Held& given, int64_t rows) {
+  RowsArgs args;
+  args.words = static_cast<const int64_t*>(given.words.data_ptr()) + given.begin;
+  args.instructions = static_cast<int>(given.program.instructions.size());
+  args.inputs = static_cast<int>(given.program.inputs.size());
+  args.rows = rows;
+  args.width = given.program.width;
+  return args;
+}
+
+RowsInput input_of(const RowInput& input, const Expected& expected) {
+  const int64_t bytes = expected.labels ? sizeof(int64_t) : sizeof(float);
+  return RowsInput{static_cast<const char*>(input.data), input.row * bytes, -1};
+}
+
+// In shared memory, or, where that is too small, in memory that goes back to the allocator in the order of the stream.
+void run(const char* name, RowsArgs& args, const Held& given, const Tensor& like) {
+  const Place place(like);
+  place_rows(args, given.program.scratch, given.panel);
+  OptionalTensor outside;
+  if (args.memory.total > shared_cuda(place.device())) {
+    outside = torch::stable::new_empty(like, {args.rows * args.memory.total / 4}, ScalarType::Float);
+    args.outside = static_cast<unsigned char*>(outside->data_ptr());
+  }
+  Place::check(name, rows_cuda(args, place.stream()));
+}
+
+Tensor rowwise(int64_t program, const Tensors inputs) {
+  const Held& given = held(program);
+  const RowProgram& wanted = given.program;
+  STD_TORCH_CHECK(inputs.size() == wanted.inputs.size() && !inputs.empty(), "the row program takes ",
+                  wanted.inputs.size(), " inputs, got ", inputs.size());
+  const int64_t rows = inputs[0].size(0);
+  RowsArgs args = args_of(given, rows);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_place(inputs[i], device_of(given.words), "the inputs of a row program");
+    args.input[i] = input_of(input_of(inputs[i], wanted.inputs[i], rows, i), wanted.inputs[i]);
+  }
+  const Tensor out = torch::stable::new_empty(inputs[0], {rows, wanted.width});
+  args.out = static_cast<float*>(out.data_ptr());
+  run("rowwise", args, given, out);
+  return out;
+}
+
+void set_segments(RowsArgs& args, const Call& call) {
+  STD_TORCH_CHECK(call.segments <= kMostSegments, "a row program on CUDA has at most ", kMostSegments, " parameters");
+  args.segments = static_cast<int>(call.segments);
+  args.groups = static_cast<int>(call.groups);
+  args.pieces = static_cast<int>(call.chunks());
+  for (int i = 0; i < args.segments; ++i) {
+    const Segment& segment = call.table[i];
+    args.segment[i] = RowsSegment{static_cast<int>(segment.offset), static_cast<int>(segment.length),
+                                  static_cast<int>(segment.group)};
+  }
+}
+
+// The weights are read where the block keeps them: they must be parts of z.
+void set_inputs(RowsArgs& args, const RowSteps& steps) {
+  const auto* z = static_cast<const float*>(args.z.data);
+  args.weights = static_cast<int>(steps.weights);
+  for (size_t i = 0; i < steps.inputs.size(); ++i) {
+    args.input[i] = input_of(steps.inputs[i], steps.program.inputs[i]);
+    if (i >= steps.weights) continue;
+    const int64_t at = static_cast<const float*>(steps.inputs[i].data) - z, span = steps.program.inputs[i].span();
+    STD_TORCH_CHECK(
+        at >= 0 && at + span <= args.width - kShared && (args.rows == 1 || steps.inputs[i].row == args.z.stride),
+        "weights must be views of z");
+    args.input[i].local = at;
+  }
+}
+
+void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
+                        const Tensor wanted, int64_t batch, const Tensor z, const OptionalTensor w, const Tensor table,
+                        const Tensor hyper, const OptionalTensor momentum, const OptionalTensor q,
+                        const OptionalTensor shift, const OptionalTensor sumsq, const OptionalTensor sumsq_v,
+                        bool adaptive, bool keeps_first, const Tensor losses) {
+  const Held& given = held(program);
+  const RowSteps steps = row_steps(given.program, weights, others, x, y, wanted, batch, z, w, table, hyper, momentum, q,
+                                   shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+  const UpdateArgs& update = steps.update;
+  RowsArgs args = args_of(given, z.size(0));
+  args.z = Field{z.data_ptr(), z.stride(0)};
+  args.w = update.origin, args.momentum = update.state[0], args.q = update.q, args.shift = update.shift;
+  args.two_passes = steps.two_passes, args.keeps_first = keeps_first, args.adaptive = adaptive;
+  args.hyper = update.call.hyper;
+  args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
+  args.x = static_cast<const float*>(x.data_ptr()), args.y = static_cast<const int64_t*>(y.data_ptr());
+  args.wanted = static_cast<const int64_t*>(wanted.data_ptr()), args.wanted_row = wanted.stride(0);
+  args.samples = y.size(0), args.features = static_cast<int>(steps.samples.features);
+  args.batch = static_cast<int>(batch), args.steps = static_cast<int>(steps.samples.steps);
+  set_segments(args, update.call);
+  set_inputs(args, steps);
+  run("rowwise_steps_", args, given, z);
+}
+
+}  // namespace
+}  // namespace fastsam
+
+STABLE_TORCH_LIBRARY_IMPL(fastsam, CUDA, m) {
+  m.impl("row_program", TORCH_BOX(&fastsam::add_program));
+  m.impl("rowwise", TORCH_BOX(&fastsam::rowwise));
+  m.impl("rowwise_steps_", TORCH_BOX(&fastsam::rowwise_steps_cuda));
+}

@@ -1,0 +1,296 @@
+// Row programs on CUDA: a block for a client, a whole local epoch in one launch. What the row needs on its way
+// (weights, gradients, activations, the batch) lies in shared memory where it fits, else in memory of the block's own.
+#include "../rules/sgd.h"
+#include "lines.cuh"
+
+namespace fastsam {
+namespace {
+
+constexpr int kSquares = 64;  // sums of squares of a piece side by side, as csrc/cpu/norm_loops.h
+constexpr int kTeams = kThreads / kSquares;
+
+// What a segment's elements are stepped by.
+struct Rules {
+  PerturbRule<float> perturb;
+  FormU<float> form;
+  sgd::Rule<float> sgd;
+};
+
+// A block's row: its memory, and where everything lies in it.
+struct Row {
+  const RowsArgs& p;
+  unsigned char* memory;
+  int64_t row;
+
+  template <class T>
+  __device__ __forceinline__ T* at(int64_t bytes) const {
+    return reinterpret_cast<T*>(memory + bytes);
+  }
+  __device__ __forceinline__ const char** places() const { return at<const char*>(p.memory.places); }
+  __device__ __forceinline__ float* z() const { return at<float>(p.memory.z); }
+  __device__ __forceinline__ float* first() const { return at<float>(p.memory.first); }
+  __device__ __forceinline__ float* second() const { return at<float>(p.memory.second); }
+  __device__ __forceinline__ float* field(const Field& f) const {
+    return f.data == nullptr ? nullptr : static_cast<float*>(f.data) + row * f.stride;
+  }
+  __device__ __forceinline__ const double* scalars(int segment) const {
+    return p.hyper + (row * p.groups + p.segment[segment].group) * kWidth;
+  }
+};
+
+// The instructions and the addresses of the inputs, where the block reads them.
+__device__ __forceinline__ void stage(const Row& r) {
+  int* ops = r.at<int>(r.p.memory.instructions);
+  for (int i = threadIdx.x; i < r.p.instructions * kOpWords; i += kThreads) {
+    const int64_t word = r.p.words[i];
+    const bool number = i % kOpWords == kOpWords - 1;
+    ops[i] = number ? bit_cast<int>(static_cast<float>(bit_cast<double>(word))) : static_cast<int>(word);
+  }
+  for (int i = threadIdx.x; i < r.p.inputs; i += kThreads) {
+    const RowsInput& input = r.p.input[i];
+    const char* place = input.data + r.row * input.bytes;
+    if (input.local >= 0) place = reinterpret_cast<const char*>(r.z() + input.local);
+    if (r.p.out == nullptr && i == r.p.weights) place = r.at<const char>(r.p.memory.x);
+    if (r.p.out == nullptr && i == r.p.weights + 1) place = r.at<const char>(r.p.memory.y);
+    r.places()[i] = place;
+  }
+}
+
+// A pass; ends with a barrier.
+__device__ __forceinline__ void pass(const Row& r, float* out) {
+  float* scratch = r.at<float>(r.p.memory.scratch);
+  const RowOp* ops = r.at<const RowOp>(r.p.memory.instructions);
+  const auto place = [&](const DeviceOperand& o, int bytes) -> const char* {
+    if (o.base == RowOperand::scratch) return reinterpret_cast<const char*>(scratch + o.offset);
+    if (o.base == RowOperand::out) return reinterpret_cast<const char*>(out + o.offset);
+    return r.places()[o.base - RowOperand::first_input] + static_cast<int64_t>(o.offset) * bytes;
+  };
+  float* nothing = r.at<float>(r.p.memory.lanes);
+  if (threadIdx.x == 0) *nothing = 0.0f;
+  __syncthreads();
+  const auto floats = [&](const DeviceOperand& o) {
+    return o.base == RowOperand::none ? nothing : reinterpret_cast<const float*>(place(o, sizeof(float)));
+  };
+  for (int i = 0; i < r.p.instructions; ++i) {
+    const RowOp& op = ops[i];
+    const Code code = static_cast<Code>(op.code);
+    RowPlaces at{const_cast<float*>(floats(op.out)), nullptr, nullptr, floats(op.c), nullptr};
+    if (code == Code::is_not) {
+      at.labels = reinterpret_cast<const int64_t*>(place(op.a, sizeof(int64_t)));
+    } else {
+      at.a = floats(op.a);
+    }
+    if (code == Code::nll || code == Code::nll_backward) {
+      at.labels = reinterpret_cast<const int64_t*>(place(op.b, sizeof(int64_t)));
+    } else {
+      at.b = floats(op.b);
+    }
+    if (code == Code::product) {
+      product(op, at, r.at<float>(r.p.memory.panel));
+    } else if (code == Code::sum) {
+      sums(op, at);
+    } else if (code < Code::is_not) {
+      by_classes(op, at);
+    } else {
+      elements(op, at);
+    }
+    __syncthreads();
+  }
+}
+
+// A batch into the block's memory; a place that is none of the samples cannot raise here: its sample is NaN.
+__device__ __forceinline__ void gather(const Row& r, int step) {
+  const RowsArgs& p = r.p;
+  float* x = r.at<float>(p.memory.x);
+  int64_t* y = r.at<int64_t>(p.memory.y);
+  const int64_t* places = p.wanted + r.row * p.wanted_row + static_cast<int64_t>(step) * p.batch;
+  for (int i = threadIdx.x; i < p.batch * p.features; i += kThreads) {
+    const int64_t place = places[i / p.features];
+    const bool known = place >= 0 && place < p.samples;
+    x[i] = known ? p.x[place * p.features + i % p.features] : nanf("");
+  }
+  for (int i = threadIdx.x; i < p.batch; i += kThreads) {
+    y[i] = places[i] >= 0 && places[i] < p.samples ? p.y[places[i]] : kIgnored;
+  }
+}
+
+// The sum of value(segment, element of the row)^2, in the order of csrc/cpu/norm_loops.h: of a piece 64 sums side by
+// side, a thread each, and what is left over behind them. Valid in all threads; ends with a barrier.
+template <class F>
+__device__ __forceinline__ double squares(const Row& r, const F& value) {
+  const RowsArgs& p = r.p;
+  float* lanes = r.at<float>(p.memory.lanes);
+  double* partials = r.at<double>(p.memory.partials);
+  const int team = threadIdx.x / kSquares, own = threadIdx.x % kSquares;
+  int segment = 0, before = 0;  // of this team's next piece: its segment, and the pieces before that
+  for (int first = 0; first < p.pieces; first += kTeams) {
+    const int piece = first + team;
+    const bool busy = piece < p.pieces;
+    Piece part{0, 0};
+    while (busy) {
+      const int pieces = static_cast<int>(chunks_of(p.segment[segment].length));
+      if (piece < before + pieces) {
+        part = piece_of(piece - before, p.segment[segment].length);
+        break;
+      }
+      before += pieces, ++segment;
+    }
+    const int begin = busy ? p.segment[segment].offset + static_cast<int>(part.begin) : 0;
+    const int count = static_cast<int>(part.count), whole = count / kSquares * kSquares;
+    float sum = 0.0f;
+    for (int i = own; i < whole; i += kSquares) {
+      const float x = value(segment, begin + i);
+      sum += x * x;
+    }
+    lanes[threadIdx.x] = sum;
+    __syncthreads();
+    if (own == 0 && busy) {
+      const float* s = lanes + team * kSquares;
+      double all = 0.0, tail = 0.0;
+      for (int lane = 0; lane < 16; ++lane) {
+        all += static_cast<double>((s[lane] + s[lane + 16]) + (s[lane + 32] + s[lane + 48]));
+      }
+      for (int i = whole; i < count; ++i) {
+        const float x = value(segment, begin + i);
+        tail += static_cast<double>(x * x);
+      }
+      partials[piece] = all + tail;
+    }
+    __syncthreads();
+  }
+  double total = 0.0;
+  for (int i = 0; i < p.pieces; ++i) total += partials[i];
+  __syncthreads();
+  return total;
+}
+
+// f(segment, element of the row) for all.
+template <class F>
+__device__ __forceinline__ void each_element(const Row& r, const F& f) {
+  for (int s = 0; s < r.p.segments; ++s) {
+    const RowsSegment& segment = r.p.segment[s];
+    for (int i = threadIdx.x; i < segment.length; i += kThreads) f(s, segment.offset + i);
+  }
+}
+
+__device__ __forceinline__ void perturb(const Row& r) {
+  const float *w = r.field(r.p.w), *g = r.first();
+  const double sumsq = squares(r, [&](int segment, int i) {
+    const NormRule<float> rule(r.scalars(segment));
+    return rule.adaptive && r.p.adaptive ? rule.direction(w[i], g[i]) : g[i];
+  });
+  if (threadIdx.x == 0) r.p.sumsq[r.row] = sumsq;
+  Rules* rules = r.at<Rules>(r.p.memory.rules);
+  for (int s = threadIdx.x; s < r.p.segments; s += kThreads) {
+    rules[s].perturb = PerturbRule<float>(r.scalars(s), sumsq);
+  }
+  __syncthreads();
+  float* z = r.z();
+  each_element(r, [&](int s, int i) { z[i] = rules[s].perturb.perturbed(w[i], g[i]); });
+  __syncthreads();
+}
+
+__device__ __forceinline__ void update(const Row& r) {
+  const RowsArgs& p = r.p;
+  float *z = r.z(), *w = r.field(p.w), *momentum = r.field(p.momentum);
+  const float *g2 = p.two_passes ? r.second() : r.first(), *g1 = p.keeps_first ? r.first() : nullptr;
+  const float *q = r.field(p.q), *shift = r.field(p.shift);
+  double sumsq = -1.0;
+  if (p.sumsq_v != nullptr) {
+    sumsq = squares(r, [&](int segment, int i) {
+      const LinearRule<float> rule(r.scalars(segment), 1.0);
+      return rule.clipped_part(w != nullptr ? w[i] : z[i], g2[i], g1 != nullptr ? g1[i] : 0.0f,
+                               q != nullptr ? q[i] : 0.0f);
+    });
+    if (threadIdx.x == 0) p.sumsq_v[r.row] = sumsq;
+  }
+  Rules* rules = r.at<Rules>(p.memory.rules);
+  for (int s = threadIdx.x; s < p.segments; s += kThreads) {
+    rules[s].form = FormU<float>(r.scalars(s), 1.0, sumsq);
+    rules[s].sgd = sgd::Rule<float>(r.scalars(s), 0.0, false);
+  }
+  __syncthreads();
+  each_element(r, [&](int s, int i) {
+    const FormU<float>& form = rules[s].form;
+    const float old = w != nullptr ? w[i] : z[i];
+    const float d = form.gradient(old, g2[i], g1 != nullptr ? g1[i] : 0.0f, q != nullptr ? q[i] : 0.0f,
+                                  shift != nullptr ? shift[i] : 0.0f);
+    float state = momentum != nullptr ? momentum[i] : 0.0f;
+    z[i] = rules[s].sgd.step(form.weight(old), d, &state, momentum != nullptr ? 1u : 0u);
+    if (momentum != nullptr) momentum[i] = state;
+    if (w != nullptr) w[i] = z[i];
+  });
+  __syncthreads();
+}
+
+__device__ __forceinline__ void train(const Row& r) {
+  const RowsArgs& p = r.p;
+  const int stride = static_cast<int>(p.width) - kShared;
+  float *z = r.z(), *kept = r.field(p.z);
+  for (int i = threadIdx.x; i < stride; i += kThreads) z[i] = kept[i];
+  for (int step = 0; step < p.steps; ++step) {
+    gather(r, step);
+    pass(r, r.first());
+    if (threadIdx.x == 0) p.losses[r.row] += static_cast<double>(r.first()[stride]) * p.batch;
+    if (p.two_passes) {
+      perturb(r);
+      pass(r, r.second());
+    }
+    update(r);
+  }
+  for (int i = threadIdx.x; i < stride; i += kThreads) kept[i] = z[i];
+}
+
+__global__ void __launch_bounds__(kThreads, 2) rows_kernel(const RowsArgs __grid_constant__ p) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  const Row row{p, p.outside == nullptr ? shared : p.outside + blockIdx.x * p.memory.total, blockIdx.x};
+  stage(row);
+  if (p.out == nullptr) {
+    train(row);
+  } else {
+    pass(row, p.out + row.row * p.width);
+  }
+}
+
+}  // namespace
+
+void place_rows(RowsArgs& args, int64_t scratch, int64_t panel) {
+  int64_t total = 0;
+  const auto place = [&total](int64_t count, int64_t size) {
+    const int64_t begin = total;
+    total += (count * size + 15) / 16 * 16;
+    return begin;
+  };
+  const bool trains = args.out == nullptr;
+  const int64_t row = trains ? args.width : 0;
+  RowsMemory& m = args.memory;
+  m.places = place(args.inputs, sizeof(char*));
+  m.instructions = place(args.instructions, sizeof(RowOp));
+  m.z = place(trains ? row - kShared : 0, sizeof(float));
+  m.first = place(row, sizeof(float));
+  m.second = place(args.two_passes ? row : 0, sizeof(float));
+  m.scratch = place(scratch, sizeof(float));
+  m.x = place(int64_t{args.batch} * args.features, sizeof(float));
+  m.y = place(args.batch, sizeof(int64_t));
+  m.panel = place(panel, sizeof(float));
+  m.lanes = place(kThreads, sizeof(float));
+  m.partials = place(args.pieces, sizeof(double));
+  m.rules = place(args.segments, sizeof(Rules));
+  m.total = total;
+}
+
+int64_t shared_cuda(int device) {
+  int bytes = 0;
+  return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
+}
+
+int rows_cuda(const RowsArgs& args, void* stream) {
+  const auto shared = static_cast<int>(args.outside == nullptr ? args.memory.total : 0);
+  if (shared > 48 << 10) {
+    const auto error = cudaFuncSetAttribute(rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+  }
+  return launch(rows_kernel, args.rows, stream, args, kThreads, shared);
+}
+
+}  // namespace fastsam

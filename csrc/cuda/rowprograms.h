@@ -1,0 +1,55 @@
+// Row programs on CUDA, from plain pointers: ops_rows.cpp fills these structs, rowprograms.cu runs them.
+#pragma once
+
+#include "../launch.h"
+#include "../rowprograms/program.h"
+
+namespace fastsam {
+
+constexpr int kMostInputs = 64, kMostSegments = 64;  // what a launch's argument holds
+
+// An input. `bytes` from one row to the next; local: where in z it lies, in floats, -1 for what does not.
+struct RowsInput {
+  const char* data = nullptr;
+  int64_t bytes = 0, local = -1;
+};
+
+struct RowsSegment {
+  int offset, length, group;
+};
+
+// What a row has in the memory of its block, in bytes from its beginning: `total` of them.
+struct RowsMemory {
+  int64_t places, instructions, z, first, second, scratch, x, y, panel, lanes, partials, rules, total;
+};
+
+// A call. Without `out` it trains for `steps` steps, with it it is one pass.
+struct RowsArgs {
+  const int64_t* words = nullptr;  // the instructions, on the device
+  int instructions = 0, inputs = 0, weights = 0, segments = 0, pieces = 0, groups = 0;
+  int64_t rows = 0, width = 0;
+  float* out = nullptr;
+  RowsMemory memory = {};
+  unsigned char* outside = nullptr;  // [rows, memory.total], where a block's shared memory is too small
+  RowsInput input[kMostInputs];
+  RowsSegment segment[kMostSegments];
+  // Training: x [n, features], y [n], wanted [rows, steps * batch].
+  const float* x = nullptr;
+  const int64_t *y = nullptr, *wanted = nullptr;
+  int64_t samples = 0, wanted_row = 0;
+  int features = 0, batch = 0, steps = 0;
+  bool two_passes = false, keeps_first = false, adaptive = false;
+  Field z, w, momentum, q, shift;
+  const double* hyper = nullptr;
+  double *sumsq = nullptr, *sumsq_v = nullptr, *losses = nullptr;
+};
+
+// Fills `memory`. panel: floats that the program's products need to turn a matrix.
+void place_rows(RowsArgs& args, int64_t scratch, int64_t panel);
+
+// Bytes of shared memory that a block may have on the current device.
+int64_t shared_cuda(int device);
+
+int rows_cuda(const RowsArgs& args, void* stream);
+
+}  // namespace fastsam

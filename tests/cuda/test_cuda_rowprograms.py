@@ -1,0 +1,188 @@
+"""Row programs as a CUDA kernel, run on the CPU by an emulation: the bits of the CPU's row programs, errors that are found, and nvcc's report."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam_kernels import build, toolchain
+from tests.fed.executors.test_rowprograms import trained
+from tests.helpers import emulated
+from tests.helpers.emulated import Emulation
+from tests.helpers.emulated_rows import (
+    ROWS,
+    emulated_programs,
+    epoch,
+    known_pass,
+    same_epochs,
+    why_not,
+)
+from tests.helpers.places import ROOT
+
+pytestmark = [pytest.mark.gpu_code, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of test_cuda_emulated.py."""
+    cache = getattr(request.config, "cache", None)
+    return Path(cache.mkdir("cuda-emulation")) if cache else tmp_path_factory.mktemp("cuda-emulation")
+
+
+@pytest.fixture(scope="module")
+def emulation(folder: Path) -> Emulation:
+    return emulated.loaded(folder / "as-it-is")
+
+
+CASES = {
+    "mlp": ((64, 32, 10), 16, {}),
+    "softmax regression": ((64, 10), 7, {}),
+    "plain": ((64, 32, 10), 16, {"sam": False}),
+    "odd": ((17, 33, 9, 5), 17, {}),
+    "one": ((3, 2), 1, {}),
+    "tanh": ((12, 9, 4), 5, {"activation": nn.Tanh}),
+    "sigmoid": ((12, 9, 4), 5, {"activation": nn.Sigmoid}),
+    "several chunks": ((300, 40, 3), 4, {}),
+    "memory of its own": ((300, 230, 5), 2, {}),  # more than a block's shared memory
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("mlp", "odd") else pytest.mark.slow) for n in CASES]
+)
+def test_an_epoch_has_the_bits_of_the_cpu(emulation: Emulation, name: str) -> None:
+    widths, batch, options = CASES[name]
+    same_epochs(emulation, emulated.NAMESPACE, widths, batch, **options)
+    assert emulation.count("misaligned") == 0 and emulation.count("out_of_bounds") == 0
+
+
+@pytest.mark.parametrize("batch", [13, pytest.param(29, marks=pytest.mark.slow)])
+def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int) -> None:
+    """Sums over 8 to 15 and over 24 or more neighbours (biases' gradients, losses) have the bits of AVX-512; two steps of others are as near as
+    so many roundings leave them."""
+    expected = epoch((17, 9, 5), batch, sam=False)
+    emulation.order(0, 0)
+    with emulated_programs():
+        found = epoch((17, 9, 5), batch, sam=False)
+    assert all(map(partial(torch.allclose, rtol=2 * batch * 2**-24, atol=2 * batch * 2**-24), found, expected))
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        pytest.param("fedavg", {}, marks=pytest.mark.slow),
+        ("fedsam", {"momentum": 0.3, "weight_decay": 0.01}),
+        pytest.param("fedsam-asam", {"clip_norm": 0.05, "clip_scope": "linear"}, marks=pytest.mark.slow),
+        pytest.param("fedgamma", {"clip_norm": 0.05, "weight_decay": 0.01}, marks=pytest.mark.slow),
+        pytest.param("fedlesam", {}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_has_the_bits_of_the_cpu(emulation: Emulation, method: str, options: dict[str, object]) -> None:
+    """Clients of unequal sizes, a last partial batch, momentum and clipping: the whole loop with emulated programs."""
+    emulation.order(0, 0)
+    expected, before = trained(method, 3, **options), emulation.count("launches")
+    with emulated_programs():
+        assert trained(method, 3, **options) == expected
+    assert emulation.count("launches") > before
+
+
+def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
+    """A kernel cannot raise: a label that is no class, and a place that is no sample, are seen in that row's loss, and in no other."""
+    emulation.order(0, 0)
+    with emulated_programs():
+        found, form, x, y = known_pass((12, 9, 4), 5)
+        for wrong in ("none", "label", "place"):
+            labels, losses = y.clone(), torch.zeros(ROWS, dtype=torch.float64)
+            wanted = torch.arange(ROWS * 20).view(ROWS, 20) % 10 + torch.arange(ROWS).view(ROWS, 1) * 10 + 5
+            if wrong == "label":
+                labels[17] = 4
+            if wrong == "place":
+                wanted[1, 7] = 40
+            before, hyper = emulation.count("launches"), torch.zeros_like(form.hyper)
+            found.program.steps_(
+                form.leaves, found.others, x, labels, wanted, 5, form.z, None, form.layout.table, hyper, losses
+            )
+            assert emulation.count("launches") == before + 1
+            assert losses.isnan().tolist() == [False, wrong != "none", False]
+
+
+def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
+    with emulated_programs():
+        found, form, x, y = known_pass((12, 9, 4), 5)
+        losses, wanted = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
+        leaves = [leaf.detach().clone() for leaf in form.leaves]
+        with pytest.raises(RuntimeError, match="weights must be views of z"):
+            found.program.steps_(
+                leaves, found.others, x, y, wanted, 5, form.z, None, form.layout.table, form.hyper, losses
+            )
+
+
+# --- errors put into the kernel ---
+
+KERNEL, LINES = "cuda/rowprograms.cu", "cuda/lines.cuh"
+ERRORS = {
+    "none": {},
+    "barrier of an instruction": {KERNEL: [("      elements(op, at);\n    }\n    __syncthreads();", "      elements(op, at);\n    }")]},
+    "barrier of a turned matrix": {LINES: [("    }\n    __syncthreads();\n  }\n  const float* b =", "    }\n  }\n  const float* b =")]},
+    "stride": {LINES: [("step * op.b.stride[0] + column * op.b.stride[1]", "step * op.b.stride[1] + column * op.b.stride[0]")]},
+    "last rows of a product": {LINES: [("if (top + r >= m) break;", "if (top + r + 1 >= m) break;")]},
+    "bias": {LINES: [("column * op.c.stride[1]] + sum[r]", "column * op.c.stride[0]] + sum[r]")]},
+    "rounding of a product": {LINES: [("fmaf(left[row[r]], factor, sum[r])", "left[row[r]] * factor + sum[r]")]},
+    "order of a norm": {KERNEL: [("(s[lane] + s[lane + 16]) + (s[lane + 32]", "(s[lane] + s[lane + 32]) + (s[lane + 16]")]},
+    "rest of a norm": {KERNEL: [("for (int i = whole; i < count; ++i)", "for (int i = whole + 1; i < count; ++i)")]},
+    "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();", "    lanes[threadIdx.x] = sum;")]},
+    "row": {KERNEL: [("places = p.wanted + r.row * p.wanted_row", "places = p.wanted + p.wanted_row")]},
+    "step": {KERNEL: [("static_cast<int64_t>(step) * p.batch", "static_cast<int64_t>(step) * p.features")]},
+    "what is written back": {KERNEL: [("i < stride; i += kThreads) kept[i] = z[i];", "i < stride / 2; i += kThreads) kept[i] = z[i];")]},
+}  # fmt: skip
+CHEAP = ("none", "barrier of an instruction", "order of a norm")  # the others: `make test-slow`
+SCRIPT = """
+import sys
+import torch
+from pathlib import Path
+from tests.helpers.emulated import Emulation
+from tests.helpers.emulated_rows import fixed_epochs
+torch.set_num_threads(1)
+fixed_epochs(Emulation(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
+def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
+    emulated.compile_library(folder / "as-it-is")
+    path = folder / re.sub(r"\W", "-", f"rows {error}")
+    library = emulated.compile_library(path, ERRORS[error], ready=folder / "as-it-is")
+    argv = [sys.executable, "-c", SCRIPT, str(library)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if error == "none":
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0, f"the error {error!r} went unnoticed"
+        assert "AssertionError" in done.stderr or done.returncode < 0, done.stderr
+
+
+# --- what nvcc makes of it ---
+
+
+@pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("arch", toolchain.CUDA_ARCHS)
+def test_registers_and_shared_memory(arch: str, tmp_path: Path) -> None:
+    """128 registers, with which two blocks fit a multiprocessor; nothing in local memory; shared memory is what the launch asks for."""
+    source = build.csrc() / "cuda" / "rowprograms.cu"
+    argv = [
+        str(toolchain.find_nvcc()), *build.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v", "-c",
+        str(source), "-o", str(tmp_path / "rows.o"),
+    ]  # fmt: skip
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
+    (stack,) = re.findall(r"(\d+) bytes stack frame, \d+ bytes spill stores", said)
+    assert int(stack) == 0, said
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    assert int(registers) <= 128 and "smem" not in said, said

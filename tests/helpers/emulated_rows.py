@@ -1,0 +1,113 @@
+"""Local epochs by row programs, of the CPU and of emulated CUDA kernels (see `emulated.py`), and what tells one from the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsam.fed.executors.kernel_calls import Form
+from fastsam.fed.executors.rowprograms.row_pass import RowPass
+from fastsam_kernels import native
+from fastsam_kernels.columns import Column
+from fastsam_kernels.rowprograms import program
+from tests.helpers import emulated
+from tests.helpers.emulated import Emulation
+from tests.helpers.op_cases import same_bits
+from tests.helpers.stacked_passes import stacked
+
+ROWS, SAMPLES, STEPS = 3, 40, 2
+# Of the hyper-parameters, all of which matter; with these the gradients are clipped.
+NUMBERS = {
+    "RHO": 0.05, "NU": 1e-12, "ETA": 0.01, "LR": 0.1, "DECAY": 0.01, "PHI": 0.02, "A": 0.9, "B": 0.1, "CLIP": 0.5,
+}  # fmt: skip
+
+
+def why_not() -> str | None:
+    """Why the bits of emulated row programs cannot be compared with those of the CPU; None when they can."""
+    info = Path("/proc/cpuinfo")
+    fused = info.exists() and " fma " in info.read_text()
+    return emulated.why_not() or native.why_not("cpu") or (None if fused else "products round twice on this processor")
+
+
+@contextmanager
+def emulated_programs(namespace: str = emulated.NAMESPACE) -> Iterator[None]:
+    """Meanwhile row programs are those of the emulated CUDA kernels."""
+    ops = getattr(torch.ops, namespace)
+    made = ops.rowwise.default, ops.rowwise_steps_.default, ops.row_program.default
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "_ops", lambda: made)
+        yield
+
+
+def classifier(widths: Sequence[int], activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), activation())]
+    return nn.Sequential(*layers[:-1])
+
+
+def known_pass(
+    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU
+) -> tuple[RowPass, Form, Tensor, Tensor]:
+    """A compared row program, the rows it is for, and samples: one label does not count."""
+    passes, form = stacked(classifier(widths, activation), rows=ROWS)
+    x, y = torch.randn(SAMPLES, widths[0]), torch.randint(widths[-1], (SAMPLES,))
+    y[3] = -100
+    wanted = torch.arange(ROWS * batch).view(ROWS, batch) % 3 + 4
+    for _ in range(2):
+        passes.run(form, x[wanted], y[wanted])
+    found = passes.replays.row_pass(batch, x, y)
+    assert isinstance(found, RowPass)
+    return found, form, x, y
+
+
+def epoch(
+    widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU, sam: bool = True
+) -> list[Tensor]:
+    """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and clipping; else plain SGD."""
+    found, form, x, y = known_pass(widths, batch, activation)
+    draw = torch.Generator().manual_seed(1)
+    hyper = torch.zeros_like(form.hyper)
+    for name, value in NUMBERS.items():
+        hyper[..., getattr(Column, name)] = value
+    hyper[..., Column.ADAPTIVE] = float(sam)
+    hyper[..., Column.CLIP] *= float(sam)
+    hyper[..., 13] = 0.9  # SGD's momentum
+    wanted = torch.randint(SAMPLES, (ROWS, STEPS * batch), generator=draw)
+    fields = [0.1 * torch.randn(form.z.shape, generator=draw) for _ in range(3)]
+    w, losses, sums = form.z.clone(), *torch.zeros(2, ROWS, dtype=torch.float64).unbind()
+    clipped = torch.zeros(ROWS, dtype=torch.float64)
+    options: dict[str, Any] = {
+        "momentum": fields[0], "q": fields[1], "shift": fields[2], "sumsq": sums, "sumsq_v": clipped, "adaptive": True,
+        "keeps_first": True,
+    }  # fmt: skip
+    found.program.steps_(
+        form.leaves, found.others, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hyper, losses,
+        **(options if sam else {}),
+    )  # fmt: skip
+    return [form.z.detach().clone(), w, fields[0], losses, sums, clipped]
+
+
+def same_epochs(emulation: Emulation, namespace: str, widths: Sequence[int], batch: int, **options: Any) -> None:
+    """The bits of the CPU's, in three orders of the threads: what a missing barrier lets through depends on it."""
+    expected = epoch(widths, batch, **options)
+    assert all(t.isfinite().all() for t in expected)
+    for order in (0, 1, 7):
+        emulation.order(order, order)
+        with emulated_programs(namespace):
+            found = epoch(widths, batch, **options)
+        assert all(map(same_bits, found, expected)), f"threads in order {order}: other bits than the CPU's"
+
+
+def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> None:
+    """A few epochs that meet every branch: a product of tiles and one of elements, a matrix that is turned, pieces of more and fewer than 64."""
+    same_epochs(emulation, namespace, (64, 32, 10), 16)
+    same_epochs(emulation, namespace, (7, 5, 3), 5)
+    same_epochs(emulation, namespace, (64, 10), 7, sam=False)
+    assert emulation.count("misaligned") == 0 and emulation.count("out_of_bounds") == 0
