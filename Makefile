@@ -125,18 +125,23 @@ test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a 
 
 CXX_SOURCES := $(shell find csrc bench/variants -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
+PAGES := README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md $(wildcard docs/*.md)
+
 check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/python tools/wrap.py --check $(PAGES)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
+	$(BIN)/python tools/wrap.py $(PAGES)
+	$(BIN)/python tools/notebooks.py
 
 bench: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench.step $(ARGS)
