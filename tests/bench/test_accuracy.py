@@ -139,6 +139,7 @@ def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.Mo
     assert rows[0] == {"lr": 0.02, "value": 0.05, "validation": pytest.approx(1.2)}
 
 
+@pytest.mark.slow
 def test_a_radius_of_nothing_trains_as_sgd_does() -> None:
     task, entrants = TASKS["cancer"], contenders()
     plain = run(task, entrants["SGD"], Trial(0.1, 5e-4), seed=3, steps=12, sharp=True)
@@ -150,6 +151,7 @@ def test_a_radius_of_nothing_trains_as_sgd_does() -> None:
     assert plain.sharpness is not None and plain.sharpness > 0
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "accuracy.json"
     command = ["--quick", "--tasks", "cancer", "--variants", "SAM", "--seeds", "2", "--out", str(out)]

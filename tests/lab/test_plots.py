@@ -161,6 +161,7 @@ def test_the_losses_beside_a_surface_are_plain_numbers(
     assert low > 1 or not {0.1, 1.0, 10.0, 100.0} - set(values)
 
 
+@pytest.mark.slow
 def test_surfaces_of_models_that_overflow_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = drawn(monkeypatch)
     grid = np.array([[np.inf, 1e30, np.nan], [1.0, 0.5, 2.0], [3.0, 4.0, 1e9]])
@@ -215,6 +216,7 @@ def test_the_bars_of_an_ablation_are_the_deviation_of_a_sample(tmp_path: Path, m
     assert bar[:, 1].tolist() == pytest.approx([50 - 10 * 2**0.5, 50 + 10 * 2**0.5])
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_for_a_paper_too_and_the_same_twice(tmp_path: Path) -> None:
     history = {"": {"fedavg": [records([0.5, 0.6])], "fedsam": [records([0.6, 0.7])]}}
     for name in ("one", "two"):

@@ -54,6 +54,7 @@ SPOTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_list_is_that_of_the_tables() -> None:
     assert listing.FILE.read_text() == listing.text(), "listing.json is old; write it again: python tools/listing.py"
 

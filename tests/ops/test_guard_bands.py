@@ -52,7 +52,8 @@ def test_no_instruction_set_leaves_its_operands(isa: str) -> None:
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("how", ["read", pytest.param("write", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["read", "write"])
 def test_one_element_too_far_is_noticed(how: str) -> None:
     assert run("reference", "--beyond", how).returncode == -signal.SIGSEGV
 

@@ -94,7 +94,7 @@ LENGTHS = st.one_of(st.integers(0, 40), st.integers(1000, 1050), st.integers(810
 TABLES = st.lists(st.tuples(LENGTHS, st.integers(0, 3)), min_size=1, max_size=20).map(
     lambda drawn: table_of([length for length, _ in drawn], [gap for _, gap in drawn])
 )
-EVERY_EXAMPLE = settings(max_examples=80, deadline=None, derandomize=True)
+EVERY_EXAMPLE = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @EVERY_EXAMPLE

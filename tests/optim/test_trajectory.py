@@ -74,7 +74,7 @@ def compare(actual: list[Any], oracle: Oracle, tolerance: tuple[float, float]) -
         torch.testing.assert_close(a.detach().double().cpu(), b.detach(), rtol=tolerance[0], atol=tolerance[1])
 
 
-@pytest.mark.parametrize(("name", "dtype"), one_in(8, CONFIGURATIONS, DTYPES), ids=str)
+@pytest.mark.parametrize(("name", "dtype"), one_in(12, CONFIGURATIONS, DTYPES), ids=str)
 def test_follows_the_oracle(name: str, dtype: torch.dtype, backend: Backend) -> None:
     base, options = CONFIGURATIONS[name]
     fused = any(base in rule.serves for rule in RULES.values()) and not options.get("amsgrad")

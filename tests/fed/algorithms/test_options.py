@@ -55,7 +55,9 @@ def of_defaults(name):
     return final(REGISTRY[name]())
 
 
-@pytest.mark.parametrize(("name", "option"), CASES)
+@pytest.mark.parametrize(
+    ("name", "option"), [pytest.param(*case, marks=pytest.mark.slow if i % 2 else []) for i, case in enumerate(CASES)]
+)
 def test_every_option_has_an_effect(name, option):
     needed = {} if name == "pfedme" else NEEDS  # whose eta is a rate
     made, changed = REGISTRY[name], needed.get(option, {option: OTHER.get(option, 0.3)})

@@ -24,7 +24,7 @@ COMMANDS = re.findall(r"^    (fastsam .*)$", PAGE, re.M)
 
 
 def test_the_page_has_what_is_tested_here() -> None:
-    assert (len(TOML), len(PYTHON), len(COMMANDS)) == (3, 4, 2)
+    assert (len(TOML), len(PYTHON), len(COMMANDS)) == (4, 5, 2)
 
 
 @pytest.mark.parametrize("block", TOML)

@@ -24,7 +24,7 @@ from tests.helpers.crosses import one_in
 from tests.helpers.fed_runs import FIRST, FLOAT, digest, run
 
 
-@pytest.mark.parametrize(("method", "slots"), one_in(5, sorted(FIRST.values()), (1, 3, 7)))
+@pytest.mark.parametrize(("method", "slots"), one_in(7, sorted(FIRST.values()), (1, 3, 7)))
 def test_any_number_of_slots_ends_in_the_same_bits(method, slots):
     assert digest(run(cases.ours(method), "threads", slots)) == digest(run(cases.ours(method), "sequential"))
 

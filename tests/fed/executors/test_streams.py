@@ -57,7 +57,7 @@ def train(
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(
-    ("options", "slots", "name"), one_in(5, [{}, {"clip_norm": 0.5, "momentum": 0.5}], [1, 3, 7], ALGORITHMS), ids=str
+    ("options", "slots", "name"), one_in(8, [{}, {"clip_norm": 0.5, "momentum": 0.5}], [1, 3, 7], ALGORITHMS), ids=str
 )
 def test_the_order_of_work_gives_the_bits_of_the_plain_executor(options: dict, slots: int, name: str) -> None:
     plain = train(ALGORITHMS[name], executor="sequential", **options)
@@ -115,7 +115,7 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(name: str, executor: 
         pytest.param("fedsmoo", "graph", 1, marks=pytest.mark.slow),
         pytest.param("fedsmoo", "streams", 3, marks=pytest.mark.slow),
         pytest.param("mimelite", "streams", 2, marks=pytest.mark.slow),
-        ("ditto", "streams", 3),
+        pytest.param("ditto", "streams", 3, marks=pytest.mark.slow),
         pytest.param("fedrep", "streams", 2, marks=pytest.mark.slow),
     ],
 )
