@@ -78,9 +78,10 @@ docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site, a w
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo build/docs/index.html
 
-# A worker per processor; the tests of a file stay together and in order, because they share what they build. WORKERS=0: one process.
+# A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is done and takes half of
+# what another has left. WORKERS=0: one process.
 WORKERS ?= auto
-SHARED_OUT = -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+SHARED_OUT = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 test: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests, with each skip and its reason. WORKERS=0 in one process
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code'
