@@ -47,6 +47,7 @@ NAMED = {
     "WSAM": Contender(lambda rho: variants.WSAM(rho), (0.005, 0.015, 0.05)),
     "LookSAM": Contender(lambda rho: variants.LookSAM(rho, k=5)),
     "SAMON": Contender(lambda rho: variants.SAMON(rho), (0.1, 0.5, 2.0)),
+    "SSAMD": Contender(lambda rho: variants.SSAMD(rho, interval=20, horizon=200)),
     "MSAM": Contender(lambda rho: variants.MSAM(rho), (0.05, 0.15, 0.5)),
 }
 

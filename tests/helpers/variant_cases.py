@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import GSAM, SAM, FusedSAM
-from fastsam.optim.variants import ESAM, LESAM, MSAM, SSAMF, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import ESAM, LESAM, MSAM, SSAMD, SSAMF, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
 
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -175,6 +176,34 @@ class PaperSSAMF(PaperMasked):
         return self.m
 
 
+class PaperSSAMD(PaperMasked):
+    """Mi et al. 2022 with a dynamic mask; `sparsity`, `interval`, `drop` and `horizon` are given. The numbers are drawn as the variant says."""
+
+    sparsity: float
+    interval: int
+    drop: float
+    horizon: int
+    m: Tensor
+
+    def mask(self, g1: Tensor) -> Tensor:
+        if self.t % self.interval:
+            return self.m
+        generator = torch.Generator().manual_seed(self.t)
+        drawn = 1 - torch.cat([torch.rand(p.numel(), generator=generator) for p in problem()[0]])
+        count = round((1 - self.sparsity) * len(g1))
+        moved = round(self.drop / 2 * (1 + math.cos(math.pi * self.t / self.horizon)) * count)
+        if self.t == 0:  # all at random: the smallest numbers and the largest
+            order = drawn.argsort().tolist()
+            chosen = order[: count - moved] + order[len(order) - moved :]
+        else:
+            active = sorted(self.m.nonzero().flatten().tolist(), key=lambda i: abs(float(g1[i])))
+            inactive = sorted((self.m == 0).nonzero().flatten().tolist(), key=lambda i: float(drawn[i]))
+            chosen = active[moved:] + inactive[len(inactive) - moved :]
+        self.m = torch.zeros_like(g1)
+        self.m[chosen] = 1
+        return self.m
+
+
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
@@ -277,6 +306,10 @@ CASES: dict[str, Case] = {
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, every=2), lambda: PaperVaSSO(theta=0.4, every=2), OTHER),
     "esam": Case(ESAM(RHO, beta=0.6), lambda: PaperESAM(beta=0.6)),
     "ssam-f": Case(SSAMF(RHO, sparsity=0.7, interval=3), lambda: PaperSSAMF(sparsity=0.7, interval=3)),
+    "ssam-d": Case(
+        SSAMD(RHO, sparsity=0.6, interval=2, drop=0.8, horizon=6),
+        lambda: PaperSSAMD(sparsity=0.6, interval=2, drop=0.8, horizon=6),
+    ),
     "lesam": Case(SAM(RHO, radius=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
     "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, every=3), lambda: PaperGSAM(every=3), THIRD),
 }

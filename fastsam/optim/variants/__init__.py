@@ -11,7 +11,7 @@ from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
 from fastsam.optim.variants.sam import SAM
 from fastsam.optim.variants.samon import SAMON
-from fastsam.optim.variants.ssam import SSAMF
+from fastsam.optim.variants.ssam import SSAMD, SSAMF
 from fastsam.optim.variants.vasso import VaSSO
 from fastsam.optim.variants.wsam import WSAM
 
@@ -22,6 +22,7 @@ __all__ = [
     "MSAM",
     "SAM",
     "SAMON",
+    "SSAMD",
     "SSAMF",
     "WSAM",
     "FriendlySAM",

@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Places, check_real
+from fastsam.optim.variants.sam import SAM, Places, check_real, check_seed, seeded
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,10 @@ class ESAM(SAM):
         check_real("beta", self.beta)
         if not 0 < self.beta <= 1:
             raise ValueError(f"beta must be above 0 and 1 or less, got {self.beta!r}")
-        check_real("seed", self.seed)
-        if not hasattr(self.seed, "__index__"):
-            raise TypeError(f"seed must be an integer, got {self.seed!r}")
+        check_seed(self.seed)
 
     def mask(self, g: Tensor, memory: Tensor | None, out: Tensor, step: int, places: Places) -> None:
-        # Of a seed the CPU's generator takes 32 bits.
-        generator = torch.Generator(g.device).manual_seed((self.seed * 0x9E3779B1 + step) % 2**32)
+        generator = seeded(self.seed, step, g.device)
         for part in places.views(out):
             part.bernoulli_(self.beta, generator=generator)
         out.div_(self.beta)

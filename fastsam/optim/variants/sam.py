@@ -11,6 +11,7 @@ from numbers import Real
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastsam.step import Mix
@@ -137,3 +138,16 @@ def check_real(name: str, value: float) -> None:
     """Raises TypeError for what is neither a real number nor a tensor: a Decimal, say, whose comparisons raise errors of their own."""
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises TypeError for what is no integer."""
+    check_real("seed", seed)
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"seed must be an integer, got {seed!r}")
+
+
+def seeded(seed: int, step: int, device: torch.device) -> torch.Generator:
+    """A generator whose numbers are a function of a variant's seed and of the step's number."""
+    # Of a seed the CPU's generator takes 32 bits.
+    return torch.Generator(device).manual_seed((seed * 0x9E3779B1 + step) % 2**32)
