@@ -113,7 +113,7 @@ attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, inte
 	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
 
 test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets
-	@$(BIN)/python -m pytest -q -ra -m slow
+	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m slow
 	@$(MAKE) test-sanitize
 	@$(MAKE) test-malloc TRAINING=tests
 	@set -e; for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from tests.helpers.places import ROOT
+from tools import conv_overrun
 
 SCAN = ROOT / "tools" / "conv_overrun.py"
 # What an instruction set beyond it would do is not what most processors do; where it is missing, oneDNN takes what there is.
@@ -88,5 +89,6 @@ def test_what_the_rule_lets_through_writes_within_its_memory():
 
 
 @pytest.mark.slow
-def test_every_convolution_writes_within_its_memory():
-    scan()
+@pytest.mark.parametrize("isa", conv_overrun.instruction_sets())
+def test_every_convolution_writes_within_its_memory(isa):
+    scan("--isa", isa)
