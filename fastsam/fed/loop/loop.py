@@ -132,6 +132,8 @@ class Loop:
             self.weights,
             self.privacy,
         )
+        if self.privacy is not None:
+            self.privacy.begin_round(t)
         executor = self.chosen.executor
         tasks = cohort.tasks(executor, self._next(t))
         for ends in executor.train(state.server["w"], state.buffers, tasks):

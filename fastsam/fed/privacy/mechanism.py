@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
 from fastsam.fed.privacy.adaptive import Quantile
+from fastsam.fed.privacy.ahead import Ahead
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import Asked, check_algorithm, check_buffers, delta_of
 from fastsam.fed.privacy.private_sums import PrivateSums
@@ -78,8 +80,27 @@ class Privacy:
         """What the server's step reads of a round. sums: None where nobody was sampled."""
         w = server["w"]
         z = self.asked.noise_multiplier if self.quantile is None else self.quantile.sum_multiplier
-        noise = self._tree(index) if self.asked.noise == "tree" else self._normals("noise", index)
+        noise, _ = self._ahead.of(index)
+        assert noise is not None
         return PrivateSums(sums, noise.to(w.device), self.places, z * self.clip(server), self.cohort or active)
+
+    def begin_round(self, index: int) -> None:
+        """Before its clients train."""
+        self._ahead.begin(index)
+
+    @cached_property
+    def _ahead(self) -> Ahead[tuple[Tensor | None, float | None]]:
+        return Ahead(lambda index: (self._noise(index), self._epsilon(index)))
+
+    def _noise(self, index: int) -> Tensor | None:
+        """The server's of a round, in units of `noise_multiplier` times the clip."""
+        if not self.at_server:
+            return None
+        return self._tree(index) if self.asked.noise == "tree" else self._normals("noise", index)
+
+    def _epsilon(self, index: int) -> float | None:
+        """Of all rounds up to round `index`."""
+        return None if self.accountant is None else self.accountant.epsilon(index + 1)
 
     def _normals(self, *parts: int | str) -> Tensor:
         return normals(len(self.places), self.asked.seed, *parts)
@@ -107,7 +128,7 @@ class Privacy:
         if self.quantile is not None:
             made["clip_update"] = self.clip(before)
         if self.accountant is not None:
-            made |= {"epsilon": self.accountant.epsilon(index + 1), "delta": self.accountant.delta}
+            made |= {"epsilon": self._ahead.of(index)[1], "delta": self.accountant.delta}
         return made
 
     def about(self) -> dict[str, Any]:
