@@ -65,14 +65,14 @@ class LocalOptions:
 class Setup:
     """What an executor is made from, once per run.
 
-    model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None for as many as serve
-    best. draws: whether a training pass of the model draws random numbers (dropout). changes_buffers: whether it changes the model's
-    buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
-    teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example: a batch, to try the model with.
-    compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely to have at most, None for
-    unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of the round. batched:
-    why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not. reads_draw: whether
-    making such a batch draws random numbers.
+    model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None for as many as serve best.
+    draws: which of torch's functions draw random numbers in a training pass of the model (dropout); none: it is something else; None: the model
+    draws nothing. changes_buffers: whether a pass changes the model's buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the
+    inputs. taught: whether its steps have a teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example:
+    a batch, to try the model with. compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely
+    to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of
+    the round. batched: why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not.
+    reads_draw: whether making such a batch draws random numbers.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Setup:
     device: torch.device
     backend: str
     slots: int | None = None
-    draws: bool = False
+    draws: frozenset[Callable[..., Any]] | None = None
     changes_buffers: bool = False
     maps_inputs: bool = False
     example: tuple[Tensor, Tensor] | None = None

@@ -93,7 +93,7 @@ def why_not(setup: Setup) -> str | None:
         return f"it runs on CUDA devices, the run is on the {setup.device.type.upper()}"
     if setup.batched:
         return setup.batched
-    return NoRandomness.REASON if setup.draws else None
+    return None if setup.draws is None else NoRandomness.REASON
 
 
 def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from fastsam.fed.executors.base import ClientError
+from fastsam.fed.executors.drawing import Calls, Lent, default_generator
 
 
 class PassRandomness:
@@ -25,6 +26,10 @@ class PassRandomness:
             self.generators.append(torch.cuda.default_generators[device.index or 0])
         self.draws = False
         self._begin: list[torch.Tensor] = []
+
+    def drawing(self) -> AbstractContextManager[object]:
+        """Around a client: what it draws comes from `generators`."""
+        return nullcontext()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -74,5 +79,18 @@ class NoRandomness(PassRandomness):
 
     def check(self, client: int) -> None:
         """After a client. Raises ClientError when somebody has drawn since the start of the round."""
-        if not all(map(torch.equal, self._states(), self._begin)):
+        with default_generator:
+            alike = all(map(torch.equal, self._states(), self._begin))
+        if not alike:
             raise ClientError(f"when client {client} was done: {self.REASON}. Use executor='sequential'")
+
+
+class OwnRandomness(PassRandomness):
+    """A thread's generator, from which a model that is known to draw by these calls gets what it would have got from the default one."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.generators, self.draws = [torch.Generator()], True
+        self._lent = Lent(calls, self.generators[0])
+
+    def drawing(self) -> AbstractContextManager[object]:
+        return self._lent

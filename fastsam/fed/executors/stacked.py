@@ -207,7 +207,7 @@ def why_not(setup: Setup) -> str | None:
     """Why the model cannot be trained in stacked rows; None when it can. Tries a step of two rows against each row alone."""
     if setup.batched:
         return setup.batched
-    if setup.draws:
+    if setup.draws is not None:
         return "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is drawn"
     if setup.changes_buffers:
         return "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains one client a row"

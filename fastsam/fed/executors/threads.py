@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
-from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_step import RowEnds
 
@@ -30,7 +30,9 @@ class Threads(Executor):
 
     The ends come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops all threads after
     the local step in which they are.
-    Raises ValueError for a model that draws random numbers: torch's default generator is one for all threads.
+    A model that draws random numbers (dropout) draws the same ones, from a generator of its thread.
+    Raises ValueError for another device than the CPU, for data whose reading draws random numbers, and for a model of which it is not known
+    what draws them: nothing of torch's functions, or the backward pass.
     """
 
     name = "threads"
@@ -80,7 +82,8 @@ class Threads(Executor):
     def _row(self, number: int) -> Row:
         """Rows are made when they are needed: a small cohort costs no more than its clients."""
         if number == len(self.rows):
-            self.rows.append(Row(self.setup, self.random))
+            calls = self.setup.draws
+            self.rows.append(Row(self.setup, self.random if calls is None else OwnRandomness(calls)))
         return self.rows[number]
 
 
@@ -90,7 +93,7 @@ def why_not(setup: Setup) -> str | None:
         return f"it runs on the CPU, the run on {setup.device}"
     if setup.reads_draw:
         return "reading a batch draws random numbers from generators that are one for all clients that train at the same time"
-    return NoRandomness.REASON if setup.draws else None
+    return None if setup.draws is None or setup.draws else NoRandomness.REASON
 
 
 class _Team:
@@ -126,9 +129,10 @@ class _Team:
     def _train(self, row: Row, task: Task) -> Ends | None:
         """What a client leaves behind; None when it was stopped."""
         try:
-            row.open_(task, self.start, self.buffers)
-            while not self.stop.is_set() and row.step_():
-                pass
+            with row.random.drawing():
+                row.open_(task, self.start, self.buffers)
+                while not self.stop.is_set() and row.step_():
+                    pass
         except ClientError as error:
             if not self.setup.excludes(error):
                 raise

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Loss, Population, check_labels
 from fastsam.fed.clients.samples import Samples, leaves
+from fastsam.fed.executors.drawing import Watch
 from fastsam.fed.loop.trial_step import (
     Trial,
     are_labels,
@@ -21,7 +22,6 @@ from fastsam.fed.loop.trial_step import (
     check_outputs,
     explain,
     frozen_versions,
-    generator_states,
     of_classes,
     one_per_class,
     random_state_kept,
@@ -48,16 +48,15 @@ def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_siz
     failed = f"a trial step on client {client} ({_about(batch)}) failed"
     with random_state_kept(population.device):
         before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
-        states = generator_states(population.device)
-        with explain(failed):
+        watch = Watch(population.device)
+        with explain(failed), watch:
             value = loss(trial.train(), batch)
         check_loss(value)
         with explain(failed):
             value.backward()
         check_gradients(trainable(trial))
         check_frozen(trial, frozen)
-        draws = not all(map(torch.equal, states, generator_states(population.device)))
-        changed = changed_buffers(trial, before)
+        draws, changed = watch.found(), changed_buffers(trial, before)
         classifies = _classifies(trial.eval(), population, loss, batch, failed)
         if population.test_samples is not None:
             first = _first(population.test_samples, "the test set", batch_size)

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsam.fed import executors
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
+from fastsam.fed.executors.drawing import Calls, Watch
 from fastsam.fed.executors.gradient_passes import check_scalar
 from fastsam.fed.step.model_copy import copied, trainable
 
@@ -25,12 +26,12 @@ _KINDS = 64  # of samples, that are tried
 
 @dataclass(frozen=True)
 class Trial:
-    """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training changes, and whether a
-    training pass draws random numbers (dropout). example: the batch it was made with, None for a tree."""
+    """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training changes, and what in
+    a training pass draws random numbers (`Setup.draws`). example: the batch it was made with, None for a tree."""
 
     classifies: bool
     changed_buffers: tuple[str, ...]
-    draws: bool
+    draws: Calls | None
     example: tuple[Tensor, Tensor] | None
 
 
@@ -58,8 +59,8 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
             check_outputs(output.shape[1], population.classes)
             check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
         before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
-        states = generator_states(x.device)
-        with explain(failed):
+        watch = Watch(x.device)
+        with explain(failed), watch:
             value = loss(trial.train()(x), y)
         check_loss(value)
         with explain(failed):
@@ -67,8 +68,7 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
         check_gradients(trainable(trial))
         check_frozen(trial, frozen)
         classifies = labels and y.dim() == 1 and (classes or one_per_class(output, _all_labels(population), loss))
-        draws = not all(map(torch.equal, states, generator_states(x.device)))
-        changed = changed_buffers(trial, before)
+        draws, changed = watch.found(), changed_buffers(trial, before)
         _check_others(trial.eval(), population, client, loss, batch_size)
     return Trial(classifies, changed, draws, (x, y))
 
@@ -122,11 +122,6 @@ def one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
         )
         return True
     return all(values[0] < other for other in values[1:])
-
-
-def generator_states(device: torch.device) -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
 
 
 def check_outputs(outputs: int, classes: int | None) -> None:

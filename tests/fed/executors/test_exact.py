@@ -199,9 +199,41 @@ class Drops(nn.Module):
         return self.inner(F.dropout(x, 0.4, self.training and (not self.rarely or bool((x > 99).any()))))
 
 
-def test_a_model_that_draws_is_refused_with_the_reason():
+@pytest.mark.parametrize(
+    "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MimeLite(), fed.FedNTD()], ids=lambda a: type(a).__name__
+)
+def test_a_model_that_draws_has_the_same_numbers_in_threads(algorithm):
+    state = torch.get_rng_state()
+    plain = digest(run(algorithm, "sequential", model=Drops(rarely=False)))
+    assert digest(run(algorithm, "threads", 3, Drops(rarely=False))) == plain
+    assert plain != digest(run(algorithm, "sequential", model=oracle.smooth_model(FLOAT)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+class Noisy(torch.autograd.Function):
+    """Draws where no function of torch is called: in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + 0.1 * torch.randn_like(g)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = oracle.smooth_model(FLOAT)
+
+    def forward(self, x):
+        return Noisy.apply(self.inner(F.dropout(x, 0.4, self.training)))
+
+
+def test_what_draws_unseen_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="'threads' cannot serve.*draws random numbers.*executor='sequential'"):
-        run(fed.FedAvg(), "threads", 3, Drops(rarely=False))
+        run(fed.FedAvg(), "threads", 3, Hidden())
     state = torch.get_rng_state()
     data = [*oracle.ragged_clients(FLOAT, (20, 9)), (torch.full((5, 6), 100.0), torch.zeros(5, dtype=torch.long))]
     with pytest.raises(fed.ClientError, match="draws random numbers.*executor='sequential'"):
@@ -233,6 +265,8 @@ def test_auto_takes_what_serves_and_says_why(tmp_path, monkeypatch):
     ]
     dropout = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
     found = chosen(dropout, tmp_path)
+    assert found["name"] == "threads" and "draws" in found["reason"]
+    found = chosen(nn.Sequential(Hidden(), nn.Identity()), tmp_path)
     assert found["name"] == "sequential" and "draws" in found["reason"]
     normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     found = chosen(normed, tmp_path, buffers="keep")

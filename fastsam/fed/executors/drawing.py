@@ -1,0 +1,76 @@
+"""Models that draw random numbers while clients train at the same time on a CPU: each thread's numbers are its own.
+
+torch's default generator is one for all threads, and what draws from it (dropout) seldom takes another one. So the trial step notes which
+of torch's functions drew, and in a thread each of them finds the thread's numbers in the default generator for as long as it runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Calls = frozenset[Callable[..., Any]]
+
+# Whoever puts its own numbers into the default generator, or looks at it while others may, holds this.
+default_generator = threading.Lock()
+
+
+class Watch(TorchFunctionMode):
+    """Which of the calls inside draw from the default generators, on the device of a model's inputs and on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._begin = self._last = self._state()  # after the last call that drew
+        self._calls: set[Callable[..., Any]] = set()
+        self._hidden = False
+
+    def _state(self) -> Tensor:
+        own = torch.get_rng_state()
+        return own if self._device.type != "cuda" else torch.cat([own, torch.cuda.get_rng_state(self._device)])
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        before = self._state()
+        made = func(*args, **(kwargs or {}))
+        after = self._state()
+        if not torch.equal(before, after):
+            self._hidden |= not torch.equal(before, self._last)
+            self._calls.add(func)
+            self._last = after
+        return made
+
+    def found(self) -> Calls | None:
+        """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew too."""
+        now = self._state()
+        if torch.equal(now, self._begin):
+            return None
+        return frozenset() if self._hidden or not torch.equal(now, self._last) else frozenset(self._calls)
+
+
+class Lent(TorchFunctionMode):
+    """While it is entered, `calls` of this thread draw from `generator`."""
+
+    def __init__(self, calls: Calls, generator: torch.Generator) -> None:
+        super().__init__()
+        self._calls, self._generator = calls, generator
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in self._calls:
+            return func(*args, **(kwargs or {}))
+        with default_generator:
+            state: Tensor = torch.get_rng_state()
+            torch.set_rng_state(self._generator.get_state())
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._generator.set_state(torch.get_rng_state())
+                torch.set_rng_state(state)
