@@ -164,12 +164,21 @@ def test_shortened():
     longest, before = x[:2], x.clone()
     assert shorten_(longest, 5.0) == [5.0, 0.5] and torch.equal(x, before)
     shorten_(x, 1.0)
-    torch.testing.assert_close(x[0], before[0] / 5, rtol=3e-7, atol=0)
+    torch.testing.assert_close(x[0], before[0] / 5, rtol=1e-5, atol=0)
     assert float(x[0].double().norm()) <= 1.0 and torch.equal(x[1], before[1])
     assert not torch.isfinite(x[2]).all()
     alone = before[2:].clone()
     shorten_(alone, 1.0)
     assert not torch.isfinite(alone).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e25])
+def test_shortened_where_float32_holds_no_squares(size):
+    x = torch.tensor([[3.0, 4.0], [0.3, 0.4]]) * size
+    before = x.clone()
+    assert shorten_(x, size) == pytest.approx([5 * size, 0.5 * size], rel=1e-5)
+    torch.testing.assert_close(x[0].double(), before[0].double() / 5, rtol=1e-5, atol=0)
+    assert torch.equal(x[1], before[1])
 
 
 def test_control_variates_follow_the_shortened_displacement():

@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(P + "mechanism", '"local noise", index, i)', '"local noise", index)', "local_scale"),  # all of them the same
     Mutant("clients.sampling", "return participation * clients", "return float(clients)", "scales"),
     # the clip
-    Mutant(P + "clip", "(1 - 2 * torch.finfo(rows.dtype).eps) * limit", "limit", "clipped"),
+    Mutant(P + "clip", "(1 - 2 * _OFF) * limit", "limit", "clipped"),
     Mutant(P + "clip", "1.0 if norm <= limit", "1.0 if norm <= 2 * limit", "clipped"),
     Mutant(P + "clip", "most / norm ", "most / norm**2 ", "clipped"),
     # the tree
