@@ -46,7 +46,7 @@ class Contender:
     )
 
 
-def _parameters(weights: Iterable[Tensor]) -> list[torch.nn.Parameter]:
+def parameters(weights: Iterable[Tensor]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(w.detach().clone()) for w in weights]
 
 
@@ -54,7 +54,7 @@ class OptimizerStepper:
     """A SAM optimizer with `first_step` and `second_step`, whoever wrote it."""
 
     def __init__(self, weights: Sequence[Tensor], make: Callable[[list[torch.nn.Parameter]], Any]) -> None:
-        self.parameters = _parameters(weights)
+        self.parameters = parameters(weights)
         optimizer = make(self.parameters)
         self.first: Callable[[], None] = optimizer.first_step
         self.second: Callable[[], None] = optimizer.second_step
@@ -74,7 +74,7 @@ class ForeachStepper(OptimizerStepper):
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.parameters = _parameters(weights)
+        self.parameters = parameters(weights)
         self.data = [p.detach() for p in self.parameters]
         self.saved = [torch.empty_like(p) for p in self.data]
         self.sgd = torch.optim.SGD(self.parameters, **SGD_OPTIONS, fused=True)

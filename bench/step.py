@@ -7,6 +7,8 @@ published results are written deliberately, with `--out bench/results`).
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import environment, gate, memory, report
+from bench import environment, family, gate, memory, report
 from bench.cases import choose
 from bench.contenders import Contender, Stepper, contenders
 from bench.problem import FLOOR_BYTES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
@@ -39,6 +41,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder for step.json and step.png (default: a new one below runs/)")
     parser.add_argument(
         "--quick", action="store_true", help="a fifth of the rounds, and without the contenders that compile for long"
+    )
+    parser.add_argument(
+        "--variants",
+        action="store_true",
+        help="SAM's variants beside each other, in place of the ways to do SAM: family.json",
     )
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"comma-separated, of {', '.join(SIZES)}")
     parser.add_argument(
@@ -79,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "floor_bytes_per_parameter": FLOOR_BYTES,
         "results": [],
     }
+    if arguments.variants:
+        return _variants(arguments, console)
     for size in arguments.sizes:
         bench = Bench(size, arguments.contenders, arguments.quick, arguments.rounds)
         for threads in arguments.threads:
@@ -96,6 +105,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if red:
         console.print(f"not measured, because wrong: {', '.join(sorted(set(red)))}", style="red")
     return 1 if red else 0
+
+
+def _variants(arguments: argparse.Namespace, console: Console) -> int:
+    """`bench.family` on every size and number of threads."""
+    record: dict[str, Any] = {
+        "kind": family.KIND,
+        "environment": environment.facts(environment.command_line("bench.step")),
+        "results": [],
+    }
+    for size, threads in itertools.product(arguments.sizes, arguments.threads):
+        rounds = arguments.rounds or max(size.rounds // (QUICK_SHARE if arguments.quick else 1), 3)
+        with progress_bar(console) as progress, intra_op_threads(threads):
+            task = progress.add_task(f"{size.name}, {report.threads_of(threads)}", total=rounds)
+            result = family.run(size, threads, rounds, lambda: progress.advance(task))  # noqa: B023
+        record["results"].append(result)
+        console.print(family.rich_table(result))
+        _warn_of_noise(result, console)
+    out = (arguments.out or _new_directory()) / "family.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"written: {out}", soft_wrap=True, highlight=False)
+    return 0
 
 
 @contextmanager
