@@ -10,13 +10,16 @@ from torch import Tensor
 # Elements per tensor, on average, from which the bytes that are saved (4 of 40 per float32 element) are worth more than the exchange (0.45 us of the
 # interpreter per tensor). Measured on a CPU, docs/kernels.md: even at 16,384 with one thread, at 40,000 with two, which share the bytes alone.
 WORTH = 65_536
+# By arithmetic, not measured: on a GPU that copies 4.3 TB/s 1 us of the host is 4 bytes of 1,075,000 elements (bench/predictions.py).
+WORTH_ON_GPU = 1_048_576
 
 _data_ptr = torch.Tensor.data_ptr
 
 
 def pays(params: Sequence[Tensor]) -> bool:
     """Whether to exchange the memory of these parameters: a rule on sizes alone, so that the same model always takes the same way."""
-    return sum(p.numel() for p in params) >= WORTH * len(params)
+    worth = WORTH_ON_GPU if params[0].is_cuda else WORTH
+    return sum(p.numel() for p in params) >= worth * len(params)
 
 
 def lendable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
@@ -33,6 +36,14 @@ def _owns(tensor: Tensor) -> bool:
     return whole and torch._C._storage_Use_Count(storage._cdata) == 2
 
 
+def _give_up(tensors: Sequence[Tensor]) -> None:
+    """Before the last reference to tensors goes: on a GPU their memory, which is that of the stream that allocated them, waits for the current one.
+    Whatever read them is behind that: it is about to write the weights for which they stood."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 class Exchange:
     """Some parameters, aliases of their own memory, and where their perturbed weights are in a step.
 
@@ -42,12 +53,13 @@ class Exchange:
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor]) -> None:
         self._params, self._slots, self._own = params, slots, own
         self.apart: list[Tensor] = []  # what has the perturbed weights
+        self._lent = False  # these were gradients
         self._apart_at: list[int] = []
 
     def take(self, apart: Sequence[Tensor], lent: bool) -> None:
         """These tensors, like the parameters, are about to have the perturbed weights. lent: they are the gradients, which the parameters then have
         no more, since a backward pass would add to them."""
-        self.apart, self._apart_at = list(apart), list(map(_data_ptr, apart))
+        self.apart, self._apart_at, self._lent = list(apart), list(map(_data_ptr, apart)), lent
         for i in self._slots if lent else ():
             self._params[i].grad = None
 
@@ -62,6 +74,8 @@ class Exchange:
         p = self._params[slot]
         if not self._left(p, self._own[i], self._apart_at[i]):
             return False
+        if self._lent:
+            _give_up(self.apart[i : i + 1])
         p.data = self.apart[i] = self._own[i]  # nothing of the perturbed weights stays here
         return True
 
@@ -76,5 +90,7 @@ class Exchange:
             p = self._params[i]
             if self._left(p, own, at):
                 p.data = own
+        if self._lent:
+            _give_up(self.apart)
         self.apart = []  # the memory of a gradient goes back
         torch._C._increment_version(self._own)  # a graph that saved the perturbed weights then raises
