@@ -84,7 +84,7 @@ class FusedSAM(Saving):
         the first gradients, and nobody writes half-precision weights past their version counter (`p.data.add_(1)` does). With the compiled
         kernels and parameters of one dtype, perturbed weights may then have other memory: that of the first gradients, where the step clears
         these, so that no copy of the weights is kept between steps. They do where the perturbed tensors have 65,536 elements or more
-        on average, on a GPU 1,048,576, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
+        on average, on a GPU 2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
         weights, on any backend.
     in_backward
         makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so that a step has the peak
