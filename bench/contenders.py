@@ -230,8 +230,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         for b in backends.table()
         if b.device == device and b.name != "reference"  # which is the specification
     ]
-    if device == "cpu":  # where the perturbed weights of an exclusive owner have memory of their own
-        native = next(b for b in backends.table() if (b.name, b.device) == ("native", "cpu"))
+    for native in (b for b in backends.table() if (b.name, b.device) == ("native", device)):  # which exchanges memory
         title, build = "fastsam (native), exclusive", _ours("native", exclusive=True)
         ours.append(Contender("fastsam_exclusive", title, build, _ours_why_not(native), ours=True, backend="native"))
     peers = [

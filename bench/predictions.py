@@ -38,6 +38,7 @@ PARAMETERS = {"mlp": 4, "cnn": 8}
 HOST = 5e-6  # s of the host for an operation of torch
 CALL = 1e-5  # for a call of ours
 NODE = 4e-7  # s of the device for a node of a graph with many branches
+EXCHANGE = 2.4e-6  # for a parameter that lies in its gradient and comes home: 1.9 us as measured (docs/kernels.md), 0.5 for `record_stream`
 OPEN = 1e-4  # s of the host to open and close a client by itself: some twenty operations
 STACKED = 2e-5  # the same for one of many stacked clients
 # A pass of the MLP by one block (csrc/cuda/rowprograms.cu), in cycles: 80,896 multiplications, 2,528 of a warp. Products of fewer than 1,024
@@ -69,6 +70,11 @@ def kernel_seconds(op: str, size: KernelSize, device: Device = H200) -> float:
 def step_seconds(size: KernelSize, device: Device = H200) -> float:
     """The optimizer part of a replayed step: norm, perturbation and update, 40 bytes per parameter."""
     return sum(kernel_seconds(op, size, device) for op in STEP)
+
+
+def exchange_elements(device: Device = H200) -> float:
+    """Elements per tensor from which an exchange of float32 parameters' memory (`exclusive=True`) is worth its time on the host: 4 bytes of each."""
+    return EXCHANGE * device.bandwidth / 4
 
 
 def foreach_seconds(size: KernelSize, device: Device = H200) -> float:

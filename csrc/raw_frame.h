@@ -19,11 +19,15 @@ enum Word : int {
   WEIGHT,  // a Type: of the weights and the gradients
   STORED,  // a Type: of origin
   ORIGIN,
-  DEVICE,    // from here on CUDA's: the index of the GPU
+  LAUNCH,   // the address of what CUDA needs besides, 64-bit words in the order of LaunchWord
+  WEIGHTS,  // the first of the addresses
+};
+
+enum LaunchWord : int {
+  DEVICE,    // the index of the GPU
   STREAM,    // a cudaStream_t
   PARTIALS,  // of norm_
   TICKETS,   // two: of norm_ and of update_
-  WEIGHTS,   // the first of the addresses
 };
 
 template <class T>

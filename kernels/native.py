@@ -105,13 +105,13 @@ def build_hint() -> str:
 
 def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
     """A shorter way to the calls of a step on these operands: `raw_calls.RawCalls` or, on a GPU, `raw_calls.CudaCalls`; None where there is none.
-    origin: None for steps in place (on a CPU alone)."""
+    origin: None for weights that are perturbed apart and updated in place."""
     from .raw_calls import CudaCalls, RawCalls
 
-    if (z[0] if origin is None else origin).device.type == "cpu":
+    if z[0].device.type == "cpu":
         return RawCalls(z, origin, table, hyper)
     # What is allocated while a graph is captured is the graph's, and filled when that is replayed.
-    return None if origin is None or torch.cuda.is_current_stream_capturing() else CudaCalls(z, origin, table, hyper)
+    return None if torch.cuda.is_current_stream_capturing() else CudaCalls(z, origin, table, hyper)
 
 
 def _wrote(z: Sequence[Tensor]) -> None:

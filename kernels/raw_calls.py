@@ -34,8 +34,7 @@ _SIGNATURES = {
     "rule": (1, 0, ctypes.c_void_p),
     "partials": (1, 0, ctypes.c_int64),
 }
-_CUDA_WORDS = "DEVICE", "STREAM", "PARTIALS", "TICKETS"  # of a frame, behind the six that the CPU has too
-_HEAD = 6 + len(_CUDA_WORDS)  # words before the weights' addresses
+_HEAD = 7  # words of a frame before the weights' addresses
 
 
 @functools.cache
@@ -57,7 +56,11 @@ class RawCalls:
 
     _suffix = ""  # of the functions' names
 
-    def __init__(self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> None:
+    def __init__(
+        self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor, launch: int = 0
+    ) -> None:
+        """`launch`: the address of what a GPU needs besides."""
+        self._launch = launch
         self._places = (ctypes.c_int64 * len(z))()  # of the gradients
         self._z = z
         self._held: list[Any] = [origin, hyper]  # so that no address goes stale
@@ -88,8 +91,7 @@ class RawCalls:
         self, z: Sequence[Tensor], table: Tensor, hyper: Tensor, stored: torch.dtype, origin: int
     ) -> tuple[int, int]:
         """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `origin`: the address where its offsets start, 0 for none."""
-        words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[stored], origin]
-        words += [0] * len(_CUDA_WORDS)
+        words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[stored], origin, self._launch]
         frame = (ctypes.c_int64 * (len(words) + len(z)))(*words, *map(_address, z))
         self._held += [table, frame]
         return ctypes.addressof(frame), ctypes.addressof(self._places)
@@ -161,14 +163,15 @@ class CudaCalls(RawCalls):
 
     _suffix = "_cuda"
 
-    def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
-        super().__init__(z, origin, table, hyper)
-        partials = _function("partials_cuda")(self._at[0])
-        self._partials = torch.empty(max(partials, 1), dtype=torch.float64, device=origin.device)
-        self._tickets = torch.zeros(2, dtype=torch.int32, device=origin.device)
-        self._words = (ctypes.c_int64 * len(_CUDA_WORDS)).from_address(self._at[0] + 6 * ctypes.sizeof(ctypes.c_int64))
-        self._words[:] = [origin.get_device(), 0, _address(self._partials), _address(self._tickets)]
-        self._stream = partial(_raw_stream, origin.get_device())
+    def __init__(self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> None:
+        self._words = (ctypes.c_int64 * 4)()  # device, stream, partial sums, tickets: LaunchWord
+        super().__init__(z, origin, table, hyper, ctypes.addressof(self._words))
+        at, device = self._in_place_at if origin is None else self._at, z[0].get_device()
+        partials = _function("partials_cuda")(at[0])
+        self._partials = torch.empty(max(partials, 1), dtype=torch.float64, device=z[0].device)
+        self._tickets = torch.zeros(2, dtype=torch.int32, device=z[0].device)
+        self._words[:] = [device, 0, _address(self._partials), _address(self._tickets)]
+        self._stream = partial(_raw_stream, device)
 
     def _locate(self, grads: Sequence[Tensor]) -> None:
         self._pack(*map(_address, grads))

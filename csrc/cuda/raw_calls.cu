@@ -6,10 +6,12 @@
 namespace fastsam {
 namespace {
 
-// f() with the frame's device as the current one.
+const int64_t* launch_of(const int64_t* frame) { return pointer<const int64_t>(frame[LAUNCH]); }
+
+// f() with this device as the current one.
 template <class F>
-int on_device(const int64_t* frame, const F& f) noexcept {
-  const int device = static_cast<int>(frame[DEVICE]);
+int on_device(int64_t index, const F& f) noexcept {
+  const int device = static_cast<int>(index);
   int before = device;
   int error = cudaGetDevice(&before);
   if (error == cudaSuccess && before != device) error = cudaSetDevice(device);
@@ -29,11 +31,12 @@ FASTSAM_EXPORT int64_t fastsam_partials_cuda(const int64_t* frame) {
 FASTSAM_EXPORT int fastsam_norm_perturb_cuda(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
                                              int save) {
   using namespace fastsam;
-  return on_device(frame, [&]() -> int {
-    void* stream = pointer<void>(frame[STREAM]);
+  const int64_t* launch = launch_of(frame);
+  return on_device(launch[DEVICE], [&]() -> int {
+    void* stream = pointer<void>(launch[STREAM]);
     const PerturbArgs args = perturb_of(frame, grads, sumsq, save != 0);
     const NormArgs norm = norm_of(frame, args, sumsq, adaptive != 0);
-    const int error = norm_cuda(norm, pointer<double>(frame[PARTIALS]), pointer<unsigned>(frame[TICKETS]), stream);
+    const int error = norm_cuda(norm, pointer<double>(launch[PARTIALS]), pointer<unsigned>(launch[TICKETS]), stream);
     return error != cudaSuccess ? error : perturb_cuda(args, stream);
   });
 }
@@ -43,8 +46,9 @@ FASTSAM_EXPORT const void* fastsam_rule_cuda(const char* name) { return fastsam:
 FASTSAM_EXPORT int fastsam_update_cuda(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                                        int first, int keep) {
   using namespace fastsam;
-  return on_device(frame, [&] {
+  const int64_t* launch = launch_of(frame);
+  return on_device(launch[DEVICE], [&] {
     const UpdateArgs args = update_of(frame, grads, rule, state, first != 0, keep != 0);
-    return args.rule->launch(args, pointer<unsigned>(frame[TICKETS]) + 1, pointer<void>(frame[STREAM]));
+    return args.rule->launch(args, pointer<unsigned>(launch[TICKETS]) + 1, pointer<void>(launch[STREAM]));
   });
 }

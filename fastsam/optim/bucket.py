@@ -306,8 +306,8 @@ class Bucket:
         """Where these parameters may exchange their memory: says that they are about to, and returns the `raw_calls` that do; else None. Where it
         is interrupted, `come_home` ends it. lent: the caller needs these gradients no more, whose memory then is taken, and they from the parameters.
         """
-        if selection.exchange is None:
-            return None
+        if selection.exchange is None or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None  # nobody exchanges memory when a graph is replayed
         self.in_place = True
         raw = self.raw_calls(selection)
         self.in_place = raw is not None

@@ -82,9 +82,10 @@ class FusedSAM(Saving):
     exclusive
         a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step` to the end of the step, nor
         the first gradients, and nobody writes half-precision weights past their version counter (`p.data.add_(1)` does). With the compiled
-        CPU kernels and parameters of one dtype, perturbed weights may then have other memory: that of the first gradients, where the step clears
+        kernels and parameters of one dtype, perturbed weights may then have other memory: that of the first gradients, where the step clears
         these, so that no copy of the weights is kept between steps. They do where the perturbed tensors have 65,536 elements or more
-        on average, since an exchange costs smaller ones more than it saves. Master copies are not compared with the weights, on any backend.
+        on average, on a GPU 2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
+        weights, on any backend.
     in_backward
         makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so that a step has the peak
         memory of one of the base optimizer. With `exclusive=True`, where the weights' memory is exchanged and the step clears the gradients

@@ -170,7 +170,7 @@ class Steady:
         entries = state.values()
         if len(params) != len(self._params) or len(entries) != len(self._entries):
             return None
-        if any(map(is_not, chain(params, entries), chain(self._params, self._entries))):
+        if any(map(is_not, params, self._params)) or any(map(is_not, entries, self._entries)):
             return None
         if self._left_out:
             if any_gradient(self._left_out):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsam import FusedSAM
 from fastsam.arena import Layout
+from fastsam.optim import exclusive
 from fastsam_kernels import native
 from fastsam_kernels.raw_calls import CudaCalls
 from fastsam_kernels.rules import RULES
@@ -96,6 +97,35 @@ def test_a_step_has_the_bits_of_the_ops(
     assert_sound(direct)
 
 
+@pytest.mark.parametrize("lent", [False, True], ids=["apart", "in the gradients"])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_that_are_perturbed_apart_and_updated_in_place(
+    direct: Emulation, dtype: torch.dtype, adaptive: bool, lent: bool
+) -> None:
+    """The bits of the step that saves them, twice; the weights' own memory is not written before the update, and that does not read the others."""
+    columns = hyper(ADAPTIVE=float(adaptive), ETA=0.1)
+    saving, o = Operands(dtype, False), Operands(dtype, False)
+    plain, calls = (
+        CudaCalls(saving.z, saving.origin, o.layout.table, columns),
+        CudaCalls(o.z, None, o.layout.table, columns),
+    )
+    for rule, described in RULES.items():
+        before, g1 = [z.clone() for z in o.z], [g.clone() for g in o.g1]
+        apart = g1 if lent else [torch.full_like(z, torch.nan) for z in o.z]
+        calls.norm_perturb_apart_(apart, g1, o.sumsq, adaptive)
+        plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
+        assert all(map(same_bits, [*apart, o.sumsq], [*saving.z, saving.sumsq])) and all(map(same_bits, o.z, before))
+        for tensor in apart:
+            tensor.fill_(torch.nan)
+        for made, of, in_place in ((calls, o, True), (plain, saving, False)):
+            state, steps = of.state[: len(described.state)], of.steps if described.counter else None
+            for call in made.update(rule, state, steps, of.g2, False, False, in_place):
+                assert not call()
+        assert all(map(same_bits, [*o.z, *o.state, o.steps], [*saving.z, *saving.state, saving.steps]))
+    assert_sound(direct)
+
+
 class Counted(TorchDispatchMode):
     seen = 0
 
@@ -137,21 +167,95 @@ def test_steps_of_an_optimizer(
     torch.testing.assert_close(*found)
 
 
-def test_the_stream_of_every_call_is_the_current_one(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+class Small(nn.Module):
+    """A loss that needs no data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(shape, generator=generator) for shape in SHAPES)
+
+    def forward(self) -> Tensor:
+        return torch.stack([w.sin().square().sum() for w in self.weights]).sum()
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_steps_of_an_exclusive_owner(
+    direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer], in_backward: bool
+) -> None:
+    """The bits of the ordinary steps, in as many launches, without a copy of the weights."""
+    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(exclusive, "WORTH", 0)
+    found = []
+    for options in ({}, {"exclusive": True, "in_backward": in_backward}):
+        model, before = Small(), direct.count("launches")
+        opt = FusedSAM(model.parameters(), base, lr=0.1, rho=0.3, backend="native", **options)
+
+        def closure(model: Small = model) -> Tensor:
+            loss = model()
+            loss.backward()
+            return loss
+
+        losses, kept = [], [p.data_ptr() for p in model.parameters()]
+        for _ in range(3):
+            losses.append(opt.step(closure).detach())
+        found.append([*losses, *(p.detach() for p in model.parameters())])
+        assert kept == [p.data_ptr() for p in model.parameters()]
+        assert ("origin" in opt._engine.buckets[0].arena) is not bool(options)
+        each = len(SHAPES) - (base is torch.optim.SGD)  # which has nothing to do for the empty one
+        assert direct.count("launches") - before == 3 * (2 + (each if options and in_backward else 1))
+    assert all(map(same_bits, *found))
+
+
+def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay would not; it saves the weights, also where steps before it exchanged them."""
+    monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
+    monkeypatch.setattr(exclusive, "WORTH", 0)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    found = []
+    for exchanges in (True, False):
+        model = Small()
+        opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.1, backend="native", exclusive=exchanges)
+        kept, moved = [p.data_ptr() for p in model.parameters() if p.numel()], []
+        for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
+            model().backward()
+            opt._engine._follow()
+            opt._engine.buckets[0].device = torch.device("cuda")  # whose streams may be captured
+            with opt.perturbed():
+                moved.append(kept != [p.data_ptr() for p in model.parameters() if p.numel()])
+                opt.zero_grad()
+                model().backward()
+                opt.step()
+            opt.zero_grad()
+        assert moved == [exchanges, False, exchanges]
+        found.append([p.detach() for p in model.parameters()])
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_stream_of_every_call_is_the_current_one(
+    direct: Emulation, monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
     o = Operands(torch.float32, False)
     calls = CudaCalls(o.z, o.origin, o.layout.table, hyper())
     for stream in (0x1230, 0x4560):
         monkeypatch.setattr(calls, "_stream", lambda stream=stream: stream)
         calls.norm_perturb_(o.g1, o.sumsq, False)
-        for call in calls.update("sgd", o.state[:1], None, o.g2, False, False):
-            call()
         assert direct.count("last_stream") == stream
+        for call in calls.update("adam", o.state[:2], o.steps, o.g2, False, False, in_place):
+            assert not call()
+        assert direct.count("last_stream") == stream
+        monkeypatch.setattr(calls, "_stream", lambda: 0x7890)
+        calls.norm_perturb_apart_(o.g2, o.g1, o.sumsq, False)
+        assert direct.count("last_stream") == 0x7890
 
 
 def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tickets that a graph fills with zeros when it is replayed are none before; so the ops serve, until a call outside of captures."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
-    on_gpu = type("Origin", (), {"device": torch.device("cuda", 0)})()
-    assert native.raw_calls(o.z, on_gpu, o.layout.table, hyper()) is None
+    on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()
+    assert native.raw_calls([on_gpu], None, o.layout.table, hyper()) is None
     assert native.raw_calls(o.z, o.origin, o.layout.table, hyper()) is not None

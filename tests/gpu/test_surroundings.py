@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
+from fastsam.optim import exclusive
 from tests.helpers.gpu_step import DEVICE, Step, same
 
 
@@ -55,6 +56,35 @@ def test_compiled_training_steps(backend: str) -> None:
     plain, fast = losses(backend, False), losses(backend, True)
     torch.testing.assert_close(torch.tensor(fast), torch.tensor(plain), rtol=1e-4, atol=1e-5)
     assert len(set(plain)) == 8
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_weights_whose_memory_is_exchanged(monkeypatch: pytest.MonkeyPatch, backend: str, streams: int) -> None:
+    """The bits of ordinary steps, where the optimizer has the passes' stream and where it has another."""
+    monkeypatch.setattr(exclusive, "WORTH_ON_GPU", 0)
+    passes, updates = torch.cuda.Stream(), torch.cuda.Stream()
+    results = []
+    for exchanges in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(DEVICE)
+        x, y = torch.randn(64, 256, device=DEVICE), torch.randn(64, 64, device=DEVICE)
+        opt = FusedSAM(model.parameters(), torch.optim.AdamW, lr=1e-3, rho=0.1, backend=backend, exclusive=exchanges)
+        torch.cuda.synchronize()
+        before = [p.data_ptr() for p in model.parameters()]
+        for _ in range(10):
+            for half in (opt.first_step, opt.second_step):
+                with torch.cuda.stream(passes):
+                    (model(x) - y).square().mean().backward()
+                mine = passes if streams == 1 else updates
+                mine.wait_stream(passes)
+                with torch.cuda.stream(mine):
+                    half(zero_grad=True)
+                    away = [p.data_ptr() for p in model.parameters()] != before
+                    assert away == (exchanges and backend == "native" and half == opt.first_step)
+                passes.wait_stream(mine)
+        torch.cuda.synchronize()
+        results.append([p.detach().cpu() for p in model.parameters()])
+    assert same(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bench import memory
+from bench import memory, predictions
 from bench.contenders import Contender, OptimizerStepper
 from fastsam import FusedSAM
-from fastsam.optim.exclusive import WORTH, pays
+from fastsam.optim.exclusive import WORTH, WORTH_ON_GPU, pays
 from tests.helpers.sam_cases import ADAM, SGD, Prepared, halves, native, places
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
@@ -84,6 +87,12 @@ def test_the_second_pass_may_have_fewer_gradients(absent: int, sizes: tuple[int,
 def test_what_does_not_pay(sizes: list[int]) -> None:
     assert not pays([torch.empty(n) for n in sizes])
     assert pays([torch.empty(WORTH) for _ in range(1 + len(sizes))])
+
+
+def test_what_pays_on_a_gpu_follows_from_its_prediction() -> None:
+    on_gpu: Any = [SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in (WORTH_ON_GPU, WORTH_ON_GPU - 1)]
+    assert pays(on_gpu[:1]) and not pays(on_gpu)
+    assert 2 ** round(math.log2(predictions.exchange_elements())) == WORTH_ON_GPU
 
 
 @native

@@ -81,6 +81,32 @@ def test_the_gradient_becomes_the_perturbed_weights() -> None:
     assert same_bits(params, before) and not saves_weights(opt)
 
 
+@pytest.mark.parametrize("early", [0, 1])
+def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pytest.MonkeyPatch, early: int) -> None:
+    """That of gradients, whose allocator knows another stream, perhaps; never that of a buffer."""
+
+    class Lent(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: Any) -> None:
+            waited.append((self.data_ptr(), stream))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "now")
+    for lent in (True, False):
+        params, waited = make_parameters([(3,), (4,)], torch.float32), []
+        exchange_ = exchange.Exchange(params, (0, 1), [p.detach() for p in params])
+        apart = [torch.zeros(p.shape).as_subclass(Lent) for p in params]
+        at = places(apart)
+        exchange_.take(apart, lent)
+        for p, other in zip(params, apart, strict=True):
+            p.data = other.as_subclass(Tensor)
+        for slot in range(early):
+            assert exchange_.bring(slot)
+            assert [where for where, _ in waited] == (at[:1] if lent else [])
+        exchange_.come_home()
+        assert sorted(waited) == sorted((where, "now") for where in at if lent)
+
+
 def test_gradients_that_a_trainer_clears_in_place() -> None:
     """What it fills with zeros is not where the perturbed weights are."""
     results = []
