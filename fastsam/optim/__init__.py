@@ -1,7 +1,7 @@
-"""`FusedSAM` and what it stands on; `Lion`, which torch does not have.
+"""`FusedSAM` and what it stands on; `Lion` and `BayesNewton`, which torch does not have.
 
 `fused_sam` is the class, `variants/` the SAM family; `engine` makes a step's two passes, `one_pass` the steps of variants whose weights rest at a
-perturbed point, `modes` moves those to the clean weights and back, `mixing` is what updates see of the gradients; `amp` asks a GradScaler what it
+perturbed point, `sampled` of those that draw weights for the first pass, `modes` moves those to the clean weights and back, `mixing` is what updates see of the gradients; `amp` asks a GradScaler what it
 did; `buffers` follows the parameters from step to step, `parameters` says which tensors can be optimized, `rules` what the base optimizer's update
 is, `scalars` keeps the numbers of a step on the device, `bucket` gathers tensors into calls of the kernels, `exclusive` lends parameters the memory
 of their perturbed weights, `watch` notices what happened to the parameters between steps, `sharded` is what parameters split among ranks need,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from fastsam.optim import variants
 from fastsam.optim.fused_sam import FusedSAM
+from fastsam_kernels.rules.bsam import BayesNewton
 from fastsam_kernels.rules.lion import Lion
 
-__all__ = ["FusedSAM", "Lion", "variants"]
+__all__ = ["BayesNewton", "FusedSAM", "Lion", "variants"]
