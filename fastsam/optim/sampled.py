@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import FIRST, Bucket
+from fastsam.optim.bucket import FIRST
 from fastsam.optim.buffers import Phase
 from fastsam.optim.engine import Engine
 from fastsam.optim.mixing import Call, Scales
@@ -19,8 +19,8 @@ from fastsam_kernels.columns import Column
 SCALE, MOVE = "scale", "move"  # fields: what the rule keeps, and what the weights move by
 
 SCALED = (
-    "a GradScaler with BSAM, whose perturbation and scale need the gradients themselves, not multiplied with anything: train in bfloat16, which needs "
-    "no scaler, with check_finite=True for steps that are not finite"
+    "a GradScaler with BSAM, whose perturbation and scale need the gradients themselves, not multiplied with anything: train in bfloat16, which "
+    "needs no scaler, with check_finite=True for steps that are not finite"
 )
 
 
