@@ -55,10 +55,12 @@ class FusedSAM(Saving):
         w <- base optimizer's update of w with the gradient g(w~)
 
     ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`, `RMSprop` and
-    `fastsam.Lion` going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from the restored weights.
+    `fastsam.Lion` (and `BayesNewton`, for `BSAM`) going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from
+    the restored weights.
 
     A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second. With a
-    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back.
+    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back. With `BSAM` `sample()`
+    comes before the first backward pass, where there is no closure.
 
     params
         parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
@@ -297,11 +299,13 @@ class FusedSAM(Saving):
                 "call step(closure), or first_step() after the first and step() after the second backward pass",
             )
         else:
-            self._require(
-                Phase.IDLE,
-                "step(closure) between first_step() and second_step()",
-                "call second_step(), or restore() first",
+            sampled = self._engine.phase is Phase.SAMPLED
+            after, call = (
+                ("after sample()", "first_step()")
+                if sampled
+                else ("between first_step() and second_step()", "second_step()")
             )
+            self._require(Phase.IDLE, f"step(closure) {after}", f"call {call}, or restore() first")
             amp.refuse_closure(self)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -48,6 +48,8 @@ class Sampled(Engine):
             raise ValueError(
                 "adaptive=True in a parameter group with BSAM, whose perturbation rho*g1/s scales nothing else"
             )
+        for update in self._updates:
+            update.adopt(self._scalars.kinds, self.base.state)  # s may be a tensor that somebody put there
         calls: list[Call] = []
         # One generator for all: buckets of other dtypes are not to get the same numbers.
         generator = seeded(self.variant.seed, self.steps, self.buckets[0].device) if self.buckets else None
@@ -66,7 +68,7 @@ class Sampled(Engine):
     @torch.no_grad()
     def perturb_(self, scale: Tensor | None = None, lent: bool = False) -> None:
         """From the gradients at the drawn weights to `w + rho*g1/s`; nowhere where one of them is not finite."""
-        calls = self._calls = self.look()
+        calls = self.look()
         self._norm_(calls)
         for bucket, part, grads in calls:
             kept, move = bucket.field(FIRST), bucket.field(MOVE)
@@ -82,7 +84,7 @@ class Sampled(Engine):
             self.recover_()
             self._save_(moves)
         self._go_(moves, self._scalars.tensor, self._sum)
-        self.phase, self._calls = Phase.PERTURBED, []
+        self.phase = Phase.PERTURBED
 
     def _save_(self, calls: Sequence[Call]) -> None:
         """Saves the weights of these parameters, where they stay."""

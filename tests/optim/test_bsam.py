@@ -90,6 +90,20 @@ def test_weights_are_drawn_with_the_variance_of_the_scale(dtype: torch.dtype) ->
     )
 
 
+def test_a_scale_that_somebody_puts_there_is_the_one_that_draws() -> None:
+    params = [nn.Parameter(torch.zeros(10_000)) for _ in range(2)]
+    opt = FusedSAM(params, BayesNewton, sam=BSAM(samples=1.0), lr=0.1)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    opt.sample()
+    opt.first_step()
+    opt.second_step()
+    opt.state[params[1]]["scale"] = torch.full_like(params[1], 100.0)
+    opt.sample()
+    stds = [float(p.detach().std()) for p in params]
+    assert stds == pytest.approx([1.0, 0.1], rel=0.05)
+
+
 def test_what_is_drawn_is_of_the_step_and_the_seed() -> None:
     def drawn(training: Training) -> torch.Tensor:
         training.opt.sample()
@@ -177,13 +191,13 @@ def test_what_fails_leaves_the_weights() -> None:
     assert same_bits(bsam(4).params, training.steps(range(2, 4)).params)
 
 
-@pytest.mark.parametrize("backend", ["auto", "foreach"])
-def test_an_interrupt_inside_the_draw_leaves_the_weights(backend: str) -> None:
-    """At every line of the two moves, those of the kernels included."""
+@pytest.mark.parametrize(("backend", "each"), [("auto", 3), ("foreach", 17)])
+def test_an_interrupt_inside_the_draw_leaves_the_weights(backend: str, each: int) -> None:
+    """At lines of the moves, those of the kernels included."""
     with Tracer(None, (KERNELS, SAMPLED)) as tracer:
         bsam(1, backend=backend).opt.sample()
     lines = tracer.lines
-    for line in range(0, lines, 3):
+    for line in range(0, lines, each):
         training = bsam(1, torch.bfloat16 if line % 2 else torch.float32, backend=backend)
         clean = copies(training.params)
         try:
