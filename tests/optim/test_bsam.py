@@ -12,6 +12,7 @@ from torch import nn
 
 from fastsam import SAM, BayesNewton, FusedSAM, backends
 from fastsam.optim import sampled
+from fastsam.optim.sharded import refuse_options
 from fastsam.optim.variants import BSAM, VaSSO
 from tests.helpers.bsam_cases import OPTIONS, SAMPLES, bsam, paper
 from tests.helpers.crosses import one_in
@@ -207,6 +208,34 @@ def test_an_interrupt_inside_the_draw_leaves_the_weights(backend: str, each: int
             assert same_bits(clean, training.params)
 
 
+def test_weights_with_gaps_and_in_another_order(backend: backends.Backend) -> None:
+    """And a group that comes later, with a radius of its own: the same weights as dense ones have."""
+    ends = []
+    for dense in (False, True):
+        made = [torch.linspace(-1, 1, 48).reshape(6, 8)[:, :3], torch.linspace(-1, 1, 54).reshape(2, 3, 3, 3)]
+        made = [t.contiguous() if dense else t for t in (made[0], made[1].to(memory_format=torch.channels_last))]
+        if dense:
+            made[1] = made[1].contiguous()
+        params = [nn.Parameter(t.to(backend.device)) for t in made] + [
+            nn.Parameter(torch.ones(5, device=backend.device))
+        ]
+        opt = FusedSAM(params[:2], BayesNewton, sam=BSAM(RHO, samples=SAMPLES), backend=backend.name, **OPTIONS)
+
+        def closure(params: list[nn.Parameter] = params, opt: FusedSAM = opt) -> torch.Tensor:
+            loss = torch.stack([(p.square() + p.sin()).sum() for p in params]).sum()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        params[2].grad = None
+        opt.add_param_group({"params": params[2:], "rho": 0.9, "scale": 3.0})
+        for _ in range(2):
+            opt.step(closure)
+        ends.append([p.detach().contiguous() for p in params])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 # --- gradients that are not there, or not finite ---
 
 
@@ -373,6 +402,11 @@ def test_a_scaler_is_refused() -> None:
     with pytest.raises(RuntimeError, match="a GradScaler with BSAM"):
         scaler.step(training.opt)
     assert same_bits(before, training.params)
+
+
+def test_parameters_that_are_split_among_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="BSAM with DTensor parameters"):
+        refuse_options(BSAM(samples=9), stochastic_rounding=False, exclusive=False)
 
 
 def test_options_that_change_to_what_it_cannot() -> None:

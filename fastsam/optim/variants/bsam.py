@@ -25,7 +25,8 @@ class BSAM(SAM):
     is its weight_decay, gamma its damping) and keeps m and s; 1/(samples*s) is the variance of each weight when training is done.
     samples: the number of training samples N. `step(closure)` draws z by itself; a loop that makes its own backward passes calls `sample()` before
     the first one. z is a function of `seed`, of the number of the step and of s, the same on all ranks and after a resume; on another device it is
-    another. Two gradient passes a step; state: between them g1 and a copy of the weights, which is there from `sample()` on.
+    another. Two gradient passes a step; state: between them g1 and a copy of the weights, which is there from `sample()` on. Not for steps that
+    torch.compile traces, for GradScalers, and for parameters that are split among ranks.
     Bytes per float32 parameter: 132, 60 of them to save the weights, draw z and go there, 24 to keep g1, see that it is finite and divide it by s,
     12 for the perturbation, 36 for the update (torch's calls draw and divide; a fused kernel for each of both moves would take 36 instead of 96).
     Raises ValueError for adaptive, eta, every and radius, which it has no use for, and for samples that are not above 0, TypeError for a seed that
