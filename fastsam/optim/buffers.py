@@ -31,6 +31,7 @@ class Phase(Enum):
     """What the weights are."""
 
     IDLE = "the user's own"
+    SAMPLED = "drawn at random around the originals, which are saved, for the first pass"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
     PERTURBED = "at the perturbed point; the originals are saved"
 
@@ -82,7 +83,8 @@ class Buffers:
             self._follow_state(groups, state)
         watch = self._watch
         assert watch is not None
-        if (self.one_pass or self.phase is Phase.IDLE) and (abandoned := watch.abandoned()):
+        first = self.one_pass or self.phase in (Phase.IDLE, Phase.SAMPLED)
+        if first and (abandoned := watch.abandoned()):
             raise RuntimeError(
                 f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other ones, as "
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
@@ -179,6 +181,8 @@ class Buffers:
             if self.variant.memory is not Memory.NONE:
                 dtype = bucket.compute if self.variant.memory in (Memory.DIRECTION, Memory.MASK) else bucket.dtype
                 bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
+            if rule is not None and rule.beside is not None:
+                bucket.field(rule.beside)
             restore_weights(bucket, weights, self.phase is not Phase.IDLE)
         updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:

@@ -5,9 +5,9 @@
      "fastsam": {"format": 1, "perturbed": False, "left_out": [1]}}
 
 `master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes (and, with a variant of
-one pass, between steps, where "fastsam" has `training`, too), `first_gradient`
-there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a direction
-will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all. torch's own optimizers
+one pass, between steps, where "fastsam" has `training`, too; with bSAM from `sample()` on, "fastsam" saying `sampled` before the first pass),
+`first_gradient` there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes,
+what a direction will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all. torch's own optimizers
 ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
 """
 
@@ -73,7 +73,9 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
         if perturbed and UNPERTURBED in found:
             held.append(slot)
             if FIRST in found:
-                bucket.layout.views(bucket.arena.field(FIRST, bucket.dtype)[0])[slot].copy_(found[FIRST])
+                if FIRST not in bucket.arena:
+                    bucket.arena.field(FIRST, bucket.dtype)
+                bucket.arena.views(FIRST)[slot].copy_(found[FIRST])
             unperturbed = found[UNPERTURBED].to(bucket.device, bucket.dtype)
             # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
@@ -119,6 +121,7 @@ class Loaded:
             )
         self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
         self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
+        self.sampled = _is(bool, ours.get("sampled", False), "'sampled' of 'fastsam'", "True or False")
         self.perturbations, self.steps = (
             _is(int, ours.get(name, 0), f"{name!r} of 'fastsam'", "an integer") for name in ("perturbations", "steps")
         )

@@ -22,6 +22,7 @@ from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.mixing import Scales
 from fastsam.optim.one_pass import OnePass, check_base, engine_of
+from fastsam.optim.sampled import Sampled
 from fastsam.optim.saving import Saving, called_by_checkpoint
 from fastsam.optim.scalars import OWN_OPTIONS, check_flag, check_group
 from fastsam.optim.sharded import is_sharded, refuse_options
@@ -54,10 +55,12 @@ class FusedSAM(Saving):
         w <- base optimizer's update of w with the gradient g(w~)
 
     ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`, `RMSprop` and
-    `fastsam.Lion` going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from the restored weights.
+    `fastsam.Lion` (and `BayesNewton`, for `BSAM`) going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from
+    the restored weights.
 
     A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second. With a
-    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back.
+    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back. With `BSAM` `sample()`
+    comes before the first backward pass, where there is no closure.
 
     params
         parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
@@ -175,6 +178,22 @@ class FusedSAM(Saving):
 
     # --- a step ---
 
+    def sample(self) -> None:
+        """With a variant that takes the first gradient of drawn weights (`BSAM`): moves the weights there, before the first backward pass of a loop
+        that makes its own; `step(closure)` does it by itself. `restore()` goes back. Does nothing with every other variant.
+
+        Raises RuntimeError when that was done already.
+        """
+        if not isinstance(self._engine, Sampled):
+            return
+        self._require(Phase.IDLE, "sample() in a step that is under way", "go on with it, or go back with restore()")
+        self._share()
+        try:
+            self._engine.sample_()
+        except BaseException:
+            self._recover()
+            raise
+
     def first_step(self, zero_grad: bool = False) -> None:
         """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient stay.
 
@@ -184,9 +203,7 @@ class FusedSAM(Saving):
         first half: RuntimeError.
         """
         self._require_halves("first_step()")
-        self._require(
-            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
-        )
+        self._require_first("first_step() was called already", "go on with second_step(), or go back with restore()")
         self._share()
         self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
@@ -283,11 +300,13 @@ class FusedSAM(Saving):
                 "call step(closure), or first_step() after the first and step() after the second backward pass",
             )
         else:
-            self._require(
-                Phase.IDLE,
-                "step(closure) between first_step() and second_step()",
-                "call second_step(), or restore() first",
+            sampled = self._engine.phase is Phase.SAMPLED
+            after, call = (
+                ("after sample()", "first_step()")
+                if sampled
+                else ("between first_step() and second_step()", "second_step()")
             )
+            self._require(Phase.IDLE, f"step(closure) {after}", f"call {call}, or restore() first")
             amp.refuse_closure(self)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -314,7 +333,8 @@ class FusedSAM(Saving):
         Raises RuntimeError when the weights are not perturbed.
         """
         self._require_halves("restore()")
-        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        if self._engine.phase is not Phase.SAMPLED:
+            self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
         self._share()
         self._recover()
 
@@ -324,8 +344,8 @@ class FusedSAM(Saving):
         Calling `step()` inside, after a backward pass, makes the update.
         """
         self._require_halves("perturbed()")
-        self._require(
-            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
+        self._require_first(
+            "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
         )
         graph = torch.is_grad_enabled()
         try:
@@ -355,6 +375,7 @@ class FusedSAM(Saving):
 
     def _two_passes(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
+            self.sample()
             loss = self._pass(closure, self._engine.phase)  # between steps
             if self._engine.always or self._engine.perturbs:
                 self._engine.perturb_(lent=True)
@@ -416,7 +437,7 @@ class FusedSAM(Saving):
         """True at the perturbed point: in the second call of a closure, and between `first_step()` and `second_step()`. What a training loop logs
         and counts belongs to the other pass. Always False with a variant of one pass, which is the first; `training` says where its weights are.
         """
-        return self._engine.phase is not Phase.IDLE and not self._engine.one_pass
+        return self._engine.phase not in (Phase.IDLE, Phase.SAMPLED) and not self._engine.one_pass
 
     @property
     def phase(self) -> Literal["first", "second"]:
@@ -465,6 +486,16 @@ class FusedSAM(Saving):
         engine = self._engine
         if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
             self._require(Phase.PERTURBED, problem, remedy)
+
+    def _require_first(self, problem: str, remedy: str) -> None:
+        """That the weights are where the first backward pass is made."""
+        if isinstance(self._engine, Sampled) and self._engine.phase is Phase.IDLE:
+            raise RuntimeError(
+                f"{type(self._engine.variant).__name__} takes the first gradient of weights that it draws: call sample() before the first backward "
+                "pass, or step(closure), which does it by itself"
+            )
+        if self._engine.phase is not Phase.SAMPLED:
+            self._require(Phase.IDLE, problem, remedy)
 
     def _require_halves(self, call: str) -> None:
         if self._engine.one_pass:

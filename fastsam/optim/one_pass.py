@@ -16,6 +16,7 @@ from fastsam.optim.checkpoint import Weights
 from fastsam.optim.engine import PLAIN, Engine
 from fastsam.optim.mixing import Call, Scales, silent, taking
 from fastsam.optim.rules import Group, rule_of
+from fastsam.optim.sampled import Sampled
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 
 # By update rule: the field of its state that is a momentum.
@@ -215,15 +216,22 @@ class OnePass(Engine):
 
 def engine_of(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:
     """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the variant cannot."""
-    kind = Engine if variant.ahead is Ahead.NONE else OnePass
+    check_base(variant, base, base.param_groups)
+    kind = Sampled if variant.draws else Engine if variant.ahead is Ahead.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant)
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against."""
+    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against; for bSAM's with another variant, or bSAM with
+    another one."""
+    rule, name = rule_of(base), type(variant).__name__
+    if variant.draws is not (rule is not None and rule.beside is not None):
+        raise ValueError(
+            f"BSAM and fastsam.BayesNewton, its update, go together: sam=BSAM(rho, samples=...), base_optimizer=fastsam.BayesNewton; got {name} with "
+            f"{type(base).__name__}"
+        )
     if variant.ahead is not Ahead.MOMENTUM:
         return
-    rule, name = rule_of(base), type(variant).__name__
     if rule is None or rule.name not in MOMENTA:
         raise ValueError(
             f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop with a momentum, Adam or AdamW "

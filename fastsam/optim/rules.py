@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     fields: tuple[str, ...]  # keys of the state that they have
     counter: str | None
     starts_alone: bool  # their first update is another than the later ones
-    start: float  # what the fields hold before it
+    starts: tuple[float, ...]  # what the fields hold before it
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -34,12 +34,14 @@ class Kind(NamedTuple):
 
 def kind_of(rule: Rule, group: Group) -> Kind:
     """The kind of a group's parameters."""
-    return Kind(rule.fields(group), rule.counter, rule.starts_alone(group), rule.start(group))
+    fields, start = rule.fields(group), rule.start(group)
+    starts = start if isinstance(start, tuple) else (start,) * len(fields)
+    return Kind(fields, rule.counter, rule.starts_alone(group), starts)
 
 
 def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | None], Tensor | None]:
     """The fields of the state, None for one that these parameters do not have, and the steps where the rule counts them."""
-    state = [bucket.field(name) if name in kind.fields else None for name in rule.state]
+    state = [bucket.field(name) if name in (*kind.fields, rule.beside) else None for name in rule.state]
     return state, None if kind.counter is None else bucket.steps
 
 

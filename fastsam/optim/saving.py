@@ -58,6 +58,8 @@ class Saving(Modes):
         own = {"perturbed": perturbed, "variant": type(self._engine.variant).__name__, **self._engine.numbers()}
         if self._engine.one_pass:
             own["training"] = self._engine.training
+        if self._engine.phase is Phase.SAMPLED:
+            own["sampled"] = True
         if (left_out := self._engine.numbers_left_out()) is not None:
             own["left_out"] = left_out
         if self._engine.directs and self._scaling.scale is not None:
@@ -101,6 +103,8 @@ class Saving(Modes):
         self._engine.load(loaded.weights, loaded.perturbed, loaded.left_out)
         if self._engine.one_pass:
             self._engine.training = loaded.training
+        elif loaded.sampled and loaded.perturbed:
+            self._engine.phase = Phase.SAMPLED
         elif loaded.perturbed:
             self._statistics.freeze()
         self._leftover.forget()
@@ -132,6 +136,7 @@ class Saving(Modes):
             "frozen": self._statistics.frozen,
             "perturbations": self._engine.perturbations.clone(),
             "perturbed": self._engine.phase is not Phase.IDLE,
+            "sampled": self._engine.phase is Phase.SAMPLED,
             "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
             "left_out": self._engine.numbers_left_out(),
         }
@@ -144,6 +149,7 @@ class Saving(Modes):
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
         training, left_out = state.pop("training", True), state.pop("left_out", None)
+        sampled = state.pop("sampled", False)
         statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
         super().__setstate__(state)
         self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
@@ -157,6 +163,8 @@ class Saving(Modes):
         params = parameters_of(self.param_groups)
         weights = {p: found for p, found in zip(params, saved, strict=True) if found}
         self._engine.load(weights, perturbed, left_out)
+        if sampled:
+            self._engine.phase = Phase.SAMPLED
         self._share()
         self._follow_modules()
 

@@ -79,6 +79,11 @@ def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> 
         raise ValueError(
             "exclusive=True with DTensor parameters, whose memory belongs to whoever sharded them; leave it out"
         )
+    if variant.draws:
+        raise ValueError(
+            f"{type(variant).__name__} with DTensor parameters: what is drawn for a weight would depend on where a rank has it, so that repeated "
+            "weights would differ between ranks; take another variant"
+        )
     if variant.masks:
         raise ValueError(
             f"{type(variant).__name__} masks weights by a rule over all of them, and no rank has all of a DTensor; every variant without a mask works"

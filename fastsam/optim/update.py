@@ -199,11 +199,12 @@ class FusedUpdate:
         """Makes the state of a parameter the views of the fields, with the values it has. False (and zeros) when it has none."""
         entry = state.get(self.bucket.params[slot])
         views = self._state_of(slot, kind)
+        starts = dict(zip(kind.fields, kind.starts, strict=True))
         found = entry is not None and any(isinstance(entry.get(name), (Tensor, float, int)) for name in views)
         for name, view in views.items():
             value = entry.get(name) if entry is not None else None
             if value is None:
-                local(view).fill_(kind.start if name in kind.fields else 0.0)
+                local(view).fill_(starts.get(name, 0.0))
             elif value is not view:
                 found_value = torch.as_tensor(value, device=view.device).detach()
                 local(view).copy_(part_of(found_value, view))

@@ -255,7 +255,7 @@ def fields_of(draw: st.DrawFn, rule: str) -> tuple[str, ...]:
 def state_of(case: Case, name: str) -> Tensor:
     """What a field may hold: momenta of both signs; sums and means of squares, well above the square of a mean."""
     values = case.values(name, case.compute) / 4
-    return values.square() + 2 if any(part in name for part in ("sq", "sum")) else values
+    return values.square() + 2 if any(part in name for part in ("sq", "sum", "scale")) else values
 
 
 @pytest.mark.parametrize("rule", rules.RULES)

@@ -25,6 +25,8 @@ EVERY_CASE += [("sgd", "step", 2, "foreach"), ("sgd", "step", 2, "reference"), (
 EVERY_CASE += [("interval", style, 1, "auto") for style in ("step", "by_hand", "alone")]
 EVERY_CASE += [(name, "step", warm, "auto") for name in ("wsam", "wsam bf16", "looksam") for warm in (1, 2)]
 EVERY_CASE += [("friendly", "by_hand", 2, "auto"), ("friendly", "step", 2, "reference")]
+EVERY_CASE += [(name, style, 1, "auto") for name in ("bsam", "bsam bf16") for style in ("step", "by_hand")]
+EVERY_CASE += [("bsam", "step", 0, "auto"), ("bsam", "by_hand", 1, "foreach"), ("bsam", "step", 1, "reference")]
 EVERY_CASE += [("interval", "step", 2, "auto")]
 EVERY_CASE += [("interval", "step", 1, backend) for backend in ("foreach", "reference")]
 # A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every base. So are a step's lines.

@@ -275,7 +275,7 @@ def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]
 
 
 def test_public_names() -> None:
-    names = {"FusedSAM", "GSAM", "Lion", "MSAM", "SAM", "backend", "frozen_batchnorm_stats", "variants"}
+    names = {"BayesNewton", "FusedSAM", "GSAM", "Lion", "MSAM", "SAM", "backend", "frozen_batchnorm_stats", "variants"}
     assert set(fastsam.__all__) == names
     assert fastsam.backend("cpu") in ("native", "foreach")
     assert fastsam.__version__.count(".") == 2

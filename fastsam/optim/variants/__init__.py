@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastsam.optim.variants.bsam import BSAM
 from fastsam.optim.variants.esam import ESAM
 from fastsam.optim.variants.friendly import FriendlySAM
 from fastsam.optim.variants.gsam import GSAM
@@ -16,6 +17,7 @@ from fastsam.optim.variants.vasso import VaSSO
 from fastsam.optim.variants.wsam import WSAM
 
 __all__ = [
+    "BSAM",
     "ESAM",
     "GSAM",
     "LESAM",

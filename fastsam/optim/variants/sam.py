@@ -65,6 +65,7 @@ class SAM:
     memory: ClassVar[Memory] = Memory.NONE
     ahead: ClassVar[Ahead] = Ahead.NONE
     masks: ClassVar[bool] = False  # `mask` is multiplied with the perturbation
+    draws: ClassVar[bool] = False  # the first gradient is of weights drawn at random around these
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
