@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.contenders import SGD_OPTIONS, OptimizerStepper, parameters
-from bench.problem import FLOOR_BYTES, RHO, Gradients, Size, initial_weights
+from bench.problem import FLOOR_BYTES, LR, RHO, WEIGHT_DECAY, Gradients, Size, initial_weights
 from bench.timing import Clock, Rounds, Summary, measure
-from fastsam import SAM, FusedSAM, variants
+from fastsam import SAM, BayesNewton, FusedSAM, variants
 from tests.helpers.generated_page import GeneratedPage
 
 KIND = "fastsam.bench.family/1"
+NEWTON: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY}
 STEPS = 10  # of a sample, at least: two intervals of SAM, every=5, one of the others
 COLUMNS = (
     "variant",
@@ -77,6 +78,7 @@ ENTRIES: dict[str, Entry] = {
     "ESAM": Entry(variants.ESAM(RHO), 64),
     "SSAMF": Entry(variants.SSAMF(RHO, interval=10), 88),
     "SSAMD": Entry(variants.SSAMD(RHO, interval=10, horizon=10**6), 88),
+    "BSAM": Entry(variants.BSAM(RHO, samples=1000), 132, "BSAM"),
     "SAMON": Entry(variants.SAMON(RHO), 36),
     "MSAM": Entry(variants.MSAM(RHO), 36),
     "LastGradient": Entry(variants.LastGradient(RHO), 44),
@@ -91,10 +93,12 @@ class Ours(OptimizerStepper):
         still: dict[str, Any] = {"rho": 0.0} if isinstance(entry.sam, variants.SAMON) else {}
         flat = [p for p in self.parameters if p.dim() == 1]
         groups = [{"params": flat}, {"params": [p for p in self.parameters if p.dim() != 1], **still}]
-        self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, sam=entry.sam, **SGD_OPTIONS)
+        base = (BayesNewton, NEWTON) if isinstance(entry.sam, variants.BSAM) else (torch.optim.SGD, SGD_OPTIONS)
+        self.optimizer = FusedSAM([g for g in groups if g["params"]], base[0], sam=entry.sam, **base[1])
 
     def step(self, backward: Callable[[], None]) -> None:
         optimizer = self.optimizer
+        optimizer.sample()
         while optimizer.two_passes and optimizer.phase == "first":
             backward()
             optimizer.first_step()
@@ -109,18 +113,29 @@ class Theirs(OptimizerStepper):
         import pytorch_optimizer
 
         def make(params: list[nn.Parameter]) -> Any:
+            if entry.peer == "BSAM":
+                return pytorch_optimizer.BSAM(
+                    params, num_data=1000, rho=RHO, **NEWTON
+                )  # foreach=True raises in version 4.1
             own = {"rho": RHO, "foreach": True, **SGD_OPTIONS, **(entry.options or {})}
             if entry.peer == "WSAM":
                 own["model"] = nn.ParameterList(params)
             return getattr(pytorch_optimizer, str(entry.peer))(params=params, base_optimizer=torch.optim.SGD, **own)
 
-        super().__init__(weights, make)
+        self.parameters = parameters(weights)
+        optimizer = make(self.parameters)
+        # Of its BSAM the first one draws, before there is a gradient.
+        self.parts = [optimizer.first_step, optimizer.second_step, getattr(optimizer, "third_step", None)]
 
     def step(self, backward: Callable[[], None]) -> None:
+        first, second, third = self.parts
+        if third is not None:
+            first()
+            first, second = second, third
         backward()
-        self.first()
+        first()
         backward()
-        self.second()
+        second()
 
 
 @dataclass
