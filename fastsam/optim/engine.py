@@ -44,7 +44,7 @@ class Engine(Buffers):
         self.steps = 0
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL, Memory.MASK)
-        self.mixes = self.mixing.keeps_first or learns or bool(variant.between.reuse)
+        self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
         self.directs = variant.memory is Memory.DIRECTION
         self.sized = variant.radius is not None
         self.parts = type(variant).moves is not SAM.moves

@@ -55,6 +55,8 @@ class Mixing:
             )
         # The first gradients have to be there in the second pass.
         self.keeps_first = self.mix.keeps_first or learns
+        # The update sees something else than the last gradient.
+        self.weighs = self.mix.keeps_first or self.mix.a != 1
         # A GradScaler's scale in the first step: the unit of a direction's memory from then on.
         self.unit: Tensor | None = None
 
@@ -68,9 +70,10 @@ class Mixing:
     ) -> Reading:
         """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of its first gradients."""
         after = self._lesson(calls, sumsq, found_inf)
+        if self.weighs:
+            scalars.weigh_(_inner(calls) if self.mix.surrogate_gap else None, scales)
         if not self.mix.keeps_first:
             return Reading(calls, None, after, found_inf)
-        scalars.weigh_(_inner(calls) if self.mix.surrogate_gap else None, scales)
         found_inf = _or_nonfinite(found_inf, sumsq)
         if not self.mix.sharpness:
             return Reading(calls, FIRST, after, found_inf)
@@ -105,11 +108,16 @@ class Mixing:
             reading = self._parted(calls, sumsq, here, found_inf)
         else:
             reading = self.read(scalars, calls, sumsq, here, found_inf)
-        for bucket, selection, _ in calls if reading.beside else ():
+        weighed = reading.beside is not None or (perturbed and self.mix.a != 1)
+        for bucket, selection, _ in calls if weighed else ():
             a, b = (bucket.hyper[0, 0, column].to(bucket.dtype) for column in (Column.A, Column.B))
-            other = bucket.views(bucket.arena.field(str(reading.beside), bucket.dtype), selection)
-            for g2, g1 in zip(_written(bucket, selection), other, strict=True):
-                g2.mul_(a).add_(g1 * b)
+            last = _written(bucket, selection)
+            for g2 in last:
+                g2.mul_(a)
+            if reading.beside is not None:
+                other = bucket.views(bucket.arena.field(reading.beside, bucket.dtype), selection)
+                for g2, g1 in zip(last, other, strict=True):
+                    g2.add_(g1 * b)
         return reading
 
     def _parted(self, calls: Sequence[Call], sumsq: Tensor, here: Scales, found_inf: Tensor | None) -> Reading:
