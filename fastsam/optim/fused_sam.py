@@ -186,9 +186,9 @@ class FusedSAM(Saving):
         """
         self._require_halves("first_step()")
         if not self._engine.climbing:
-            times = f" {self._engine.ascents} times" if self._engine.climbs else ""
-            remedy = "go on with second_step(), or go back with restore()"
-            self._require(Phase.IDLE, f"first_step() was called{times} already", remedy)
+            self._require(
+                Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
+            )
         self._share()
         self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
