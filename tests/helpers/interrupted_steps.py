@@ -11,7 +11,7 @@ from torch import nn
 
 from fastsam import SAM, FusedSAM
 from fastsam.backends import select
-from fastsam.optim.variants import WSAM, FriendlySAM, LookSAM
+from fastsam.optim.variants import WSAM, FriendlySAM, Lookbehind, LookSAM
 from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -38,9 +38,10 @@ class Case:
 
     def by_hand(self) -> None:
         """The other style. The step is over when `second_step` is."""
-        backward(self.params, self.time)
         try:
-            self.opt.first_step(zero_grad=True)
+            while self.opt.phase == "first":
+                backward(self.params, self.time)
+                self.opt.first_step(zero_grad=True)
             backward(self.params, self.time)
             self.opt.second_step(zero_grad=True)
         except BaseException:
@@ -112,6 +113,10 @@ def friendly(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return sgd(params, sam=FriendlySAM(), **options)
 
 
+def lookbehind(params: list[nn.Parameter], **options: Any) -> FusedSAM:
+    return sgd(params, sam=Lookbehind(k=3), **options)
+
+
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 Cases = dict[str, tuple[Callable[..., FusedSAM], list[torch.dtype]]]
 CASES: Cases = {
@@ -129,6 +134,8 @@ FAMILY: Cases = {
     "wsam bf16": (wsam, [BF16]),
     "looksam": (looksam, [F32]),
     "friendly": (friendly, [F32]),
+    "lookbehind": (lookbehind, [F32]),
+    "lookbehind bf16": (lookbehind, [BF16]),
 }
 
 
