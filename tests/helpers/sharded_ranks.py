@@ -87,15 +87,12 @@ class Pair:
             p.grad, q.grad = g.clone(), self.place(i, g)
 
     def step(self, number: int, exact: bool, what: object) -> None:
-        last, half = not self.opt.two_passes, 0
-        while True:
+        ascents = self.opt._engine.variant.ascents if self.opt.two_passes else 0
+        for half in range(ascents + 1):
             self.grads(2 * number + half)
             for opt in (self.plain_opt, self.opt):
-                opt.step() if last else opt.first_step()
+                opt.first_step() if half < ascents else opt.step()
             assert_same(self.split, self.plain, exact, (what, number, half))
-            if last:
-                break
-            last, half = self.opt.phase == "second", half + 1
 
 
 def placing(mesh: DeviceMesh, *placements: Sequence[Placement] | None) -> Place:

@@ -137,12 +137,11 @@ def test_a_closure_that_ends_the_step(dtype: torch.dtype, steps_itself: bool, la
         calls.append(opt.phase)
         problem()[1](params, 2).backward()
         if len(calls) == last and not steps_itself:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("here")
         if len(calls) == last:
             (opt.first_step if last < 4 else opt.second_step)()
 
-    error, words = (RuntimeError, "closure made a part of the step") if steps_itself else (KeyboardInterrupt, "")
-    with pytest.raises(error, match=words):
+    with pytest.raises((RuntimeError if steps_itself else KeyboardInterrupt), match="closure made a part|here"):
         opt.step(closure)
     assert calls == ["first", "first", "first", "second"][:last] and not opt.is_perturbed
     if not (steps_itself and last == 4):  # which has made the whole step
