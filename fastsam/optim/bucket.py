@@ -369,14 +369,13 @@ class Bucket:
         self.held = selection
 
     def climb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None) -> None:
-        """Moves the weights from the perturbed point to a further one; `origin` keeps where all of it began."""
+        """Moves the weights, after `norm_`, from the perturbed point to a further one; `origin` keeps where all of it began."""
         held = set(self.held.slots)
         late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
         if late:  # they had no gradient before
             self.save_(self.select(tuple(i for i, _ in late)), [g for _, g in late])
             self.held = self.select(tuple(sorted(held.union(selection.slots))))
         before = self.arena.field(BEFORE, self.dtype)
-        selection.load()
         self.kernels.perturb_(selection.z, before, grads, selection.table, self.hyper, sumsq, True, seed)
         selection.store()
 
