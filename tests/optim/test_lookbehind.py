@@ -201,6 +201,31 @@ def test_a_step_goes_on_after_any_ascent(
     assert same_bits(whole.params, training.steps(range(3, 4)).params)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_get_other_memory_between_any_passes(dtype: torch.dtype) -> None:
+    training = fused(THREE, "sgd", 2, dtype=dtype)
+    for made in range(4):
+        for p in training.params:
+            p.data = p.data.clone()
+        training.backward(2)
+        (training.opt.second_step if made == 3 else training.opt.first_step)()
+    assert same_bits(training.params, fused(THREE, "sgd", 3, dtype=dtype).params)
+
+
+def test_weights_that_are_converted_between_any_passes() -> None:
+    """The sum, and what is saved, follow."""
+    whole = fused(THREE, "sgd", 3)
+    for after in (1, 2, 3):
+        training = fused(THREE, "sgd", 2)
+        for made in range(4):
+            for p in training.params if made == after else ():
+                p.data = p.data.float()
+            training.backward(2)
+            (training.opt.second_step if made == 3 else training.opt.first_step)()
+        for found, expected in zip(training.params, whole.params, strict=True):
+            torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_state_with_more_ascents_than_there_are_here() -> None:
     training, other = fused(THREE, "sgd", 1), fused(Lookbehind(RHO, k=2), "sgd", 1)
     training.ascend(1)
