@@ -50,7 +50,7 @@ class Engine(Buffers):
         self.parts = type(variant).moves is not SAM.moves
         # More than one ascent, and how many the step under way has made.
         self.climbs, self.ascents = variant.ascents > 1, 1
-        if self.climbs and (learns or variant.masks):
+        if self.climbs and (variant.memory is not Memory.NONE or variant.masks):
             raise ValueError(
                 f"{type(variant).__name__} climbs {variant.ascents} times, along the gradients themselves: it cannot have a direction or a mask of "
                 "its own, nor keep a vector"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from fastsam import SAM
+from fastsam import SAM, FusedSAM
 from fastsam.optim.variants import Lookbehind
-from tests.helpers.sam_oracle import copies, same_bits
+from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 from tests.helpers.variant_cases import RHO, Training, fused
 
 THREE = Lookbehind(RHO, k=3, alpha=0.4)
@@ -109,3 +110,22 @@ def test_a_state_with_more_ascents_than_there_are_here() -> None:
     training.opt.restore()
     other.opt.load_state_dict(training.opt.state_dict())  # between steps k is an option as any other
     assert same_bits(before, other.params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("joins", [1, 2, 3])
+def test_a_parameter_that_joins_in_any_pass(joins: int, dtype: torch.dtype) -> None:
+    """Frozen up to there, it had no buffers; the step is as if it only had had no gradient."""
+    ends = []
+    for frozen in (True, False):
+        params = make_parameters([(5, 3), (8,)], dtype)
+        opt = FusedSAM(params, torch.optim.SGD, sam=THREE, lr=0.05, momentum=0.9)
+        for number, passed in itertools.product(range(3), range(4)):
+            late = (number, passed) < (1, joins)
+            params[1].requires_grad_(not (late and frozen))
+            backward(params, number)
+            if late:
+                params[1].grad = None
+            (opt.first_step if passed < 3 else opt.second_step)()
+        ends.append(params)
+    assert same_bits(*ends)
