@@ -29,6 +29,7 @@ CLAIMS = {  # to be held against SAM's figures
     "SSAMF": "a part of the perturbation is as good or better",
     "SSAMD": "a part of the perturbation is as good or better",
     "BSAM": "a posterior of the weights that SAM finds by itself generalises better",
+    "Lookbehind": "the gradients of several ascents generalise better",
     "LookSAM": "as accurate as SAM, nearly as fast as the base optimizer",
     "MSAM": "as accurate as SAM, as fast as the base optimizer",
     "LastGradient": "(AsyncSAM) as accurate as SAM, as fast as the base optimizer",

@@ -30,8 +30,8 @@ class SAMTraining(Base):
         `FusedSAM`, with the learning rate, weight decay and parameter groups of the arguments. In its place a FusedSAM of one's own may be given:
         `optimizers=(FusedSAM(...), None)`, `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
 
-    A step's micro-batches are passed once more when the gradients of the last of them are there and the weights have moved to the perturbed point;
-    running statistics stay as they are then.
+    A step's micro-batches are passed once more (with `Lookbehind` k times) when the gradients of the last of them are there and the weights have
+    moved to the perturbed point; running statistics stay as they are then.
     The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's. Checkpoints are the
     trainer's own: training goes on from them bit for bit.
 
@@ -79,7 +79,7 @@ class SAMTraining(Base):
             self._batches.append((inputs, num_items_in_batch))
             if self.accelerator.sync_gradients:
                 batches, self._batches = self._batches, []
-                if sam.two_passes:
+                while sam.two_passes and sam.phase == "first":
                     sam.first_step()
                     model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
                     with frozen_batchnorm_stats(model):

@@ -18,7 +18,7 @@ from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
 from fastsam.optim.variants.sam import Places
 
 FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
-GRADIENT, ROUNDED, MASK = "gathered_gradient", "rounded_direction", "mask"
+GRADIENT, ROUNDED, MASK, BEFORE = "gathered_gradient", "rounded_direction", "mask", "point_before"
 
 _is_contiguous = torch.Tensor.is_contiguous
 
@@ -212,6 +212,11 @@ class Bucket:
         if grads:
             torch._foreach_copy_(self.first(selection), list(grads))
 
+    def add_first_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
+        """Adds these gradients to those that `keep_first_` kept."""
+        if grads:
+            torch._foreach_add_(self.first(selection), list(grads))
+
     def first(self, selection: Selection) -> list[Tensor]:
         """The gradients that `keep_first_` kept."""
         return self.views(self.arena.field(FIRST, self.dtype), selection)
@@ -335,12 +340,18 @@ class Bucket:
     # --- the calls ---
 
     def norm_(
-        self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, accumulate: bool
+        self,
+        selection: Selection,
+        grads: Sequence[Tensor],
+        sumsq: Tensor,
+        adaptive: bool,
+        accumulate: bool,
+        onward: bool = False,
     ) -> None:
-        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
+        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model. onward: for `climb_`."""
         selection.load()
         weights = selection.z if adaptive else []
-        if adaptive and self.masters:
+        if adaptive and self.masters and not onward:
             # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the weights.
             if self._save:
                 self.save_(selection, grads)
@@ -356,6 +367,17 @@ class Bucket:
         self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, self._save, seed)
         selection.store()
         self.held = selection
+
+    def climb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None) -> None:
+        """Moves the weights, after `norm_`, from the perturbed point to a further one; `origin` keeps where all of it began."""
+        held = set(self.held.slots)
+        late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
+        if late:  # they had no gradient before
+            self.save_(self.select(tuple(i for i, _ in late)), [g for _, g in late])
+            self.held = self.select(tuple(sorted(held.union(selection.slots))))
+        before = self.arena.field(BEFORE, self.dtype)
+        self.kernels.perturb_(selection.z, before, grads, selection.table, self.hyper, sumsq, True, seed)
+        selection.store()
 
     def norm_perturb_(
         self, raw: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool

@@ -7,8 +7,9 @@
 `master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes (and, with a variant of
 one pass, between steps, where "fastsam" has `training`, too; with bSAM from `sample()` on, "fastsam" saying `sampled` before the first pass),
 `first_gradient` there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes,
-what a direction will have made of it. `left_out` are the numbers of parameters without buffers, which have no entry at all. torch's own optimizers
-ignore what they do not know, so such a dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
+what a direction will have made of it. Between the passes of a variant that climbs several times "fastsam" has `ascents`, those made. `left_out` are
+the numbers of parameters without buffers, which have no entry at all. torch's own optimizers ignore what they do not know, so such a dict loads into
+torch.optim.SGD, and one of torch.optim.SGD loads here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
 from fastsam.optim.rules import Group, Rule
 from fastsam.optim.scalars import OWN_OPTIONS, check_group
 from fastsam.optim.sharded import part_of, placed
+from fastsam.optim.variants.sam import SAM
 
 FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
@@ -112,7 +114,7 @@ class Loaded:
     Raises ValueError when it is the state of another model or of another optimizer, or no state dict at all.
     """
 
-    def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None, variant: str) -> None:
+    def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None, sam: SAM) -> None:
         _check_form(state_dict)
         ours = state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})
         if ours.get("format") != FORMAT:
@@ -122,8 +124,9 @@ class Loaded:
         self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
         self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
         self.sampled = _is(bool, ours.get("sampled", False), "'sampled' of 'fastsam'", "True or False")
-        self.perturbations, self.steps = (
-            _is(int, ours.get(name, 0), f"{name!r} of 'fastsam'", "an integer") for name in ("perturbations", "steps")
+        self.perturbations, self.steps, self.ascents = (
+            _is(int, ours.get(name, least), f"{name!r} of 'fastsam'", "an integer")
+            for name, least in (("perturbations", 0), ("steps", 0), ("ascents", 1))
         )
         self.unit, self.scale = (
             None
@@ -132,9 +135,15 @@ class Loaded:
             for name in ("unit", "scale")
         )
         self.left_out = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))
+        variant = type(sam).__name__
         saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
         midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
         self._refuse_other(saved, variant, state_dict["state"], midway)
+        if self.perturbed and not 1 <= self.ascents <= sam.ascents:
+            raise ValueError(
+                f"this state was saved after {self.ascents} ascents of a step, and this optimizer's {variant} makes {sam.ascents}; build it with as "
+                "many as the one that was saved, or save after a step"
+            )
         self.groups = _merged(state_dict["param_groups"], groups, rule)
         self._saved_groups = state_dict["param_groups"]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -59,8 +59,9 @@ class FusedSAM(Saving):
     the restored weights.
 
     A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second. With a
-    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back. With `BSAM` `sample()`
-    comes before the first backward pass, where there is no closure.
+    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back. `Lookbehind` climbs k
+    times: as many passes with `first_step()`, and then the last one. With `BSAM` `sample()` comes before the first backward pass, where there is no
+    closure.
 
     params
         parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
@@ -198,12 +199,16 @@ class FusedSAM(Saving):
         """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient stay.
 
         `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes` is False) all weights stay.
-        Raises RuntimeError when the weights are perturbed already, and for
+        With a variant that climbs k times (`Lookbehind`) it is called k times, after a backward pass each: while `phase` is "first".
+        Raises RuntimeError when the weights are perturbed already, at the last of the points, and for
         sparse or complex gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one pass has no
         first half: RuntimeError.
         """
         self._require_halves("first_step()")
-        self._require_first("first_step() was called already", "go on with second_step(), or go back with restore()")
+        if not self._engine.climbing:
+            self._require_first(
+                "first_step() was called already", "go on with second_step(), or go back with restore()"
+            )
         self._share()
         self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
@@ -222,7 +227,8 @@ class FusedSAM(Saving):
     def second_step(self, zero_grad: bool = False) -> None:
         """Restores the weights and updates them with the gradients of the perturbed point.
 
-        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that perturbs.
+        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that perturbs, and before the last
+        one of a variant that climbs.
         """
         self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
         try:
@@ -243,7 +249,8 @@ class FusedSAM(Saving):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is called twice, at the weights
-        and at the perturbed point, each time with gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
+        and at the perturbed point (with `Lookbehind` at each of k), each time with gradients cleared, so it need not call `zero_grad()`. Returns the
+        first loss.
 
         Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is False) there is one call of the
         closure, and `first_step()` may be left out.
@@ -381,6 +388,9 @@ class FusedSAM(Saving):
                 self._engine.perturb_(lent=True)
                 self._statistics.freeze()
                 self._pass(closure, Phase.PERTURBED)
+                while self._engine.climbing:
+                    self._engine.perturb_()
+                    self._pass(closure, Phase.PERTURBED)
         self._second_pass()
         return loss
 
@@ -388,13 +398,17 @@ class FusedSAM(Saving):
         """What the closure returns, called with cleared gradients, in this phase from beginning to end."""
         for p in parameters_of(self.param_groups):
             p.grad = None
+        ascents = self._engine.ascents
         try:
             self._engine.in_closure = True
             loss = closure()
         finally:
             self._engine.in_closure = False
         problem = "the closure made a part of the step itself"
-        self._require(phase, problem, "leave first_step() and all that follows to step(closure)")
+        remedy = "leave first_step() and all that follows to step(closure)"
+        self._require(phase, problem, remedy)
+        if self._engine.ascents != ascents:
+            raise RuntimeError(f"{problem}; {remedy}")
         return loss
 
     def _second_pass(self) -> None:
@@ -434,21 +448,23 @@ class FusedSAM(Saving):
 
     @property
     def is_perturbed(self) -> bool:
-        """True at the perturbed point: in the second call of a closure, and between `first_step()` and `second_step()`. What a training loop logs
-        and counts belongs to the other pass. Always False with a variant of one pass, which is the first; `training` says where its weights are.
+        """True at a perturbed point: in every call of a closure but the first, and between `first_step()` and `second_step()`. What a training loop
+        logs and counts belongs to the other pass. Always False with a variant of one pass, which is the first; `training` says where its weights are.
         """
         return self._engine.phase not in (Phase.IDLE, Phase.SAMPLED) and not self._engine.one_pass
 
     @property
     def phase(self) -> Literal["first", "second"]:
-        """Which of a step's two passes a forward and backward pass made now would be: "second" at the perturbed point."""
-        return "second" if self.is_perturbed else "first"
+        """Which of a step's two passes a forward and backward pass made now would be, by the call that comes after it: "second" at the perturbed
+        point, of a variant that climbs (`Lookbehind`) at the last one."""
+        return "second" if self.is_perturbed and not self._engine.climbing else "first"
 
     @property
     def two_passes(self) -> bool:
         """Whether the step that begins, or is under way, takes two backward passes. False in a step in which the variant does not perturb (`every`,
         `LookSAM`): its first pass may be left out, `first_step()` with it. Where it is made all the same, the weights stay where they are, and the
-        step is the same with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
+        step is the same with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error. True
+        with `Lookbehind`, which takes k + 1.
         """
         return self._engine.perturbs
 
@@ -484,6 +500,11 @@ class FusedSAM(Saving):
     def _require_second(self, problem: str, remedy: str) -> None:
         """That the first half was made, where the step has one."""
         engine = self._engine
+        if engine.climbing:
+            raise RuntimeError(
+                f"the update after {engine.ascents} of the {engine.variant.ascents} ascents of {type(engine.variant).__name__}; call first_step() "
+                'after each backward pass while phase is "first", or go back with restore()'
+            )
         if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
             self._require(Phase.PERTURBED, problem, remedy)
 

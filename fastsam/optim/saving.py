@@ -90,7 +90,7 @@ class Saving(Modes):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         rule = self._engine.rule
-        loaded = Loaded(state_dict, self.param_groups, rule, type(self._engine.variant).__name__)
+        loaded = Loaded(state_dict, self.param_groups, rule, self._engine.variant)
         if rule is None:
             self.base_optimizer.load_state_dict(loaded.for_base())
             self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
@@ -110,6 +110,7 @@ class Saving(Modes):
         self._leftover.forget()
         self._engine.perturbations.fill_(loaded.perturbations)
         self._engine.steps, self._engine.mixing.unit = loaded.steps, loaded.unit
+        self._engine.ascents = loaded.ascents
         self._scaling.saved = loaded.scale
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -129,6 +130,7 @@ class Saving(Modes):
             "in_backward": self._engine.early is not None,
             "variant": self._engine.variant,
             "steps": self._engine.steps,
+            "ascents": self._engine.ascents,
             "unit": self._engine.mixing.unit,
             "training": self._engine.training,
             "scale": None if self._scaling.scale is None else self._scaling.scale.clone(),
@@ -147,6 +149,7 @@ class Saving(Modes):
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
         in_backward = state.pop("in_backward", False)
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
+        ascents = state.pop("ascents", 1)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
         training, left_out = state.pop("training", True), state.pop("left_out", None)
         sampled = state.pop("sampled", False)
@@ -154,7 +157,7 @@ class Saving(Modes):
         super().__setstate__(state)
         self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
         self._engine.early = Early() if in_backward else None
-        self._engine.perturbations, self._engine.steps = perturbations, steps
+        self._engine.perturbations, self._engine.steps, self._engine.ascents = perturbations, steps, ascents
         self._engine.mixing.unit, self._engine.training = unit, training
         self._statistics = statistics
         self._scaling = Scaling(scale)

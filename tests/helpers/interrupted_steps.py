@@ -11,7 +11,7 @@ from torch import nn
 
 from fastsam import SAM, BayesNewton, FusedSAM
 from fastsam.backends import select
-from fastsam.optim.variants import BSAM, WSAM, FriendlySAM, LookSAM
+from fastsam.optim.variants import BSAM, WSAM, FriendlySAM, Lookbehind, LookSAM
 from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -40,8 +40,9 @@ class Case:
         """The other style. The step is over when `second_step` is."""
         try:
             self.opt.sample()
-            backward(self.params, self.time)
-            self.opt.first_step(zero_grad=True)
+            while self.opt.phase == "first":
+                backward(self.params, self.time)
+                self.opt.first_step(zero_grad=True)
             backward(self.params, self.time)
             self.opt.second_step(zero_grad=True)
         except BaseException:
@@ -117,6 +118,10 @@ def bsam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return FusedSAM(params, BayesNewton, lr=0.1, sam=BSAM(samples=50), **options)
 
 
+def lookbehind(params: list[nn.Parameter], **options: Any) -> FusedSAM:
+    return sgd(params, sam=Lookbehind(k=3), **options)
+
+
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 Cases = dict[str, tuple[Callable[..., FusedSAM], list[torch.dtype]]]
 CASES: Cases = {
@@ -136,6 +141,8 @@ FAMILY: Cases = {
     "friendly": (friendly, [F32]),
     "bsam": (bsam, [F32]),
     "bsam bf16": (bsam, [BF16]),
+    "lookbehind": (lookbehind, [F32]),
+    "lookbehind bf16": (lookbehind, [BF16]),
 }
 
 

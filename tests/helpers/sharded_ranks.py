@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM
-from fastsam.optim.variants import WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import WSAM, FriendlySAM, LastGradient, Lookbehind, LookSAM, VaSSO
 
 warnings.simplefilter("ignore")
 SHAPES = [(5, 3), (1,), (4, 6), (2, 2), (3,)]
@@ -32,7 +32,13 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "nadam": (torch.optim.NAdam, {"lr": 0.05}),  # makes its own step
 }
 # Those whose norms and inner products are of the gradients alone have the bits of the unsharded step, where these sums are exact.
-EXACT = {"sam": SAM(0.3), "gsam": GSAM(0.3, alpha=0.4), "wsam": WSAM(0.3, gamma=0.8), "last": LastGradient(0.3)}
+EXACT = {
+    "sam": SAM(0.3),
+    "gsam": GSAM(0.3, alpha=0.4),
+    "wsam": WSAM(0.3, gamma=0.8),
+    "lookbehind": Lookbehind(0.3, k=3),
+    "last": LastGradient(0.3),
+}
 CLOSE = {
     "asam": SAM(0.3, True),
     "looksam": LookSAM(0.3, k=2),
@@ -81,10 +87,11 @@ class Pair:
             p.grad, q.grad = g.clone(), self.place(i, g)
 
     def step(self, number: int, exact: bool, what: object) -> None:
-        for half in range(2 if self.opt.two_passes else 1):
+        ascents = self.opt._engine.variant.ascents if self.opt.two_passes else 0
+        for half in range(ascents + 1):
             self.grads(2 * number + half)
             for opt in (self.plain_opt, self.opt):
-                opt.first_step() if opt.two_passes and half == 0 else opt.step()
+                opt.first_step() if half < ascents else opt.step()
             assert_same(self.split, self.plain, exact, (what, number, half))
 
 

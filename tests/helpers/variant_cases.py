@@ -10,7 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import GSAM, SAM, FusedSAM
-from fastsam.optim.variants import ESAM, LESAM, MSAM, SSAMD, SSAMF, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import (
+    ESAM,
+    LESAM,
+    MSAM,
+    SSAMD,
+    SSAMF,
+    WSAM,
+    FriendlySAM,
+    LastGradient,
+    Lookbehind,
+    LookSAM,
+    VaSSO,
+)
 
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -44,6 +56,7 @@ class Paper:
     """SAM (Foret et al. 2021), in the first of every `every` steps."""
 
     every = 1
+    ascents = 1
 
     def __init__(self, **options: Any) -> None:
         vars(self).update(options)
@@ -53,6 +66,9 @@ class Paper:
 
     def radius(self, norm: Tensor) -> Tensor | float:
         return RHO
+
+    def passed(self, g: Tensor) -> None:
+        """The gradient at a perturbed point that is not the last one."""
 
     def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
         """What the base optimizer is given."""
@@ -204,6 +220,26 @@ class PaperSSAMD(PaperMasked):
         return self.m
 
 
+class PaperLookbehind(Paper):
+    """Mordido et al. 2024, Algorithm 1: where k steps of SGD from the same weights end, `alpha` of the way; `ascents` is its k."""
+
+    alpha: float
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.points: list[Tensor] = []
+
+    def passed(self, g: Tensor) -> None:
+        self.points.append(g)
+
+    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+        fast = torch.zeros_like(g2)
+        for g in (*self.points, g2):
+            fast = fast - g
+        self.points = []
+        return -self.alpha * fast
+
+
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
@@ -225,10 +261,15 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
         if t % paper.every:
             v = paper.resting(g1)
         else:
-            d = paper.direction(g1)
-            eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
-            moved = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
-            v = paper.mixed(g1, flat(torch.autograd.grad(loss(moved, t), moved)))
+            moved, g2 = params, g1
+            for ascent in range(paper.ascents):
+                if ascent:
+                    paper.passed(g2)
+                d = paper.direction(g2)
+                eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
+                moved = [(p + e).detach().requires_grad_() for p, e in zip(moved, like(eps, params), strict=True)]
+                g2 = flat(torch.autograd.grad(loss(moved, t), moved))
+            v = paper.mixed(g1, g2)
         for p, g in zip(params, like(v, params), strict=True):
             p.grad = g
         optimizer.step()
@@ -288,7 +329,7 @@ class Case(NamedTuple):
 
     @property
     def passes(self) -> int:
-        return 6 + sum(self.perturbed)
+        return 6 + self.sam.ascents * sum(self.perturbed)
 
 
 OTHER, THIRD = (True, False) * 3, (True, False, False) * 2
@@ -311,6 +352,11 @@ CASES: dict[str, Case] = {
         lambda: PaperSSAMD(sparsity=0.6, interval=2, drop=0.8, horizon=6),
     ),
     "lesam": Case(SAM(RHO, radius=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
+    "lookbehind": Case(Lookbehind(RHO, k=3, alpha=ALPHA), lambda: PaperLookbehind(ascents=3, alpha=ALPHA)),
+    "lookbehind, every other": Case(
+        Lookbehind(RHO, k=2, alpha=0.4, every=2), lambda: PaperLookbehind(ascents=2, alpha=0.4, every=2), OTHER
+    ),
+    "lookbehind once": Case(Lookbehind(RHO, k=1, alpha=0.4), lambda: PaperLookbehind(alpha=0.4)),
     "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, every=3), lambda: PaperGSAM(every=3), THIRD),
 }
 
@@ -340,6 +386,12 @@ class Training(NamedTuple):
         """A fresh gradient."""
         self.opt.zero_grad()
         problem()[1](self.params, t).backward()
+
+    def ascend(self, t: int, zero_grad: bool = False) -> None:
+        """All that is left of the passes before the last one, by hand."""
+        while self.opt.phase == "first":
+            self.backward(t)
+            self.opt.first_step(zero_grad)
 
 
 def fused(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim.variants import ESAM, LastGradient, VaSSO
+from fastsam.optim.variants import ESAM, LastGradient, Lookbehind, VaSSO
 from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import BASES, SGD
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -26,6 +26,7 @@ VARIANTS = {
     "asam, every other": SAM(0.2, True, every=2),
     "gsam": GSAM(0.2, alpha=0.3),
     "vasso": VaSSO(0.2, theta=0.5),
+    "lookbehind": Lookbehind(0.2, k=3),
     "msam": MSAM(0.2),
     "last gradient": LastGradient(0.2),
 }
@@ -131,13 +132,14 @@ def trained(
     opt = FusedSAM(params, cls, sam=sam, backend=backend, **options)
     start = frozen_until or (3, 0)
     for number in range(6):
-        for half in range(1 if opt._engine.one_pass or not opt.two_passes else 2):
+        ascents = sam.ascents if opt.two_passes else 0
+        for half in range(ascents + 1):
             late = (number, half) < start
             params[1].requires_grad_(not (late and frozen_until))
             backward(params, number)
             if late:
                 params[1].grad = None
-            opt.first_step() if half == 0 and opt.two_passes else opt.step()
+            opt.first_step() if half < ascents else opt.step()
     return params, opt
 
 

@@ -28,10 +28,14 @@ EVERY_CASE += [("friendly", "by_hand", 2, "auto"), ("friendly", "step", 2, "refe
 EVERY_CASE += [(name, style, 1, "auto") for name in ("bsam", "bsam bf16") for style in ("step", "by_hand")]
 EVERY_CASE += [("bsam", "step", 0, "auto"), ("bsam", "by_hand", 1, "foreach"), ("bsam", "step", 1, "reference")]
 EVERY_CASE += [("interval", "step", 2, "auto")]
+EVERY_CASE += [("lookbehind", style, warm, "auto") for style in ("step", "by_hand") for warm in (1, 2)]
+EVERY_CASE += [("lookbehind", "step", 1, "reference"), ("lookbehind", "by_hand", 2, "foreach")]
+EVERY_CASE += [("lookbehind bf16", "step", 2, "auto"), ("lookbehind bf16", "by_hand", 2, "reference")]
 EVERY_CASE += [("interval", "step", 1, backend) for backend in ("foreach", "reference")]
 # A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every base. So are a step's lines.
 USUAL = [("sgd", "step", 0, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd", "step", 2, "foreach")]
 USUAL += [("check_finite", "step", 2, "auto"), ("interval", "alone", 1, "auto"), ("looksam", "step", 2, "auto")]
+USUAL += [("lookbehind", "by_hand", 2, "auto")]
 
 
 # Each line costs a step or two, and a step has hundreds: in `make test` it is every eighth one, in `make test-slow` each.

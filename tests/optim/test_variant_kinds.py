@@ -11,6 +11,7 @@ from torch import nn
 
 from fastsam import GSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import ESAM, LESAM, SAMON, SSAMD, SSAMF, WSAM, FriendlySAM, LookSAM, VaSSO
+from fastsam.step import Mix
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
 
@@ -25,6 +26,34 @@ def test_a_half_of_wsam_is_sam_and_nothing_of_it_the_base_optimizer() -> None:
     none = fused(WSAM(RHO, gamma=0.0), "sgd", 3), fused(SAM(0.0), "sgd", 3)
     for one, other in (half, none):
         assert same_bits(one.params, other.params)
+
+
+class Part(SAM):
+    """A mix of g2 alone, with another weight than 1."""
+
+    @property
+    def mix(self) -> Mix:
+        return Mix(a=0.25)
+
+
+class Own(torch.optim.SGD):
+    """Makes its own step: a subclass may do anything."""
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, Own], ids=lambda base: base.__name__)
+def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]) -> None:
+    """A step that perturbs is as with so much less of a learning rate; one that does not has the whole gradient."""
+    start, _ = problem()
+    ends = []
+    for sam, lr in ((Part(RHO, every=2), 0.1), (SAM(RHO, every=2), 0.025)):
+        params = [nn.Parameter(p.clone()) for p in start]
+        training = Training(params, FusedSAM(params, base, sam=sam, lr=lr))
+        for t in range(4):
+            training.opt.param_groups[0]["lr"] = lr if training.opt.two_passes else 0.1
+            training.steps(range(t, t + 1))
+        ends.append(params)
+    for found, expected in zip(*ends, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_directions_of_the_gradient_alone_are_sams() -> None:

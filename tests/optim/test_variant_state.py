@@ -48,6 +48,7 @@ def test_a_step_goes_on_where_it_was_saved(
                     p.copy_(old)
             training.opt.load_state_dict(found)
     if moment == "between":
+        training.ascend(after)
         training.backward(after)
         training.opt.second_step()
     training.steps(range(after + (moment == "between"), 6))

@@ -8,6 +8,7 @@ from fastsam.optim.variants.friendly import FriendlySAM
 from fastsam.optim.variants.gsam import GSAM
 from fastsam.optim.variants.last_gradient import LastGradient
 from fastsam.optim.variants.lesam import LESAM
+from fastsam.optim.variants.lookbehind import Lookbehind
 from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
 from fastsam.optim.variants.sam import SAM
@@ -30,5 +31,6 @@ __all__ = [
     "FriendlySAM",
     "LastGradient",
     "LookSAM",
+    "Lookbehind",
     "VaSSO",
 ]

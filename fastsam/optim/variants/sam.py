@@ -88,6 +88,12 @@ class SAM:
         """What of its one gradient the update sees in a step that does not perturb: a `Mix` with at most a `reuse`."""
         return Mix()
 
+    @property
+    def ascents(self) -> int:
+        """How often a step climbs, each time along the gradient where it has come to. Beyond 1 the mix's `g1` is the sum of the gradients at the
+        points on the way: not that at the weights, nor the last one, `g2`."""
+        return 1
+
     def moves(self, group: Mapping[str, Any]) -> bool:
         """Whether the parameters of this group are perturbed. Those that are not stay out of the norm."""
         return True
