@@ -79,7 +79,7 @@ ENTRIES: dict[str, Entry] = {
     "SSAMF": Entry(variants.SSAMF(RHO, interval=10), 88),
     "SSAMD": Entry(variants.SSAMD(RHO, interval=10, horizon=10**6), 88),
     "Lookbehind, k=2": Entry(variants.Lookbehind(RHO, k=2), 76),
-    "BSAM": Entry(variants.BSAM(RHO, samples=1000), 132, "BSAM"),
+    "BSAM": Entry(variants.BSAM(RHO, samples=1000), 132),  # pytorch-optimizer's raises in version 4.1
     "SAMON": Entry(variants.SAMON(RHO), 36),
     "MSAM": Entry(variants.MSAM(RHO), 36),
     "LastGradient": Entry(variants.LastGradient(RHO), 44),
@@ -114,30 +114,18 @@ class Theirs(OptimizerStepper):
         import pytorch_optimizer
 
         def make(params: list[nn.Parameter]) -> Any:
-            if entry.peer == "BSAM":
-                return pytorch_optimizer.BSAM(
-                    params, num_data=1000, rho=RHO, foreach=False, **NEWTON
-                )  # True raises in 4.1
             own = {"rho": RHO, "foreach": True, **SGD_OPTIONS, **(entry.options or {})}
             if entry.peer == "WSAM":
                 own["model"] = nn.ParameterList(params)
             return getattr(pytorch_optimizer, str(entry.peer))(params=params, base_optimizer=torch.optim.SGD, **own)
 
-        self.parameters = parameters(weights)
-        optimizer = make(self.parameters)
-        # Of its BSAM the first one draws, and its first call wants to see gradients.
-        self.parts = [optimizer.first_step, optimizer.second_step, getattr(optimizer, "third_step", None)]
+        super().__init__(weights, make)
 
     def step(self, backward: Callable[[], None]) -> None:
-        first, second, third = self.parts
-        if third is not None:
-            backward()
-            first()
-            first, second = second, third
         backward()
-        first()
+        self.first()
         backward()
-        second()
+        self.second()
 
 
 @dataclass
