@@ -345,6 +345,19 @@ def refused(rank: int) -> str:
     return "kept"
 
 
+def unequal_meshes(rank: int) -> str:
+    """A parameter on a mesh of some of the ranks is refused by the others."""
+    meshes = init_device_mesh("cpu", (dist.get_world_size(),)), DeviceMesh("cpu", [0])
+    params = [nn.Parameter(placing(mesh, [Shard(0)])(0, integers((8, 2), 1))) for mesh in meshes]
+    try:
+        FusedSAM(params, torch.optim.SGD, lr=0.1)
+    except TypeError as error:
+        assert rank > 0 and "which this rank is no part of" in str(error), error
+    else:
+        assert rank == 0
+    return "kept"
+
+
 def interrupted(rank: int) -> str:
     """An exception at the perturbed point: the weights are back, and no gathered copy of the perturbed ones is used."""
     net = sharded_net()

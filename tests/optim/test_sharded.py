@@ -22,7 +22,7 @@ def keep(size: int, *works: tuple[Callable[..., str], tuple[Any, ...]]) -> None:
     from tests.helpers import sharded_ranks  # a second, for DTensor
 
     answers = on_ranks(size, sharded_ranks.all_of, works, patience=PATIENCE)
-    assert answers == [["kept"] * len(works)] * size
+    assert answers == [["kept"] * len(works)] * size, answers
 
 
 def test_two_ranks_make_the_unsharded_step() -> None:
@@ -35,6 +35,7 @@ def test_two_ranks_make_the_unsharded_step() -> None:
         (ranks.one_sum_a_step, ()),
         (ranks.not_finite, ()),
         (ranks.no_stale_copy, ()),
+        (ranks.unequal_meshes, ()),
         (ranks.resumed_in_memory, (False,)),
     )
 
