@@ -37,6 +37,7 @@ class Engine(Buffers):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         variant: SAM = PLAIN,
+        compact: torch.dtype | None = None,
     ) -> None:
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
@@ -57,7 +58,7 @@ class Engine(Buffers):
         self.finishing = False  # `second_step` is running
         self._calls: list[Call] = []  # of a perturbation under way
         self.early: Early | None = None  # updates in the second backward pass, where they are asked for
-        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None)
+        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None, compact)
 
     # --- the passes ---
 
