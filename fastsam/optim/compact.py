@@ -27,10 +27,10 @@ from fastsam.optim.sharded import is_sharded
 from fastsam.optim.update import FusedUpdate, Part
 from fastsam.optim.variants.sam import SAM, Ahead
 
-LOW, ORIGIN = "low_bits", "origin"
+LOW = "low_bits"
 MOST = 2**15 - 1
-# Elements of a stretch: on a CPU what it is converted to stays in the caches, on a GPU it outweighs the launches.
-STRETCH, STRETCH_OF_GPU = 2**17, 2**23
+# Elements of a stretch: at most, so that little is converted at a time, and for each thread of a CPU, so that it stays in its cache.
+LONGEST, FOR_A_THREAD = 2**22, 2**16
 ADAPTIVE = "adaptive=True, whose norm reads all masters at once"
 
 
@@ -93,14 +93,18 @@ class CompactBucket(Bucket):
 
     def __init__(self, *operands: Any, momentum: torch.dtype) -> None:
         self._momentum = momentum
+        self._origin: Tensor | None = None
         super().__init__(*operands)
-        self._size = min(STRETCH if self.device.type == "cpu" else STRETCH_OF_GPU, self.layout.stride)
+        size = FOR_A_THREAD * torch.get_num_threads() if self.device.type == "cpu" else LONGEST
+        self._size = min(size, LONGEST, self.layout.stride)
         self._scratch = torch.empty(3, self._size, dtype=self.compute, device=self.device)
 
     @property
     def origin(self) -> Tensor:
         """`[1, stride]`: the saved weights."""
-        return self.arena.field(ORIGIN, self.dtype)
+        if self._origin is None:
+            self._origin = torch.empty(1, self.layout.stride, dtype=self.dtype, device=self.device)
+        return self._origin
 
     @property
     def low(self) -> Tensor:
@@ -193,8 +197,7 @@ class CompactBucket(Bucket):
 
     def note_versions(self) -> None:
         """After an update: nothing is saved."""
-        if ORIGIN in self.arena:
-            self.arena.free(ORIGIN)
+        self._origin = None
 
     # --- masters, whole ---
 
