@@ -30,7 +30,7 @@ from fastsam.optim.variants.sam import SAM, Ahead
 LOW = "low_bits"
 MOST = 2**15 - 1
 # Elements of a stretch: at most, so that little is converted at a time, and for each thread of a CPU, so that it stays in its cache.
-LONGEST, FOR_A_THREAD = 2**22, 2**16
+LONGEST, FOR_A_THREAD = 2**22, 2**18
 ADAPTIVE = "adaptive=True, whose norm reads all masters at once"
 
 
@@ -145,9 +145,7 @@ class CompactBucket(Bucket):
     # --- the calls ---
 
     def begin(self, saved: bool = False) -> None:
-        """See `Bucket.begin`. Raises RuntimeError in a compiled step."""
-        if torch.compiler.is_compiling():
-            raise RuntimeError("master='compact' in a compiled step: compile the model alone, or leave it out")
+        """See `Bucket.begin`."""
         super().begin(saved)
         self._saved = []
 

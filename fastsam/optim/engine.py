@@ -312,3 +312,12 @@ class Engine(Buffers):
         if self.mixing.unit is not None:
             found["unit"] = float(self.mixing.unit)
         return found
+
+
+class Uncompiled(Engine):
+    """The steps of compact masters, around which a compiled step breaks its graph."""
+
+    look = torch._disable_dynamo(Engine.look)
+    perturb_ = torch._disable_dynamo(Engine.perturb_)
+    update_ = torch._disable_dynamo(Engine.update_)
+    recover_ = torch._disable_dynamo(Engine.recover_)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Selection
 from fastsam.optim.buffers import Phase
 from fastsam.optim.checkpoint import Weights
-from fastsam.optim.engine import PLAIN, Engine
+from fastsam.optim.engine import PLAIN, Engine, Uncompiled
 from fastsam.optim.mixing import Call, Scales, silent, taking
 from fastsam.optim.rules import Group, rule_of
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
@@ -223,7 +223,8 @@ def engine_of(
     compact: torch.dtype | None = None,
 ) -> Engine:
     """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the variant cannot."""
-    kind = Engine if variant.ahead is Ahead.NONE else OnePass
+    two_passes = Engine if compact is None else Uncompiled
+    kind = two_passes if variant.ahead is Ahead.NONE else OnePass
     return kind(base, backend, stochastic_rounding, exclusive, variant, compact)
 
 

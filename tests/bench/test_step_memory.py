@@ -12,7 +12,15 @@ from bench.step_memory import in_its_own_process
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("kind", "peak", "between"),
-    [("SGD", 4, 0), ("FusedSAM", 8, 4), ("FusedSAM, exclusive", 8, 0), ("FusedSAM, in_backward", 4.5, 0)],
+    [
+        ("SGD", 4, 0),
+        ("FusedSAM", 8, 4),
+        ("FusedSAM, exclusive", 8, 0),
+        ("FusedSAM, in_backward", 4.5, 0),
+        ("bfloat16: FusedSAM", 10, 8),
+        ("bfloat16: FusedSAM, compact", 10, 6),
+        ("bfloat16: FusedSAM, compact, momenta too", 8, 4),
+    ],
 )
 def test_bytes_per_parameter(kind: str, peak: float, between: float) -> None:
     # a layer of 4 MiB is half a byte

@@ -81,7 +81,7 @@ def test_every_float32_number_but_a_tie_comes_back() -> None:
 def test_any_weight_that_somebody_writes_is_kept() -> None:
     """To half of its last place, whatever the correction beside it says; zeros, above all, are no NaN."""
     written = torch.tensor([0.0, -0.0, 1.0, -1.0, 2.0**-133, 1e-30, 3.0, -2.5]).to(HALF)
-    low = torch.arange(-(2**15), 2**15).to(torch.int16)
+    low = torch.cat([torch.arange(-(2**15), 2**15, 77), torch.tensor([-1, 0, 1, 2**15 - 1])]).to(torch.int16)
     for z in written:
         beside = low.clone()
         compact.settle_(beside, z.expand_as(low).contiguous())
@@ -162,7 +162,7 @@ def test_ties_become_their_neighbour_towards_zero(backend: Backend) -> None:
 
 
 def test_bfloat16_momenta_stay_near_those_of_float64() -> None:
-    """A rounding of 2^-9 a step, of which momentum 0.9 remembers ten: 2^-9/(1 - 0.9) at most."""
+    """A rounding of 2^-8 a step, of which momentum 0.9 remembers ten: 2^-8/(1 - 0.9) at most, and by chance a fifth of that."""
     params = make_parameters([(64, 64)], HALF)
     opt = built(params, HALF)
     exact, largest = torch.zeros(64, 64, dtype=torch.float64), torch.zeros(64, 64, dtype=torch.float64)
@@ -173,8 +173,9 @@ def test_bfloat16_momenta_stay_near_those_of_float64() -> None:
             half()
         exact = 0.9 * exact + params[0].grad.double()
         largest = torch.maximum(largest, exact.abs())
-    error = (opt.state[params[0]]["momentum_buffer"].double() - exact).abs()
-    assert bool((error <= 1.02 * largest * 2.0**-9 / (1 - 0.9)).all()) and float(error.max()) > 0
+    error = (opt.state[params[0]]["momentum_buffer"].double() - exact).abs() / largest
+    assert 2.0**-10 < float(error.max()) <= 1.02 * 2.0**-8 / (1 - 0.9)
+    assert float(error.mean()) < 0.2 * 2.0**-8 / (1 - 0.9)
 
 
 @pytest.mark.parametrize("kind", ["channels-last", "gaps", "two groups"])
@@ -307,7 +308,7 @@ def test_a_loaded_master_of_other_weights_gives_way() -> None:
 @MOMENTA
 def test_bytes_per_parameter(momentum_dtype: torch.dtype) -> None:
     """Between steps 2 for the corrections, and the momentum; 2 more while weights are perturbed."""
-    params = [nn.Parameter(torch.randn(512, 256).to(HALF))]
+    params = [nn.Parameter(torch.randn(64, 256).to(HALF))]
     opt = built(params, momentum_dtype)
     halves(opt, params)
     bucket, count = opt._engine.buckets[0], params[0].numel()
