@@ -126,13 +126,14 @@ class CompactBucket(Bucket):
     def stretches(self, selection: Selection) -> list[Stretch]:
         """These parameters, cut."""
         if selection not in self._stretches:
-            self._stretches[selection] = found = []
+            found = []
             for which, (offset, length, group, slot) in enumerate(selection.table.tolist()):
                 for start in range(0, length, self._size):
                     size = min(self._size, length - start)
                     table = torch.tensor([[0, size, group, slot]], dtype=torch.int64, device="cpu")
                     z = _flat(selection.z[which], start, size)
                     found.append(Stretch(which, start, offset + start, table, z))
+            self._stretches[selection] = found  # all of them, where an interrupt comes
         return self._stretches[selection]
 
     def scratch(self, stretch: Stretch) -> tuple[Tensor, ...]:
