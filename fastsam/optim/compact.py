@@ -53,7 +53,7 @@ def refuse(variant: SAM, plain: bool, stochastic_rounding: bool, exclusive: bool
     elif exclusive:
         problem = "exclusive=True: there is no comparison that it could spare"
     elif not plain or variant.ahead is not Ahead.NONE:
-        problem = f"{variant}: it serves SAM that perturbs in every step, by a radius that is not its own choice"
+        problem = f"{variant}: it serves SAM alone, with rho for its radius, in every step"
     elif variant.adaptive:
         problem = ADAPTIVE
     if problem is not None:
