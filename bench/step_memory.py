@@ -60,8 +60,9 @@ def measure(kind: str, layers: int, width: int) -> tuple[float, float]:
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     dtype = torch.bfloat16 if kind in HALVES else torch.float32
     model.to(dtype)
-    x, warm = torch.randn(BATCH, width, dtype=dtype), nn.Linear(8, 8, dtype=dtype)
-    warm(torch.randn(2, 8, dtype=dtype)).sum().backward()  # what the first backward pass of a process takes
+    x, warm = torch.randn(BATCH, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+    warm(x).sum().backward()  # what the first backward pass of a process takes
+    del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = KINDS[kind](model.parameters())
     before, peak = resident("VmRSS"), 0

@@ -1,4 +1,4 @@
-"""The memory of whole steps is that of the table in docs/fused_sam.md, at a fiftieth of its size."""
+"""The memory of whole steps is that of the tables in docs/fused_sam.md, at a tenth of their size or less."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ from bench.step_memory import in_its_own_process
     ],
 )
 def test_bytes_per_parameter(kind: str, peak: float, between: float) -> None:
-    # a layer of 4 MiB is half a byte
-    assert in_its_own_process(kind, layers=8, width=1024) == pytest.approx((peak, between), abs=0.9)
+    # a layer is half a byte; the room in which compact masters are made has a size of its own
+    width = 2048 if "compact" in kind else 1024
+    assert in_its_own_process(kind, layers=8, width=width) == pytest.approx((peak, between), abs=0.9)
