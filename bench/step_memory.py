@@ -2,7 +2,8 @@
 
     python -m bench.step_memory [--layers 24] [--width 2048]
 
-A process of its own per row takes three steps of a chain of square linear layers. Counted is resident memory (the kernel's VmHWM and VmRSS) beyond
+A process of its own per row takes three steps of a chain of square linear layers: of float32 weights without momentum, and of bfloat16 weights with
+it. Counted is resident memory (the kernel's VmHWM and VmRSS) beyond
 the weights, in bytes per parameter: torch's profiler would see allocations, but makes an exclusive owner's step an ordinary one.
 """
 
@@ -29,6 +30,16 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "FusedSAM, exclusive": lambda params: FusedSAM(params, SGD, lr=1e-3, exclusive=True),
     "FusedSAM, in_backward": lambda params: FusedSAM(params, SGD, lr=1e-3, exclusive=True, in_backward=True),
 }
+KEPT: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+HALVES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "bfloat16: SGD": lambda params: SGD(params, **KEPT),
+    "bfloat16: FusedSAM": lambda params: FusedSAM(params, SGD, **KEPT),
+    "bfloat16: FusedSAM, compact": lambda params: FusedSAM(params, SGD, master="compact", **KEPT),
+    "bfloat16: FusedSAM, compact, momenta too": lambda params: FusedSAM(
+        params, SGD, master="compact", momentum_dtype=torch.bfloat16, **KEPT
+    ),
+}
+KINDS |= HALVES
 STEPS, BATCH = 3, 4
 
 
@@ -47,8 +58,11 @@ def measure(kind: str, layers: int, width: int) -> tuple[float, float]:
     """Bytes per parameter beyond the weights: at the peak of a step, and between steps with the gradients cleared."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    x, warm = torch.randn(BATCH, width), nn.Linear(8, 8)
-    warm(torch.randn(2, 8)).sum().backward()  # what the first backward pass of a process takes
+    dtype = torch.bfloat16 if kind in HALVES else torch.float32
+    model.to(dtype)
+    x, warm = torch.randn(BATCH, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+    warm(x).sum().backward()  # what the first backward pass of a process takes
+    del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = KINDS[kind](model.parameters())
     before, peak = resident("VmRSS"), 0

@@ -4,9 +4,10 @@
 perturbed point, `modes` moves those to the clean weights and back, `sampled` the steps of variants that draw weights for the first pass, `mixing`
 is what updates see of the gradients; `amp` asks a GradScaler what it did; `buffers` follows the parameters from step to step, `parameters` says
 which tensors can be optimized, `rules` what the base optimizer's update is, `scalars` keeps the numbers of a step on the device, `bucket` gathers
-tensors into calls of the kernels, `exclusive` lends parameters the memory of their perturbed weights, `watch` notices what happened to the
-parameters between steps, `sharded` is what parameters split among ranks need, `leftover` gradients that a closure's step would take away,
-`statistics` is what the second pass leaves alone, `saving` is state dicts and pickling, `checkpoint` what is in them.
+tensors into calls of the kernels, `exclusive` lends parameters the memory of their perturbed weights, `compact` keeps half of a master copy in the
+weight itself, `watch` notices what happened to the parameters between steps, `sharded` is what parameters split among ranks need, `leftover`
+gradients that a closure's step would take away, `statistics` is what the second pass leaves alone, `saving` is state dicts and pickling,
+`checkpoint` what is in them.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Bucket:
         # The owner's promise: masters need no comparison, and parameters may have other memory for a while.
         self._trusting, self.exchanges = exclusive and self.masters, exclusive and not self.masters
         if self.masters:
-            self.layout.gather(self.aliases, self.origin[0])
+            self._begin_masters()
         elif not exclusive:  # a step that exchanges memory may never need it
             self.arena.field("origin", self.dtype)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
@@ -110,6 +110,10 @@ class Bucket:
     def origin(self) -> Tensor:
         """`[1, stride]`: the saved weights or masters."""
         return self.arena.field("origin", self.compute if self.masters else self.dtype)
+
+    def _begin_masters(self) -> None:
+        """Masters that are the weights."""
+        self.layout.gather(self.aliases, self.origin[0])
 
     # --- where the parameters are ---
 
@@ -437,6 +441,21 @@ class Bucket:
         self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False, seed)
         return tuple(i for i, z in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], z))
 
+    def saved(self, slot: int, perturbed: bool) -> Tensor:
+        """A parameter's master copy, or where there is none the weights that a step has saved. perturbed: the parameter is elsewhere now, if it is
+        held."""
+        if self.in_place and not self.masters:
+            return self.aliases[slot]
+        return self._one(self.origin, slot)
+
+    def take_(self, slot: int, weights: Tensor, perturbed: bool) -> None:
+        """Takes over what `saved` gave, of a bucket that may have had another dtype."""
+        self._one(self.origin, slot).copy_(weights)
+
+    def _one(self, field: Tensor, slot: int) -> Tensor:
+        segment = self.layout.segments[slot]
+        return field.as_strided(segment.shape, segment.stride, segment.offset)
+
     def saved_slots(self) -> tuple[int, ...]:
         """Which of the parameters that are held are, bit for bit, the saved weights."""
         saved = self.layout.views(self.origin[0])
@@ -460,6 +479,7 @@ def buckets_of(
     hyper: Tensor,
     fused: bool,
     exclusive: bool,
+    make: Callable[..., Bucket] = Bucket,
 ) -> list[Bucket]:
     """The parameters by dtype and by the ranks that share their elements, in order, without those in `left_out`."""
     absent = set(map(id, left_out))
@@ -474,5 +494,5 @@ def buckets_of(
     for (dtype, _), found in members.items():
         params, numbers, group_numbers = zip(*found, strict=True)
         kernels = bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
+        buckets.append(make(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
     return buckets

@@ -5,8 +5,9 @@ A parameter that needs no gradient has no buffers, and no kernel sees it, until 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from operator import is_
 from typing import Any, ClassVar
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim import parameters
+from fastsam.optim import compact, parameters
 from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
 from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
+from fastsam.optim.compact import CompactBucket, CompactUpdate
 from fastsam.optim.mixing import Call
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
@@ -41,10 +43,18 @@ class Buffers:
 
     one_pass: ClassVar[bool] = False  # weights are perturbed between steps, so that a step has one pass
 
-    def __init__(self, base: Optimizer, backend: str, exclusive: bool, variant: SAM, mix: Mix | None) -> None:
-        """mix: None where an update sees the last gradient alone."""
+    def __init__(
+        self,
+        base: Optimizer,
+        backend: str,
+        exclusive: bool,
+        variant: SAM,
+        mix: Mix | None,
+        compact: torch.dtype | None = None,
+    ) -> None:
+        """mix: None where an update sees the last gradient alone. compact: the momenta's dtype beside compact masters, None without them."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
-        self._mix = mix
+        self._mix, self.compact = mix, compact
         # So many were made: the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
@@ -175,8 +185,12 @@ class Buffers:
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
         left_out = self._without_buffers(params, weights)
-        fused = rule is not None
-        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive)
+        make: Callable[..., Bucket] = Bucket
+        if self.compact is not None:
+            compact.check(self.base, params)
+            make = partial(CompactBucket, momentum=self.compact)
+        fused, kind = rule is not None, FusedUpdate if self.compact is None else CompactUpdate
+        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive, make)
         for bucket in buckets:
             if self.variant.memory is not Memory.NONE:
                 dtype = bucket.compute if self.variant.memory in (Memory.DIRECTION, Memory.MASK) else bucket.dtype
@@ -184,7 +198,7 @@ class Buffers:
             if rule is not None and rule.beside is not None:
                 bucket.field(rule.beside)
             restore_weights(bucket, weights, self.phase is not Phase.IDLE)
-        updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
+        updates = [kind(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
             update.adopt(scalars.kinds, self.base.state)
         self.perturbations = self.perturbations.to(device)

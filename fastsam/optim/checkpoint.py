@@ -45,18 +45,14 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
     """Copies of what the buckets keep of the weights themselves."""
     saved: Weights = {}
     for bucket in buckets:
-        if bucket.in_place and not bucket.masters:
-            views = bucket.aliases
-        else:  # parameters that only were exchanged have no such field
-            views = bucket.arena.views("origin") if "origin" in bucket.arena else []
         for slot, parameter in enumerate(bucket.params):
             if bucket.masters:
-                saved.setdefault(parameter, {})[MASTER] = views[slot].clone()
+                saved.setdefault(parameter, {})[MASTER] = bucket.saved(slot, perturbed).clone()
             for name in (MEMORY, NEXT) if perturbed else (MEMORY,):
                 if name in bucket.arena:
                     saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
             if perturbed and slot in bucket.held.slots:
-                saved.setdefault(parameter, {})[UNPERTURBED] = views[slot].to(bucket.dtype, copy=True)
+                saved.setdefault(parameter, {})[UNPERTURBED] = bucket.saved(slot, perturbed).to(bucket.dtype, copy=True)
                 if FIRST in bucket.arena:
                     saved[parameter][FIRST] = bucket.arena.views(FIRST)[slot].clone()
     return {p: {name: placed(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
@@ -82,7 +78,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
             # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
-            bucket.views(bucket.origin, bucket.select((slot,)))[0].copy_(weights)
+            bucket.take_(slot, weights, slot in held)
     bucket.held = bucket.select(tuple(held))
 
 

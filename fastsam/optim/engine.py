@@ -37,6 +37,7 @@ class Engine(Buffers):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         variant: SAM = PLAIN,
+        compact: torch.dtype | None = None,
     ) -> None:
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
@@ -64,7 +65,7 @@ class Engine(Buffers):
         self.finishing = False  # `second_step` is running
         self._calls: list[Call] = []  # of a perturbation under way
         self.early: Early | None = None  # updates in the second backward pass, where they are asked for
-        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None)
+        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None, compact)
 
     # --- the passes ---
 
@@ -349,3 +350,12 @@ class Engine(Buffers):
         if self.mixing.unit is not None:
             found["unit"] = float(self.mixing.unit)
         return found
+
+
+class Uncompiled(Engine):
+    """The steps of compact masters, around which a compiled step breaks its graph."""
+
+    look = torch._disable_dynamo(Engine.look)
+    perturb_ = torch._disable_dynamo(Engine.perturb_)
+    update_ = torch._disable_dynamo(Engine.update_)
+    recover_ = torch._disable_dynamo(Engine.recover_)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam import ops
-from fastsam.optim import amp, early, parameters
+from fastsam.optim import amp, compact, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
@@ -95,6 +95,12 @@ class FusedSAM(Saving):
         memory of one of the base optimizer. With `exclusive=True`, where the weights' memory is exchanged and the step clears the gradients
         (`step(closure)`, `first_step(zero_grad=True)`); elsewhere it changes nothing. One backward pass at the perturbed point, after which
         gradients are None: nothing clips, unscales or accumulates them. An exception in that pass leaves some parameters updated.
+    master
+        "full": half-precision parameters have their master copy in float32. "compact": the master copy of bfloat16 parameters is the parameter and
+        16 bits beside it, which name the same float32 number (but for a tie in 2^17 of them): 2 bytes per parameter instead of 4, and 2 more from
+        `first_step` to the end of the step. For `torch.optim.SGD`, all parameters in bfloat16 and SAM in every step.
+    momentum_dtype
+        with `master="compact"`: `torch.bfloat16` keeps momenta rounded to nearest, in 2 bytes instead of float32's 4.
     model
         the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers' running statistics as they are
         (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of one pass `model.eval()` and `model.train()` are the
@@ -132,6 +138,8 @@ class FusedSAM(Saving):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         in_backward: bool = False,
+        master: Literal["full", "compact"] = "full",
+        momentum_dtype: torch.dtype | None = None,
         model: Model | None = None,
         **base_options: Any,
     ) -> None:
@@ -166,7 +174,10 @@ class FusedSAM(Saving):
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam)
+        momenta = compact.asked(master, momentum_dtype)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam, momenta)
+        if momenta is not None:
+            compact.refuse(sam, self._engine.plain, stochastic_rounding, exclusive)
         if in_backward:
             early.refuse(self.base_optimizer, sam, exclusive, check_finite)
             self._engine.early = early.Early()
@@ -528,6 +539,8 @@ class FusedSAM(Saving):
     def _check_parameters(self) -> None:
         params, engine = parameters_of(self.param_groups), self._engine
         parameters.check(params)
+        if engine.compact is not None:
+            compact.check(self.base_optimizer, params)
         if any(map(is_sharded, params)):
             refuse_options(engine.variant, engine.stochastic_rounding, engine.exclusive)
         for dtype in {p.dtype for p in params}:

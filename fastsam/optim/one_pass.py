@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Selection
 from fastsam.optim.buffers import Phase
 from fastsam.optim.checkpoint import Weights
-from fastsam.optim.engine import PLAIN, Engine
+from fastsam.optim.engine import PLAIN, Engine, Uncompiled
 from fastsam.optim.mixing import Call, Scales, silent, taking
 from fastsam.optim.rules import Group, rule_of
 from fastsam.optim.sampled import Sampled
@@ -47,13 +47,14 @@ class OnePass(Engine):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         variant: SAM = PLAIN,
+        compact: torch.dtype | None = None,
     ) -> None:
         if exclusive:
             raise ValueError(
                 f"exclusive=True with {type(variant).__name__}, whose weights are perturbed between steps too: the promise ends with the step, so "
                 "leave it out"
             )
-        super().__init__(base, backend, stochastic_rounding, exclusive, variant)
+        super().__init__(base, backend, stochastic_rounding, exclusive, variant, compact)
         check_base(variant, base, base.param_groups)
         self.always = False
         self._rested: list[Call] = []  # along what the weights were perturbed
@@ -214,11 +215,19 @@ class OnePass(Engine):
         self._rested, self._versions = [], None
 
 
-def engine_of(base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> Engine:
+def engine_of(
+    base: Optimizer,
+    backend: str,
+    stochastic_rounding: bool,
+    exclusive: bool,
+    variant: SAM,
+    compact: torch.dtype | None = None,
+) -> Engine:
     """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the variant cannot."""
     check_base(variant, base, base.param_groups)
-    kind = Sampled if variant.draws else Engine if variant.ahead is Ahead.NONE else OnePass
-    return kind(base, backend, stochastic_rounding, exclusive, variant)
+    two_passes = Engine if compact is None else Uncompiled
+    kind = Sampled if variant.draws else two_passes if variant.ahead is Ahead.NONE else OnePass
+    return kind(base, backend, stochastic_rounding, exclusive, variant, compact)
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:

@@ -30,13 +30,21 @@ class Sampled(Engine):
 
     variant: BSAM
 
-    def __init__(self, base: Optimizer, backend: str, stochastic_rounding: bool, exclusive: bool, variant: SAM) -> None:
+    def __init__(
+        self,
+        base: Optimizer,
+        backend: str,
+        stochastic_rounding: bool,
+        exclusive: bool,
+        variant: SAM,
+        compact: torch.dtype | None = None,
+    ) -> None:
         options = {"stochastic_rounding": stochastic_rounding, "exclusive": exclusive}
         for name in (name for name, given in options.items() if given):
             raise ValueError(
                 f"{name}=True with {type(variant).__name__}, which moves the weights twice in a step; leave it out"
             )
-        super().__init__(base, backend, variant=variant)
+        super().__init__(base, backend, variant=variant, compact=compact)
         self.always = self.plain = False  # steps are counted, because what is drawn depends on their number
 
     @torch.no_grad()

@@ -128,6 +128,7 @@ class Saving(Modes):
             "stochastic_rounding": self._engine.stochastic_rounding,
             "exclusive": self._engine.exclusive,
             "in_backward": self._engine.early is not None,
+            "compact": self._engine.compact,
             "variant": self._engine.variant,
             "steps": self._engine.steps,
             "ascents": self._engine.ascents,
@@ -147,7 +148,7 @@ class Saving(Modes):
         backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
         rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
-        in_backward = state.pop("in_backward", False)
+        in_backward, compact = state.pop("in_backward", False), state.pop("compact", None)
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
         ascents = state.pop("ascents", 1)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
@@ -155,7 +156,7 @@ class Saving(Modes):
         sampled = state.pop("sampled", False)
         statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
         super().__setstate__(state)
-        self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
+        self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant, compact)
         self._engine.early = Early() if in_backward else None
         self._engine.perturbations, self._engine.steps, self._engine.ascents = perturbations, steps, ascents
         self._engine.mixing.unit, self._engine.training = unit, training

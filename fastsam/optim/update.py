@@ -108,12 +108,24 @@ class FusedUpdate:
                     calls += self._raw(part, raw, mine)
                     continue
             g1 = None if beside is None else bucket.views(bucket.arena.field(beside, bucket.dtype), part.selection)
-            calls += calls_of(self.rule, bucket, part.selection, mine, part.kind, part.first, grad_scale, found_inf, g1)
+            calls += self._calls(part, mine, grad_scale, found_inf, g1)
         if selection.indirect and not bucket.in_saved:
             calls.append(partial(selection.store))
         if plan.missing:
             afterwards.append(partial(state.update, plan.missing))
         return calls
+
+    def _calls(
+        self,
+        part: Part,
+        grads: Sequence[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        g1: Sequence[Tensor] | None,
+    ) -> list[partial[Any]]:
+        """The calls of a part by the kernels' ops."""
+        rule, bucket = self.rule, self.bucket
+        return calls_of(rule, bucket, part.selection, grads, part.kind, part.first, grad_scale, found_inf, g1)
 
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other gradients."""

@@ -86,6 +86,10 @@ def sgd(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
 
 
+def compact(params: list[nn.Parameter], **options: Any) -> FusedSAM:
+    return sgd(params, master="compact", momentum_dtype=BF16, **options)
+
+
 def adam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return FusedSAM(params, torch.optim.AdamW, lr=0.1, **options)
 
@@ -128,6 +132,7 @@ CASES: Cases = {
     "sgd": (sgd, [F32]),
     "adamw": (adam, [F64]),
     "bfloat16": (sgd, [BF16]),
+    "compact": (compact, [BF16]),
     "two dtypes": (sgd, [F32, F64]),
     "rmsprop": (rmsprop, [F32]),
     "check_finite": (finite, [F32]),

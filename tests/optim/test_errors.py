@@ -189,6 +189,8 @@ def test_sharded_parameters(tmp_path: Any) -> None:
         ):
             FusedSAM([nn.Parameter(torch.ones(2)), partial], SGD, lr=0.1)
         FusedSAM([shard], SGD, lr=0.1)
+        with pytest.raises(ValueError, match="serves bfloat16, and parameter 0 is a DTensor"):
+            FusedSAM([shard], SGD, lr=0.1, master="compact")
         with pytest.raises(ValueError, match="several devices"):
             FusedSAM([shard, nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=0.1)
         for options, why in (
