@@ -151,12 +151,18 @@ class CompactBucket(Bucket):
         self._saved = []
 
     def norm_(
-        self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, accumulate: bool
+        self,
+        selection: Selection,
+        grads: Sequence[Tensor],
+        sumsq: Tensor,
+        adaptive: bool,
+        accumulate: bool,
+        onward: bool = False,
     ) -> None:
         """See `Bucket.norm_`. Raises ValueError for adaptive groups."""
         if adaptive:
             raise ValueError(f"master='compact' with {ADAPTIVE}; leave one of them out")
-        super().norm_(selection, grads, sumsq, adaptive, accumulate)
+        super().norm_(selection, grads, sumsq, adaptive, accumulate, onward)
 
     def perturb_(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None
