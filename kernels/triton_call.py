@@ -12,53 +12,46 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import INTERPRETED, WARPS
-from .triton_tables import ABSENT, field_of, operand_of, plan_of
+from .triton_common import INTERPRETED, WARPS, Operand
+from .triton_tables import field_of, operand_of, plan_of
 
 
 class Call:
-    """The arguments that the kernels of one op have in common, by name.
+    """What the kernels of one op have in common, and the operands of a call.
 
-    An operand `x` is `x` (pointer), `x_stride` (between rows), `X_FLAT` (a field, not scattered tensors) and `X_DTYPE`; a field is `x` and
-    `x_stride`. What is left out is None.
+    Operands come by name: lists, fields, and None or an empty list (then there may be nothing to do at all) for what is absent.
     """
 
-    def __init__(self, table: Tensor, rows: int, device: torch.device, hyper: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        table: Tensor,
+        rows: int,
+        device: torch.device,
+        hyper: Tensor | None = None,
+        **operands: Sequence[Tensor] | Tensor | None,
+    ) -> None:
         self.plan, self.rows, self.device = plan_of(table, device), rows, device
+        self.programs = self.plan.n_chunks * rows
         self._aligned = self.plan.aligned
-        self._args: dict[str, Any] = {
-            "chunks": self.plan.chunks,
-            "table": self.plan.table,
-            "n_chunks": self.plan.n_chunks,
-        }
+        self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
         if hyper is not None:
-            self._args |= {"hyper": hyper, "hyper_row": hyper.stride(0), "hyper_group": hyper.stride(1)}
+            self._args["hyper"] = (hyper, *hyper.stride()[:2])
 
-    def operand(self, name: str, tensors: Sequence[Tensor] | None) -> None:
-        """Adds a list operand. An empty list is an absent operand (or there is nothing to do at all)."""
-        found = operand_of(tensors, self.plan, self.rows) if tensors else ABSENT
-        self._args |= {name: found.pointer, f"{name}_stride": found.stride}
-        self._args |= {f"{name.upper()}_FLAT": found.flat, f"{name.upper()}_DTYPE": found.dtype}
-        self._aligned &= found.aligned
-
-    def field(self, name: str, tensor: Tensor | None) -> None:
-        """Adds a field."""
-        found = ABSENT if tensor is None else field_of(tensor, self.rows)
-        self._args |= {name: found.pointer, f"{name}_stride": found.stride}
-        self._aligned &= found.aligned
+    def _operand(self, given: Sequence[Tensor] | Tensor | None) -> Operand | None:
+        if isinstance(given, Tensor):
+            operand, aligned = field_of(given, self.rows)
+        elif given:
+            operand, aligned = operand_of(given, self.plan, self.rows)
+        else:
+            return None
+        self._aligned &= aligned
+        return operand
 
     def each_chunk(self, kernel: Any, **args: Any) -> None:
         """Launches a program per chunk and row with all that was gathered, plus `args`."""
-        segments = self.plan.segments
-        launch(
-            kernel,
-            self.plan.n_chunks * self.rows,
-            self.device,
-            segments=segments,
-            ALIGNED=self._aligned,
-            **self._args,
-            **args,
-        )
+        plan = self.plan
+        common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
+        launch(kernel, self.programs, self.device, ALIGNED=self._aligned, **common, **self._args, **args)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
@@ -75,9 +68,9 @@ def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def compute_type(dtype: torch.dtype) -> tl.dtype:
-    """`conventions.compute_dtype` in Triton's types."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
+def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
+    """`conventions.compute_dtype` of an operand's tensors, if there are any, in Triton's types."""
+    return tl.float64 if tensors and tensors[0].dtype == torch.float64 else tl.float32
 
 
 def wrote(z: Sequence[Tensor]) -> None:

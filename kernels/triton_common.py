@@ -1,16 +1,21 @@
-"""What the Triton kernels share: the cut of the work into chunks, addresses, conversions, exact division, sums in a fixed order.
+"""What the Triton kernels share: the cut of the work into chunks, addresses, the two loops over a chunk, conversions, exact division, sums
+in a fixed order.
 
 A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone, never on the
 number of rows, so a row has the same bits alone and in a batch. The kernels are compiled without fusing multiply and add: their results
 are those of the expressions as written, whatever the alignment of the operands makes the compiler do.
 
-The last chunk of a segment is gone through in a `while` loop: Triton 3.6's interpreter takes no range of device values.
+A kernel finds its chunk (`locate`), makes its numbers from the device scalars, and hands an op's function to one of the loops: `each_block`
+calls it for a block of elements at a time, `add_up` adds up what it adds. The function gets the operands in the order in which the kernel
+named them, as pointers to the chunk's first elements (None for what is absent), the numbers, and which elements it is called for.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -42,17 +47,57 @@ DECOUPLED = tl.constexpr(int(Column.DECOUPLED))
 OWN = tl.constexpr(int(FIRST_OWN))
 
 
+class Operand(NamedTuple):
+    """An operand as a kernel takes it. One that is absent is None."""
+
+    pointer: Any  # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between their rows
+    stride: int  # between the rows of a field
+    DTYPE: tl.constexpr  # of the elements
+
+
+class Chunk(NamedTuple):
+    """What a program works on."""
+
+    row: Any
+    n_chunks: Any  # of a row
+    segment: Any
+    segments: Any
+    begin: Any  # first element in the segment
+    rest: Any  # elements of the segment from there on
+    offset: Any  # of the segment in the row
+    group: Any
+    slot: Any
+
+
+class Elements(NamedTuple):
+    """Which elements of a chunk a function is called for."""
+
+    lane: Any
+    rest: Any  # where MASKED, those from this one on are not there
+    MASKED: tl.constexpr
+    COMPUTE: tl.constexpr  # dtype of the arithmetic
+
+
 @triton.jit
-def locate(chunks, table, n_chunks):
-    """This program's row, segment, first element in the segment, number of elements left there, offset in the row and group."""
+def locate(plan, n_chunks, segments):
+    """This program's chunk."""
+    chunks, table = plan
     program = tl.program_id(0)
     row = (program // n_chunks).to(tl.int64)
     chunk = program % n_chunks
     segment = tl.load(chunks + 2 * chunk)
     begin = tl.load(chunks + 2 * chunk + 1)
     record = table + 4 * segment
-    rest = tl.load(record + 1) - begin
-    return row, segment, begin, rest, tl.load(record), tl.load(record + 2)
+    offset, rest = tl.load(record), tl.load(record + 1) - begin
+    group, slot = tl.load(record + 2), tl.load(record + 3)
+    return Chunk(row, n_chunks, segment, segments, begin, rest, offset, group, slot)
+
+
+@triton.jit
+def columns(hyper, chunk):
+    """Pointer to the device scalars of the chunk's row and group."""
+    scalars, row_stride, group_stride = hyper
+    return scalars + chunk.row * row_stride + chunk.group * group_stride
 
 
 # Triton's interpreter truncates float32 to bfloat16 and spoils subnormal numbers, so there the bits are converted by hand.
@@ -60,63 +105,91 @@ INTERPRETED = tl.constexpr(not isinstance(locate, triton.runtime.JITFunction))
 
 
 @triton.jit
-def list_base(
-    operand, row, stride, segment, n, offset, begin, FLAT: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
-):
-    """Pointer to element `begin` of the segment in a list operand: a field, or int64 `[2, n]` addresses and row strides."""
-    if FLAT:
-        base = field_base(operand, row, stride, offset, begin, ALIGNED)
+def first_element(operand, chunk, ALIGNED: tl.constexpr):
+    """Pointer to an operand's first element in the chunk."""
+    if operand.pointer.dtype.element_ty == operand.DTYPE:
+        base = operand.pointer
+        start = chunk.row * operand.stride + chunk.offset + chunk.begin
     else:
-        base = tl.load(operand + segment).to(tl.pointer_type(DTYPE))
-        start = row * tl.load(operand + n + segment) + begin
+        base = tl.load(operand.pointer + chunk.segment).to(tl.pointer_type(operand.DTYPE))
+        start = chunk.row * tl.load(operand.pointer + chunk.segments + chunk.segment) + chunk.begin
         if ALIGNED:
             base = tl.multiple_of(base, 16)
-            start = tl.multiple_of(start, 16)
-        base = base + start
-    return base
-
-
-@triton.jit
-def field_base(field, row, stride, offset, begin, ALIGNED: tl.constexpr):
-    """Pointer to element `begin` of the segment in a field `[rows, stride]`."""
-    start = row * stride + offset + begin
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-    return field + start
+    return base + start
 
 
 @triton.jit
-def load(base, lane, rest, MASKED: tl.constexpr):
-    """Elements `lane` of what begins at `base`; those from `rest` on (only where MASKED) are not read and are 0."""
-    return tl.load(base + lane, mask=lane < rest, other=0) if MASKED else tl.load(base + lane)
+def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Calls `FUNCTION(operands, numbers, at)` for every block of the chunk."""
+    operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
+    lane = tl.arange(0, BLOCK)
+    if chunk.rest >= CHUNK:
+        for start in tl.static_range(0, CHUNK, BLOCK):
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+    else:
+        start = 0
+        while start < chunk.rest:
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+            start += BLOCK
 
 
 @triton.jit
-def limit_if(condition, rest, MASKED: tl.constexpr):
+def add_up(FUNCTION: tl.constexpr, totals, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
+    """What is left of `totals`, sums by lane, after `totals = FUNCTION(totals, operands, numbers, at)` for all elements of the chunk."""
+    operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
+    lane = tl.arange(0, LANES)
+    if chunk.rest >= CHUNK:
+        for start in tl.static_range(0, CHUNK, LANES):
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+    else:
+        start = 0
+        while start < chunk.rest:
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+            start += LANES
+    return totals
+
+
+@triton.jit
+def load(base, at):
+    """Elements of what begins at `base`, as they are stored; those that are not there are not read and are 0."""
+    return tl.load(base + at.lane, mask=at.lane < at.rest, other=0) if at.MASKED else tl.load(base + at.lane)
+
+
+@triton.jit
+def read(base, at):
+    """`load`, in the dtype of the arithmetic."""
+    return widen(load(base, at), at.COMPUTE)
+
+
+@triton.jit
+def _limit_if(condition, at):
     """The number of elements of a chunk that are touched: none where the (scalar) condition is false."""
     # The length of a whole chunk is a multiple of 16 and known to the compiler: accesses stay 128 bits wide.
-    return tl.where(condition, rest if MASKED else CHUNK, 0)
+    return tl.where(condition, at.rest if at.MASKED else CHUNK, 0)
 
 
 @triton.jit
-def load_if(condition, base, lane, rest, MASKED: tl.constexpr):
-    """Like `load`; reads nothing where the (scalar) condition is false."""
-    return tl.load(base + lane, mask=lane < limit_if(condition, rest, MASKED), other=0)
+def read_if(condition, base, at):
+    """Like `read`; reads nothing where the (scalar) condition is false."""
+    return widen(tl.load(base + at.lane, mask=at.lane < _limit_if(condition, at), other=0), at.COMPUTE)
 
 
 @triton.jit
-def store(base, lane, rest, x, MASKED: tl.constexpr):
-    """Writes elements `lane`, except those from `rest` on where MASKED."""
-    if MASKED:
-        tl.store(base + lane, x, mask=lane < rest)
+def store(base, at, x):
+    """Writes elements of what begins at `base`, rounded to its dtype, except those that are not there."""
+    x = narrow(x, base.dtype.element_ty)
+    if at.MASKED:
+        tl.store(base + at.lane, x, mask=at.lane < at.rest)
     else:
-        tl.store(base + lane, x)
+        tl.store(base + at.lane, x)
 
 
 @triton.jit
-def store_if(condition, base, lane, rest, x, MASKED: tl.constexpr):
+def store_if(condition, base, at, x):
     """Like `store`; writes nothing where the (scalar) condition is false."""
-    tl.store(base + lane, x, mask=lane < limit_if(condition, rest, MASKED))
+    tl.store(base + at.lane, narrow(x, base.dtype.element_ty), mask=at.lane < _limit_if(condition, at))
 
 
 @triton.jit
@@ -142,21 +215,13 @@ def widen(x, COMPUTE: tl.constexpr):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """From the dtype of the arithmetic to storage, to nearest, ties to even."""
-    if INTERPRETED and tl.bfloat16 == DTYPE:
+    if INTERPRETED and tl.bfloat16 == DTYPE and x.dtype != DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         y = tl.where(x == x, bits, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         y = x.to(DTYPE)
     return y
-
-
-@triton.jit
-def write(z, origin, lane, rest, w, new, run, KEEP: tl.constexpr, MASKED: tl.constexpr):
-    """`z = new`, and `origin` too with KEEP; `z = w` where the step does not run."""
-    store(z, lane, rest, narrow(tl.where(run, new, w), z.dtype.element_ty), MASKED)
-    if KEEP and origin is not None:
-        store_if(run, origin, lane, rest, narrow(new, origin.dtype.element_ty), MASKED)
 
 
 @triton.jit

@@ -68,9 +68,9 @@ def test_tables_are_made_once_per_content() -> None:
     step, device = Step(), torch.device("cpu")
     plan = tables.plan_of(step.table, device)
     assert tables.plan_of(step.table.clone(), device) is plan
-    operand = tables.operand_of(step.z, plan, 1)
-    assert tables.operand_of(list(step.z), plan, 1).pointer is operand.pointer
-    assert tables.operand_of(step.g1, plan, 1).pointer is not operand.pointer
+    operand, _ = tables.operand_of(step.z, plan, 1)
+    assert tables.operand_of(list(step.z), plan, 1)[0].pointer is operand.pointer
+    assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
     other = step.table.clone()
     other[0, 1] = 5
     assert tables.plan_of(other, device).n_chunks == plan.n_chunks
@@ -98,11 +98,11 @@ def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, alig
     plan = tables.plan_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
     assert plan.aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
-    assert tables.operand_of(views, plan, 1).aligned is aligned
-    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1).aligned is aligned
-    rows = memory.as_strided((2, 30), (33, 1))
-    assert not tables.field_of(rows, 2).aligned
-    assert tables.field_of(rows, 2).stride == 33
+    assert tables.operand_of(views, plan, 1)[1] is aligned
+    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is aligned
+    operand, rows_aligned = tables.field_of(memory.as_strided((2, 30), (33, 1)), 2)
+    assert not rows_aligned
+    assert operand.stride == 33
 
 
 @interpreted
