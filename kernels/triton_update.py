@@ -68,7 +68,7 @@ def _linear(grads, g1, q, a, b, at):
 @triton.jit
 def _add_squares(totals, operands, numbers, at):
     """`v^2`, with `phi*w` in `v` where the clipped norm has it; only there the weights are read."""
-    weights, grads, g1, q = operands
+    grads, g1, q, weights = operands
     a, b, phi, full = numbers
     v = _linear(grads, g1, q, a, b, at)
     v = tl.where(full, v + phi * read_if(full, weights, at), v)
@@ -85,7 +85,7 @@ def _update_norm_kernel(
     a, b, phi = tl.load(h + A) * inverse(grad_scale), tl.load(h + B), tl.load(h + PHI)
     numbers = a.to(COMPUTE), b.to(COMPUTE), phi.to(COMPUTE), tl.load(h + CLIP_FULL) != 0
     totals = (tl.zeros([LANES], dtype=COMPUTE),)
-    totals = add_up(_add_squares, totals, (weights, grads, g1, q), numbers, chunk, COMPUTE, ALIGNED)
+    totals = add_up(_add_squares, totals, (grads, g1, q, weights), numbers, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
@@ -161,7 +161,7 @@ class Step(NamedTuple):
 
 @triton.jit
 def _update(operands, by, at):
-    z, origin, grads, g1, q, shift = operands[:6]
+    z, grads, g1, q, shift, origin = operands[:6]
     state = operands[6:]
     a, b, phi, full, sig, decay, shrink = by.form
     w = read(z if origin is None else origin, at)
@@ -208,7 +208,7 @@ def _update_kernel(
     own = NUMBERS(tl.load(h + LR), (tl.load(h + OWN), tl.load(h + OWN + 1), tl.load(h + OWN + 2)), count, COMPUTE)
     run = running(found_inf)
     each_block(
-        _update, (z, origin, grads, g1, q, shift, state0, state1, state2),
+        _update, (z, grads, g1, q, shift, origin, state0, state1, state2),
         Step(form, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
