@@ -12,7 +12,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import INTERPRETED, WARPS, Operand
+from .triton_chunks import Operand
+from .triton_common import INTERPRETED, WARPS
 from .triton_tables import field_of, operand_of, plan_of
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_call import Call, compilable, compute_type, wrote
-from .triton_common import LANES, PENALTY, add_up, columns, each_block, load, locate, read, store
+from .triton_chunks import add_up, columns, each_block, load, locate, read, store
 from .triton_norm import finish_row, sum_chunks_
 from .triton_perturb import radius
 
@@ -36,9 +36,8 @@ def _dual_norm_kernel(
     COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    penalty = tl.load(columns(hyper, chunk) + PENALTY).to(COMPUTE)
-    totals = (tl.zeros([LANES], dtype=COMPUTE),)
-    totals = add_up(_add_direction, totals, (grads, mu, s), penalty, chunk, COMPUTE, ALIGNED)
+    penalty = columns(hyper, chunk).penalty.to(COMPUTE)
+    totals = add_up(_add_direction, 1, (grads, mu, s), penalty, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
@@ -79,8 +78,7 @@ def _dual_perturb_kernel(
     chunk = locate(plan, n_chunks, segments)
     h = columns(hyper, chunk)
     scale, moves = radius(sumsq, h, chunk)
-    penalty = tl.load(h + PENALTY)
-    numbers = scale.to(COMPUTE), moves, penalty.to(COMPUTE), (1.0 / penalty).to(COMPUTE)
+    numbers = scale.to(COMPUTE), moves, h.penalty.to(COMPUTE), (1.0 / h.penalty).to(COMPUTE)
     each_block(_perturb, (z, origin, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .conventions import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_call import Call, compilable, launch
-from .triton_common import LANES, add_up, locate, read
+from .triton_chunks import add_up, locate, read
+from .triton_common import LANES
 from .triton_norm import finish_row, sum_chunks_
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
@@ -33,8 +34,7 @@ def _add_products(totals, operands, numbers, at):
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _inner_kernel(sums, x, y, plan, n_chunks, segments, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr):
     chunk = locate(plan, n_chunks, segments)
-    zeros = tl.zeros([LANES], dtype=tl.float64)
-    totals = add_up(_add_products, (zeros, zeros), (x, y), (), chunk, tl.float64, ALIGNED)
+    totals = add_up(_add_products, 2, (x, y), (), chunk, tl.float64, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 

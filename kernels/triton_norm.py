@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_call import Call, compilable, compute_type
-from .triton_common import ADAPTIVE, ETA, LANES, LOG2_LANES, add_up, columns, locate, pairwise_sum, read, read_if
+from .triton_chunks import add_up, columns, locate, read, read_if
+from .triton_common import LANES, LOG2_LANES, pairwise_sum
 from .triton_tickets import last_of_row, tickets_of
 
 
@@ -70,9 +71,8 @@ def _norm_kernel(
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
     h = columns(hyper, chunk)
-    numbers = tl.load(h + ADAPTIVE) != 0, tl.load(h + ETA).to(COMPUTE)
-    totals = (tl.zeros([LANES], dtype=COMPUTE),)
-    totals = add_up(_add_direction, totals, (grads, weights), numbers, chunk, COMPUTE, ALIGNED)
+    numbers = h.adaptive != 0, h.eta.to(COMPUTE)
+    totals = add_up(_add_direction, 1, (grads, weights), numbers, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 

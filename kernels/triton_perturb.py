@@ -13,20 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_call import Call, compilable, compute_type, wrote
-from .triton_common import (
-    ADAPTIVE,
-    ETA,
-    NU,
-    RHO,
-    columns,
-    each_block,
-    load,
-    locate,
-    narrow,
-    read,
-    store,
-    widen,
-)
+from .triton_chunks import columns, each_block, load, locate, read, store
+from .triton_common import narrow, widen
 
 
 @triton.jit
@@ -35,7 +23,7 @@ def radius(sumsq, h, chunk):
     sums, stride = sumsq
     squares = tl.load(sums + chunk.row * stride)
     moves = (squares > 0) & (squares < float("inf"))
-    return tl.load(h + RHO) / (tl.sqrt(squares) + tl.load(h + NU)), moves
+    return h.rho / (tl.sqrt(squares) + h.nu), moves
 
 
 @triton.jit
@@ -114,12 +102,11 @@ def _perturb_kernel(
     chunk = locate(plan, n_chunks, segments)
     h = columns(hyper, chunk)
     scale, moves = radius(sumsq, h, chunk)
-    adaptive, eta = tl.load(h + ADAPTIVE) != 0, tl.load(h + ETA).to(COMPUTE)
     words = () if seed is None else keys(tl.load(seed + chunk.row))
     place = chunk.offset + chunk.begin
     each_block(
         _perturb, (z, origin, grads),
-        Perturbation(scale.to(COMPUTE), moves, adaptive, eta, words, place, SAVE), chunk, COMPUTE, ALIGNED,
+        Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
 
 

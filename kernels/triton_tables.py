@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import CHUNK, Operand
+from .triton_chunks import CHUNK, Operand
 
 ENTRIES = 256  # of each cache; a step of a model uses about five
 ALIGNMENT = 16  # bytes of a 128-bit access

@@ -20,38 +20,26 @@ from . import reference, rules
 from .conventions import CLIP_EPS
 from .rule import MOST_FIELDS, all_fields
 from .triton_call import Call, compilable, compute_type, wrote
-from .triton_common import (
-    CLIP,
-    CLIP_FULL,
-    DECAY,
-    DECOUPLED,
-    LANES,
-    LR,
-    OWN,
-    PHI,
-    A,
-    B,
-    add_up,
-    columns,
-    divide,
-    each_block,
-    inverse,
-    load,
-    locate,
-    power,
-    read,
-    read_if,
-    root,
-    running,
-    store,
-    store_if,
-)
+from .triton_chunks import add_up, columns, each_block, load, locate, read, read_if, store, store_if
+from .triton_common import divide, power, root
 from .triton_norm import finish_row, sum_chunks_
 from .triton_tickets import last_of_row, tickets_of
 
 FIELDS = tl.constexpr(MOST_FIELDS)
 EPSILON = tl.constexpr(CLIP_EPS)
 COUNT_BLOCK = tl.constexpr(128)  # segments counted at a time
+
+
+@triton.jit
+def _inverse(grad_scale):
+    """`1/grad_scale` in float64, 1 without a scale."""
+    return tl.full([], 1.0, tl.float64) if grad_scale is None else 1.0 / tl.load(grad_scale).to(tl.float64)
+
+
+@triton.jit
+def _running(found_inf):
+    """False where this step is only a restore."""
+    return tl.full([], 1, tl.int1) if found_inf is None else tl.load(found_inf) == 0
 
 
 @triton.jit
@@ -82,10 +70,9 @@ def _update_norm_kernel(
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
     h = columns(hyper, chunk)
-    a, b, phi = tl.load(h + A) * inverse(grad_scale), tl.load(h + B), tl.load(h + PHI)
-    numbers = a.to(COMPUTE), b.to(COMPUTE), phi.to(COMPUTE), tl.load(h + CLIP_FULL) != 0
-    totals = (tl.zeros([LANES], dtype=COMPUTE),)
-    totals = add_up(_add_squares, totals, (grads, g1, q, weights), numbers, chunk, COMPUTE, ALIGNED)
+    a = h.a * _inverse(grad_scale)
+    numbers = a.to(COMPUTE), h.b.to(COMPUTE), h.phi.to(COMPUTE), h.clip_full != 0
+    totals = add_up(_add_squares, 1, (grads, g1, q, weights), numbers, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
@@ -112,30 +99,34 @@ def update_norm_(
 
 
 @triton.jit
-def _clip_factor(h, sumsq_v, chunk, COMPUTE: tl.constexpr):
-    """`sig`."""
+def _clip_factor(h, sumsq_v, chunk):
+    """`sig`, in float64."""
     if sumsq_v is None:
         sig = tl.full([], 1.0, tl.float64)
     else:
         sums, stride = sumsq_v
-        limit = tl.load(h + CLIP)
-        factor = limit / (tl.sqrt(tl.load(sums + chunk.row * stride)) + EPSILON)
+        factor = h.clip / (tl.sqrt(tl.load(sums + chunk.row * stride)) + EPSILON)
         # Not a minimum: the factor of a NaN norm is NaN, as in the reference.
-        sig = tl.where((limit > 0) & ~(factor > 1.0), factor, 1.0)
-    return sig.to(COMPUTE)
+        sig = tl.where((h.clip > 0) & ~(factor > 1.0), factor, 1.0)
+    return sig
 
 
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
     """The numbers of form U: a, b, phi, whether phi*w is clipped, sig, the coupled decay, and what a decoupled one leaves of the weights."""
-    full, apart = tl.load(h + CLIP_FULL) != 0, tl.load(h + DECOUPLED) != 0
-    a = tl.load(h + A) * inverse(grad_scale)
-    phi, decay, lr = tl.load(h + PHI), tl.load(h + DECAY), tl.load(h + LR)
-    inside = tl.where(apart, 0.0, decay) + tl.where(full, 0.0, phi)
-    shrink = tl.where(apart, 1.0 - lr * decay, 1.0)
-    sig = _clip_factor(h, sumsq_v, chunk, COMPUTE)
-    b = tl.load(h + B)
-    return a.to(COMPUTE), b.to(COMPUTE), phi.to(COMPUTE), full, sig, inside.to(COMPUTE), shrink.to(COMPUTE)
+    full, apart = h.clip_full != 0, h.decoupled != 0
+    a, sig = h.a * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
+    inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.phi)
+    shrink = tl.where(apart, 1.0 - h.lr * h.decay, 1.0)
+    return (
+        a.to(COMPUTE),
+        h.b.to(COMPUTE),
+        h.phi.to(COMPUTE),
+        full,
+        sig.to(COMPUTE),
+        inside.to(COMPUTE),
+        shrink.to(COMPUTE),
+    )
 
 
 @triton.jit
@@ -205,8 +196,8 @@ def _update_kernel(
     if counters is not None:
         count = tl.load(counters[0] + chunk.row * counters[1] + chunk.slot * counters[2]) + 1
     form = _form(h, sumsq_v, grad_scale, chunk, COMPUTE)
-    own = NUMBERS(tl.load(h + LR), (tl.load(h + OWN), tl.load(h + OWN + 1), tl.load(h + OWN + 2)), count, COMPUTE)
-    run = running(found_inf)
+    own = NUMBERS(h.lr, h.own, count, COMPUTE)
+    run = _running(found_inf)
     each_block(
         _update, (z, grads, g1, q, shift, origin, state0, state1, state2),
         Step(form, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,

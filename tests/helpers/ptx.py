@@ -29,7 +29,8 @@ from fastsam_kernels import (
 )
 from fastsam_kernels.conventions import compute_dtype
 from fastsam_kernels.rule import MOST_FIELDS
-from fastsam_kernels.triton_common import WARPS, Operand
+from fastsam_kernels.triton_chunks import Operand
+from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("origin", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
