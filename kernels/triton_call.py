@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from .rule import MOST_FIELDS
 from .triton_chunks import Operand
 from .triton_common import INTERPRETED, WARPS
 from .triton_tables import field_of, operand_of, plan_of
@@ -79,27 +81,42 @@ def wrote(z: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version(z)
 
 
-Function = TypeVar("Function", bound=Callable[..., None])
+P = ParamSpec("P")
 
 
-def compilable(schema: str) -> Callable[[Function], Function]:
-    """Makes a launcher opaque to torch.compile, which would trace into it and find no addresses.
+def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
+    """The schema of an op with the signature of `function`, which writes the tensors `writes` and a rule's `state`, field by field."""
+    parts: list[str] = []
+    for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        if name == "state":
+            parts += [f"Tensor(state{field}!)? state{field}" for field in range(MOST_FIELDS)]
+            continue
+        kind = str(parameter.annotation).replace("Sequence[Tensor]", "Tensor[]").replace(" | None", "?")
+        kind = kind.replace("Tensor", f"Tensor(a{i}!)") if name in writes else kind
+        parts.append(f"{kind} {name}" + ("" if parameter.default is parameter.empty else f"={parameter.default}"))
+    return f"({', '.join(parts)}) -> ()"
 
-    Under torch.compile it is an op of this schema, without a graph break. Everywhere else it stays the plain function, since a call
-    through a Python op takes longer than a launch.
+
+def compilable(twin: Callable[P, None], *writes: str) -> Callable[[Callable[..., None]], Callable[P, None]]:
+    """Gives a launcher the signature of its `twin`, and makes it opaque to torch.compile, which would trace into it and find no addresses.
+
+    Under torch.compile it is an op that writes the tensors `writes`, without a graph break. Everywhere else it stays the plain function,
+    since a call through a Python op takes longer than a launch.
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callable[..., None]) -> Callable[P, None]:
         name = f"fastsam_triton::{function.__name__}"
-        torch.library.define(name, schema)
+        torch.library.define(name, schema_of(twin, writes))
         torch.library.impl(name, ("cpu", "cuda"), function)
         torch.library.register_fake(name, lambda *args, **kwargs: None)
         op = getattr(torch.ops.fastsam_triton, function.__name__).default
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
             (op if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-        return cast(Function, call)
+        return call
 
     return decorate

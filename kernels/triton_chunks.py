@@ -84,7 +84,7 @@ def columns(hyper, chunk):
     """The device scalars of the chunk's row and group, by the names of `Column`; those that a kernel does not use are not read."""
     scalars, row_stride, group_stride = hyper
     h = scalars + chunk.row * row_stride + chunk.group * group_stride
-    return Columns(
+    return Columns(  # type: ignore[call-arg]
         tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4), tl.load(h + 5), tl.load(h + 6),
         tl.load(h + 7), tl.load(h + 8), tl.load(h + 9), tl.load(h + 10), tl.load(h + 11), tl.load(h + 12),
         own=(tl.load(h + 13), tl.load(h + 14), tl.load(h + 15)),

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from . import reference
 from .triton_call import Call, compilable, compute_type, wrote
 from .triton_chunks import add_up, columns, each_block, load, locate, read, store
 from .triton_norm import finish_row, sum_chunks_
@@ -41,18 +39,8 @@ def _dual_norm_kernel(
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
-@compilable(
-    "(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hyper, bool accumulate=False) -> ()"
-)
-def dual_norm_(
-    sumsq: Tensor,
-    grads: Sequence[Tensor],
-    mu: Tensor,
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    accumulate: bool = False,
-) -> None:
+@compilable(reference.dual_norm_, "sumsq")
+def dual_norm_(sumsq, grads, mu, s, table, hyper, accumulate=False):
     """See `reference.dual_norm_`."""
     call = Call(table, hyper.shape[0], sumsq.device, hyper, grads=grads, mu=mu, s=s)
     sum_chunks_(_dual_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(grads))
@@ -82,21 +70,8 @@ def _dual_perturb_kernel(
     each_block(_perturb, (z, origin, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
 
 
-@compilable(
-    "(Tensor(a!)[] z, Tensor origin, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor hyper, "
-    "Tensor sumsq, Tensor(c!)? eps=None) -> ()"
-)
-def dual_perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    mu: Tensor,
-    grads: Sequence[Tensor],
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    eps: Tensor | None = None,
-) -> None:
+@compilable(reference.dual_perturb_, "z", "mu", "eps")
+def dual_perturb_(z, origin, mu, grads, s, table, hyper, sumsq, eps=None):
     """See `reference.dual_perturb_`."""
     fields = {"origin": origin, "mu": mu, "s": s, "eps": eps}
     call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, **fields)

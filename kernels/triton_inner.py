@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from . import reference
 from .conventions import HIGH_BITS, LIMIT, LOW_BITS
 from .triton_call import Call, compilable, launch
 from .triton_chunks import add_up, locate, read
@@ -38,8 +36,8 @@ def _inner_kernel(sums, x, y, plan, n_chunks, segments, ALIGNED: tl.constexpr, A
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
-@compilable("(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate=False) -> ()")
-def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False) -> None:
+@compilable(reference.inner_, "out")
+def inner_(out, x, y, table, accumulate=False):
     """See `reference.inner_`."""
     sum_chunks_(_inner_kernel, out, Call(table, out.shape[0], out.device, x=x, y=y), accumulate)
 
@@ -72,18 +70,8 @@ def _accumulate_kernel(high, low, x, base, largest, scale, n, rows, row_stride):
     tl.store(low + lane, rest, mask=mask)
 
 
-@compilable(
-    "(Tensor(a!) high_, Tensor(b!) low_, Tensor x, float factor, *, Tensor? base=None, Tensor(c!)? largest_=None) -> ()"
-)
-def accumulate_(
-    high_: Tensor,
-    low_: Tensor,
-    x: Tensor,
-    factor: float,
-    *,
-    base: Tensor | None = None,
-    largest_: Tensor | None = None,
-) -> None:
+@compilable(reference.accumulate_, "high_", "low_", "largest_")
+def accumulate_(high_, low_, x, factor, *, base=None, largest_=None):
     """See `reference.accumulate_`."""
     several = x.dim() > high_.dim()
     rows, n = x.shape[0] if several else 1, high_.numel()

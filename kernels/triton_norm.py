@@ -8,7 +8,6 @@ One launch: a float64 partial sum per chunk, and their sum by the last program o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import reference
 from .triton_call import Call, compilable, compute_type
 from .triton_chunks import add_up, columns, locate, read, read_if
 from .triton_common import LANES, LOG2_LANES, pairwise_sum
@@ -88,17 +88,8 @@ def sum_chunks_(kernel: Any, out: Tensor, call: Call, accumulate: bool, **args: 
     call.each_chunk(kernel, sums=sums, ACCUMULATE=accumulate, **args)
 
 
-@compilable(
-    "(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate=False) -> ()"
-)
-def norm_(
-    sumsq: Tensor,
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    accumulate: bool = False,
-) -> None:
+@compilable(reference.norm_, "sumsq")
+def norm_(sumsq, grads, weights, table, hyper, accumulate=False):
     """See `reference.norm_`."""
     call = Call(table, hyper.shape[0], sumsq.device, hyper, grads=grads, weights=weights)
     sum_chunks_(_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(grads))

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from . import reference
 from .triton_call import Call, compilable, compute_type, wrote
 from .triton_chunks import columns, each_block, load, locate, read, store
 from .triton_common import narrow, widen
@@ -110,20 +109,8 @@ def _perturb_kernel(
     )  # fmt: skip
 
 
-@compilable(
-    "(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool save, "
-    "Tensor? seed=None) -> ()"
-)
-def perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    save: bool,
-    seed: Tensor | None = None,
-) -> None:
+@compilable(reference.perturb_, "z", "origin")
+def perturb_(z, origin, grads, table, hyper, sumsq, save, seed=None):
     """See `reference.perturb_`."""
     call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, origin=origin)
     seed = seed if z and z[0].dtype.itemsize == 2 else None
@@ -144,8 +131,8 @@ def _restore_kernel(z, origin, plan, n_chunks, segments, ALIGNED: tl.constexpr):
     each_block(_restore, (z, origin), (), chunk, z.DTYPE, ALIGNED)
 
 
-@compilable("(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()")
-def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
+@compilable(reference.restore_, "z")
+def restore_(z, origin, table):
     """See `reference.restore_`."""
     Call(table, origin.shape[0], origin.device, z=z, origin=origin).each_chunk(_restore_kernel)
     wrote(z)

@@ -9,12 +9,11 @@ One launch also where a rule counts steps: every program reads its segment's cou
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import reference, rules
 from .conventions import CLIP_EPS
@@ -76,22 +75,8 @@ def _update_norm_kernel(
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
-@compilable(
-    "(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, "
-    "Tensor[]? g1=None, Tensor? q=None, Tensor? grad_scale=None, bool accumulate=False) -> ()"
-)
-def update_norm_(
-    sumsq: Tensor,
-    z: Sequence[Tensor],
-    origin: Tensor | None,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    g1: Sequence[Tensor] | None = None,
-    q: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    accumulate: bool = False,
-) -> None:
+@compilable(reference.update_norm_, "sumsq")
+def update_norm_(sumsq, z, origin, grads, table, hyper, g1=None, q=None, grad_scale=None, accumulate=False):
     """See `reference.update_norm_`."""
     weights = z if origin is None else origin
     call = Call(table, hyper.shape[0], hyper.device, hyper, weights=weights, grads=grads, g1=g1, q=q)
@@ -113,20 +98,12 @@ def _clip_factor(h, sumsq_v, chunk):
 
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
-    """The numbers of form U: a, b, phi, whether phi*w is clipped, sig, the coupled decay, and what a decoupled one leaves of the weights."""
+    """Of form U: whether phi*w is clipped; a, b, phi, sig, the coupled decay, and what a decoupled one leaves of the weights."""
     full, apart = h.clip_full != 0, h.decoupled != 0
     a, sig = h.a * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
     inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.phi)
     shrink = tl.where(apart, 1.0 - h.lr * h.decay, 1.0)
-    return (
-        a.to(COMPUTE),
-        h.b.to(COMPUTE),
-        h.phi.to(COMPUTE),
-        full,
-        sig.to(COMPUTE),
-        inside.to(COMPUTE),
-        shrink.to(COMPUTE),
-    )
+    return full, [x.to(COMPUTE) for x in (a, h.b, h.phi, sig, inside, shrink)]
 
 
 @triton.jit
@@ -154,7 +131,7 @@ class Step(NamedTuple):
 def _update(operands, by, at):
     z, grads, g1, q, shift, origin = operands[:6]
     state = operands[6:]
-    a, b, phi, full, sig, decay, shrink = by.form
+    full, (a, b, phi, sig, decay, shrink) = by.form
     w = read(z if origin is None else origin, at)
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
@@ -215,31 +192,11 @@ def form_of(name: str) -> tuple[Any, Any]:
     return triton.jit(rule.numbers), triton.jit(rule.element)
 
 
-@compilable(
-    "(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, str rule, Tensor(c!)? state0, "
-    "Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps=None, Tensor[]? g1=None, Tensor? q=None, Tensor? sumsq_v=None, "
-    "Tensor? grad_scale=None, Tensor? found_inf=None, bool first=False, bool keep=False, Tensor? shift=None) -> ()"
-)
+@compilable(cast("Callable[..., None]", reference.update_), "z", "origin", "steps")
 def _update_(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    rule: str,
-    state0: Tensor | None,
-    state1: Tensor | None,
-    state2: Tensor | None,
-    steps: Tensor | None = None,
-    g1: Sequence[Tensor] | None = None,
-    q: Tensor | None = None,
-    sumsq_v: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
-    shift: Tensor | None = None,
-) -> None:
+    z, origin, grads, table, hyper, rule, state0, state1, state2,
+    *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, first=False, keep=False, shift=None,
+):  # fmt: skip
     state = (state0, state1, state2)
     operands = {"z": z, "origin": origin, "grads": grads, "g1": g1, "q": q, "shift": shift}
     operands |= {f"state{i}": field for i, field in enumerate(state)}
@@ -266,15 +223,6 @@ def _update_(
     wrote(z)
 
 
-def update_(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    rule: str,
-    state: Sequence[Tensor | None] = (),
-    **options: Any,
-) -> None:
+def update_(z, origin, grads, table, hyper, rule, state=(), **options):
     """See `reference.update_`."""
     _update_(z, origin, grads, table, hyper, rule, *all_fields(state), **options)
