@@ -131,7 +131,8 @@ class Step(NamedTuple):
 def _update(operands, by, at):
     z, grads, g1, q, shift, origin = operands[:6]
     state = operands[6:]
-    full, (a, b, phi, sig, decay, shrink) = by.form
+    full, rest = by.form
+    a, b, phi, sig, decay, shrink = rest
     w = read(z if origin is None else origin, at)
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
