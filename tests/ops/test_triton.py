@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from fastsam import backends
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
 from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.rule import MOST_FIELDS
 from tests.helpers.op_cases import COLUMNS
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
 triton_launch = pytest.importorskip("fastsam_kernels.triton_launch")
+triton_update = pytest.importorskip("fastsam_kernels.triton_update")
 
 CPU = triton_launch.why_not("cpu")
 interpreted = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
@@ -116,6 +119,18 @@ def test_compiled_without_graph_breaks() -> None:
     torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.z)
     for a, b in zip(expected.z, compiled.z, strict=True):
         assert torch.equal(a, b)
+
+
+def test_launchers_have_the_signatures_of_their_twins() -> None:
+    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a state come one by one."""
+    for name in (*set(triton_launch.__all__) - {"update_", "why_not"}, "_update_"):
+        launcher = triton_update._update_ if name == "_update_" else getattr(triton_launch, name)
+        expected = [
+            (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(reference, name.removeprefix("_"))).parameters.values()
+            for i in range(MOST_FIELDS if p.name == "state" else 1)
+        ]
+        assert [(p.name, p.kind, p.default) for p in inspect.signature(launcher).parameters.values()] == expected, name
 
 
 @interpreted
