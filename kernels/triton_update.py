@@ -98,12 +98,12 @@ def _clip_factor(h, sumsq_v, chunk):
 
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
-    """Of form U: whether phi*w is clipped; a, b, phi, sig, the coupled decay, and what a decoupled one leaves of the weights."""
+    """a, b, phi, sig, the coupled decay, and what a decoupled one leaves of the weights."""
     full, apart = h.clip_full != 0, h.decoupled != 0
     a, sig = h.a * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
     inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.phi)
     shrink = tl.where(apart, 1.0 - h.lr * h.decay, 1.0)
-    return full, [x.to(COMPUTE) for x in (a, h.b, h.phi, sig, inside, shrink)]
+    return [x.to(COMPUTE) for x in (a, h.b, h.phi, sig, inside, shrink)]
 
 
 @triton.jit
@@ -119,6 +119,7 @@ class Step(NamedTuple):
     """The numbers of a step, and the rule."""
 
     form: Any
+    full: Any  # whether phi*w is clipped
     own: Any  # of the rule
     run: Any
     ELEMENT: tl.constexpr
@@ -131,12 +132,11 @@ class Step(NamedTuple):
 def _update(operands, by, at):
     z, grads, g1, q, shift, origin = operands[:6]
     state = operands[6:]
-    full, rest = by.form
-    a, b, phi, sig, decay, shrink = rest
+    a, b, phi, sig, decay, shrink = by.form
     w = read(z if origin is None else origin, at)
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
-    d = sig * tl.where(full, v + phi * w, v) + decay * decaying
+    d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
     fields = [_field(x, at, by.FIRST) for x in state]
     new = by.ELEMENT(w * shrink, d, fields, by.own, by.GIVEN, by.FIRST)
     for i in tl.static_range(FIELDS):
@@ -178,7 +178,7 @@ def _update_kernel(
     run = _running(found_inf)
     each_block(
         _update, (z, grads, g1, q, shift, origin, state0, state1, state2),
-        Step(form, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
+        Step(form, h.clip_full != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
         _count_row(counters, chunk, plan[1], run)
