@@ -34,7 +34,7 @@ class Operand(NamedTuple):
     """An operand as a kernel takes it. One that is absent is None."""
 
     pointer: Any  # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between their rows
-    stride: int  # between the rows of a field
+    stride: Any  # between the rows of a field
     DTYPE: tl.constexpr  # of the elements
 
 

@@ -74,7 +74,7 @@ class Variant:
         parts += ["master"] * self.master + ["unaligned"] * (not self.aligned) + [f"no-{name}" for name in self.absent]
         return " ".join(parts)
 
-    def type_of(self, name: str) -> str | tuple[str, ...]:
+    def type_of(self, name: str) -> str | tuple[Any, ...]:
         if name not in (*FIELDS, *OPERANDS):
             return TUPLES.get(name) or OTHERS[name]
         if self.kernel is triton_inner._accumulate_kernel:
@@ -99,7 +99,7 @@ class Variant:
             constants |= {"NUMBERS": numbers, "ELEMENT": element, "GIVEN": (1 << len(rule.state)) - 1}
             constants |= dict.fromkeys(f"state{i}" for i in range(len(rule.state), MOST_FIELDS))
             constants |= {} if rule.counter else {"counters": None}
-        signature: dict[str, str | tuple[str, ...]] = {}
+        signature: dict[str, str | tuple[Any, ...]] = {}
         constexprs: dict[tuple[int, ...], Any] = {}
         attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for i, name in enumerate(self.kernel.arg_names):
