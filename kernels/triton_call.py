@@ -3,62 +3,58 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec
 
 import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from .rule import MOST_FIELDS
+from .triton_chunks import Operand
 from .triton_common import INTERPRETED, WARPS
-from .triton_tables import ABSENT, field_of, operand_of, plan_of
+from .triton_tables import field_of, operand_of, plan_of
 
 
 class Call:
-    """The arguments that the kernels of one op have in common, by name.
+    """What the kernels of one op have in common, and the operands of a call.
 
-    An operand `x` is `x` (pointer), `x_stride` (between rows), `X_FLAT` (a field, not scattered tensors) and `X_DTYPE`; a field is `x` and
-    `x_stride`. What is left out is None.
+    Operands come by name: lists, fields, and None or an empty list (then there may be nothing to do at all) for what is absent.
     """
 
-    def __init__(self, table: Tensor, rows: int, device: torch.device, hyper: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        table: Tensor,
+        rows: int,
+        device: torch.device,
+        hyper: Tensor | None = None,
+        **operands: Sequence[Tensor] | Tensor | None,
+    ) -> None:
         self.plan, self.rows, self.device = plan_of(table, device), rows, device
+        self.programs = self.plan.n_chunks * rows
         self._aligned = self.plan.aligned
-        self._args: dict[str, Any] = {
-            "chunks": self.plan.chunks,
-            "table": self.plan.table,
-            "n_chunks": self.plan.n_chunks,
-        }
+        self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
         if hyper is not None:
-            self._args |= {"hyper": hyper, "hyper_row": hyper.stride(0), "hyper_group": hyper.stride(1)}
+            self._args["hyper"] = (hyper, *hyper.stride()[:2])
 
-    def operand(self, name: str, tensors: Sequence[Tensor] | None) -> None:
-        """Adds a list operand. An empty list is an absent operand (or there is nothing to do at all)."""
-        found = operand_of(tensors, self.plan, self.rows) if tensors else ABSENT
-        self._args |= {name: found.pointer, f"{name}_stride": found.stride}
-        self._args |= {f"{name.upper()}_FLAT": found.flat, f"{name.upper()}_DTYPE": found.dtype}
-        self._aligned &= found.aligned
-
-    def field(self, name: str, tensor: Tensor | None) -> None:
-        """Adds a field."""
-        found = ABSENT if tensor is None else field_of(tensor, self.rows)
-        self._args |= {name: found.pointer, f"{name}_stride": found.stride}
-        self._aligned &= found.aligned
+    def _operand(self, given: Sequence[Tensor] | Tensor | None) -> Operand | None:
+        if isinstance(given, Tensor):
+            operand, aligned = field_of(given, self.rows)
+        elif given:
+            operand, aligned = operand_of(given, self.plan, self.rows)
+        else:
+            return None
+        self._aligned &= aligned
+        return operand
 
     def each_chunk(self, kernel: Any, **args: Any) -> None:
         """Launches a program per chunk and row with all that was gathered, plus `args`."""
-        segments = self.plan.segments
-        launch(
-            kernel,
-            self.plan.n_chunks * self.rows,
-            self.device,
-            segments=segments,
-            ALIGNED=self._aligned,
-            **self._args,
-            **args,
-        )
+        plan = self.plan
+        common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
+        launch(kernel, self.programs, self.device, ALIGNED=self._aligned, **common, **self._args, **args)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
@@ -75,9 +71,9 @@ def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
-def compute_type(dtype: torch.dtype) -> tl.dtype:
-    """`conventions.compute_dtype` in Triton's types."""
-    return tl.float64 if dtype == torch.float64 else tl.float32
+def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
+    """`conventions.compute_dtype` of an operand's tensors, if there are any, in Triton's types."""
+    return tl.float64 if tensors and tensors[0].dtype == torch.float64 else tl.float32
 
 
 def wrote(z: Sequence[Tensor]) -> None:
@@ -85,27 +81,42 @@ def wrote(z: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version(z)
 
 
-Function = TypeVar("Function", bound=Callable[..., None])
+P = ParamSpec("P")
 
 
-def compilable(schema: str) -> Callable[[Function], Function]:
-    """Makes a launcher opaque to torch.compile, which would trace into it and find no addresses.
+def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
+    """The schema of an op with the signature of `function`, which writes the tensors `writes` and a rule's `state`, field by field."""
+    parts: list[str] = []
+    for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        if name == "state":
+            parts += [f"Tensor(state{field}!)? state{field}" for field in range(MOST_FIELDS)]
+            continue
+        kind = str(parameter.annotation).replace("Sequence[Tensor]", "Tensor[]").replace(" | None", "?")
+        kind = kind.replace("Tensor", f"Tensor(a{i}!)") if name in writes else kind
+        parts.append(f"{kind} {name}" + ("" if parameter.default is parameter.empty else f"={parameter.default}"))
+    return f"({', '.join(parts)}) -> ()"
 
-    Under torch.compile it is an op of this schema, without a graph break. Everywhere else it stays the plain function, since a call
-    through a Python op takes longer than a launch.
+
+def compilable(twin: Callable[P, None], *writes: str) -> Callable[[Callable[..., None]], Callable[P, None]]:
+    """Gives a launcher the signature of its `twin`, and makes it opaque to torch.compile, which would trace into it and find no addresses.
+
+    Under torch.compile it is an op that writes the tensors `writes`, without a graph break. Everywhere else it stays the plain function,
+    since a call through a Python op takes longer than a launch.
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callable[..., None]) -> Callable[P, None]:
         name = f"fastsam_triton::{function.__name__}"
-        torch.library.define(name, schema)
+        torch.library.define(name, schema_of(twin, writes))
         torch.library.impl(name, ("cpu", "cuda"), function)
         torch.library.register_fake(name, lambda *args, **kwargs: None)
         op = getattr(torch.ops.fastsam_triton, function.__name__).default
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> None:
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
             (op if torch.compiler.is_compiling() else function)(*args, **kwargs)
 
-        return cast(Function, call)
+        return call
 
     return decorate

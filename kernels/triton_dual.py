@@ -5,159 +5,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from . import reference
 from .triton_call import Call, compilable, compute_type, wrote
-from .triton_common import (
-    BLOCK,
-    CHUNK,
-    LANES,
-    NU,
-    PENALTY,
-    RHO,
-    field_base,
-    list_base,
-    load,
-    locate,
-    narrow,
-    store,
-    widen,
-)
+from .triton_chunks import add_up, columns, each_block, load, locate, read, store
 from .triton_norm import finish_row, sum_chunks_
+from .triton_perturb import radius
 
 
 @triton.jit
-def _direction(grads, mu, s, lane, rest, penalty, COMPUTE: tl.constexpr, MASKED: tl.constexpr):
-    """`d = alpha*(g - mu) - s`, and what it was made of."""
-    mu = load(mu, lane, rest, MASKED)
-    s = load(s, lane, rest, MASKED)
-    return penalty * (widen(load(grads, lane, rest, MASKED), COMPUTE) - mu) - s, mu, s
+def _direction(grads, mu, s, penalty, at):
+    """`d = alpha*(g - mu) - s`; 0 where there is no element, since all three are then."""
+    return penalty * (read(grads, at) - mu) - s
+
+
+@triton.jit
+def _add_direction(totals, operands, penalty, at):
+    grads, mu, s = operands
+    d = _direction(grads, load(mu, at), load(s, at), penalty, at)
+    return (totals[0] + d * d,)
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_norm_kernel(
-    sumsq, partials, tickets, grads, mu, s, chunks, table, hyper,
-    n_chunks, segments, sumsq_stride, hyper_row, hyper_group, grads_stride, mu_stride, s_stride,
-    GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    sums, grads, mu, s, plan, hyper, n_chunks, segments,
     COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
-    penalty = tl.load(hyper + row * hyper_row + group * hyper_group + PENALTY).to(COMPUTE)
-    grads = list_base(grads, row, grads_stride, segment, segments, offset, begin, GRADS_FLAT, GRADS_DTYPE, ALIGNED)
-    mu = field_base(mu, row, mu_stride, offset, begin, ALIGNED)
-    s = field_base(s, row, s_stride, offset, begin, ALIGNED)
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([LANES], dtype=COMPUTE)
-    if rest >= CHUNK:
-        for start in tl.static_range(0, CHUNK, LANES):
-            d, _, _ = _direction(grads, mu, s, start + lane, rest, penalty, COMPUTE, False)
-            total += d * d
-    else:
-        start = 0
-        while start < rest:
-            d, _, _ = _direction(grads, mu, s, start + lane, rest, penalty, COMPUTE, True)
-            total += d * d  # what is not read counts as zero in all three, hence here too
-            start += LANES
-    finish_row(sumsq, sumsq_stride, partials, tickets, row, n_chunks, total, ACCUMULATE)
+    chunk = locate(plan, n_chunks, segments)
+    penalty = columns(hyper, chunk).penalty.to(COMPUTE)
+    totals = add_up(_add_direction, 1, (grads, mu, s), penalty, chunk, COMPUTE, ALIGNED)
+    finish_row(sums, totals, chunk, ACCUMULATE)
 
 
-@compilable(
-    "(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hyper, bool accumulate=False) -> ()"
-)
-def dual_norm_(
-    sumsq: Tensor,
-    grads: Sequence[Tensor],
-    mu: Tensor,
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    accumulate: bool = False,
-) -> None:
+@compilable(reference.dual_norm_, "sumsq")
+def dual_norm_(sumsq, grads, mu, s, table, hyper, accumulate=False):
     """See `reference.dual_norm_`."""
-    call = Call(table, hyper.shape[0], sumsq.device, hyper)
-    call.operand("grads", grads)
-    call.field("mu", mu)
-    call.field("s", s)
-    sum_chunks_(_dual_norm_kernel, sumsq, grads, call, accumulate)
+    call = Call(table, hyper.shape[0], sumsq.device, hyper, grads=grads, mu=mu, s=s)
+    sum_chunks_(_dual_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(grads))
 
 
 @triton.jit
-def _dual_perturb_block(
-    z, origin, mu, grads, s, eps, lane, rest, scale, penalty, inverse, moves,
-    COMPUTE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    d, mu_, s_ = _direction(grads, mu, s, lane, rest, penalty, COMPUTE, MASKED)
-    e = tl.where(moves, scale * d, 0.0)
-    w = widen(load(origin, lane, rest, MASKED), COMPUTE)
-    store(z, lane, rest, narrow(tl.where(moves, w + e, w), z.dtype.element_ty), MASKED)
-    store(mu, lane, rest, mu_ + (e - s_) * inverse, MASKED)
+def _perturb(operands, numbers, at):
+    z, origin, mu, grads, s, eps = operands
+    scale, moves, penalty, inverse = numbers
+    mu_, s_ = load(mu, at), load(s, at)
+    e = tl.where(moves, scale * _direction(grads, mu_, s_, penalty, at), 0.0)
+    w = read(origin, at)
+    store(z, at, tl.where(moves, w + e, w))
+    store(mu, at, mu_ + (e - s_) * inverse)
     if eps is not None:
-        store(eps, lane, rest, e, MASKED)
+        store(eps, at, e)
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_perturb_kernel(
-    z, origin, mu, grads, s, eps, sumsq, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, sumsq_stride,
-    z_stride, origin_stride, mu_stride, grads_stride, s_stride, eps_stride,
-    Z_FLAT: tl.constexpr, Z_DTYPE: tl.constexpr, GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
-    COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
-    h = hyper + row * hyper_row + group * hyper_group
-    squares = tl.load(sumsq + row * sumsq_stride)
-    moves = (squares > 0) & (squares < float("inf"))
-    scale = (tl.load(h + RHO) / (tl.sqrt(squares) + tl.load(h + NU))).to(COMPUTE)
-    penalty = tl.load(h + PENALTY)
-    inverse = (1.0 / penalty).to(COMPUTE)
-    penalty = penalty.to(COMPUTE)
-    z = list_base(z, row, z_stride, segment, segments, offset, begin, Z_FLAT, Z_DTYPE, ALIGNED)
-    grads = list_base(grads, row, grads_stride, segment, segments, offset, begin, GRADS_FLAT, GRADS_DTYPE, ALIGNED)
-    origin = field_base(origin, row, origin_stride, offset, begin, ALIGNED)
-    mu = field_base(mu, row, mu_stride, offset, begin, ALIGNED)
-    s = field_base(s, row, s_stride, offset, begin, ALIGNED)
-    if eps is not None:
-        eps = field_base(eps, row, eps_stride, offset, begin, ALIGNED)
-    lane = tl.arange(0, BLOCK)
-    if rest >= CHUNK:
-        for start in tl.static_range(0, CHUNK, BLOCK):
-            _dual_perturb_block(
-                z, origin, mu, grads, s, eps, start + lane, rest, scale, penalty, inverse, moves, COMPUTE, False
-            )
-    else:
-        start = 0
-        while start < rest:
-            _dual_perturb_block(
-                z, origin, mu, grads, s, eps, start + lane, rest, scale, penalty, inverse, moves, COMPUTE, True
-            )
-            start += BLOCK
+    z, origin, mu, grads, s, eps, sumsq, plan, hyper, n_chunks, segments, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    chunk = locate(plan, n_chunks, segments)
+    h = columns(hyper, chunk)
+    scale, moves = radius(sumsq, h, chunk)
+    numbers = scale.to(COMPUTE), moves, h.penalty.to(COMPUTE), (1.0 / h.penalty).to(COMPUTE)
+    each_block(_perturb, (z, origin, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
 
 
-@compilable(
-    "(Tensor(a!)[] z, Tensor origin, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor hyper, "
-    "Tensor sumsq, Tensor(c!)? eps=None) -> ()"
-)
-def dual_perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    mu: Tensor,
-    grads: Sequence[Tensor],
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    eps: Tensor | None = None,
-) -> None:
+@compilable(reference.dual_perturb_, "z", "mu", "eps")
+def dual_perturb_(z, origin, mu, grads, s, table, hyper, sumsq, eps=None):
     """See `reference.dual_perturb_`."""
-    call = Call(table, hyper.shape[0], origin.device, hyper)
-    call.operand("z", z)
-    call.operand("grads", grads)
-    for name, field in (("origin", origin), ("mu", mu), ("s", s), ("eps", eps)):
-        call.field(name, field)
-    compute = compute_type(origin.dtype)
-    call.each_chunk(_dual_perturb_kernel, sumsq=sumsq, sumsq_stride=sumsq.stride(0), COMPUTE=compute)
+    fields = {"origin": origin, "mu": mu, "s": s, "eps": eps}
+    call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, **fields)
+    call.each_chunk(_dual_perturb_kernel, sumsq=(sumsq, sumsq.stride(0)), COMPUTE=compute_type(z))
     wrote(z)

@@ -5,28 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from . import reference
 from .triton_call import Call, compilable, compute_type, wrote
-from .triton_common import (
-    ADAPTIVE,
-    BLOCK,
-    CHUNK,
-    ETA,
-    NU,
-    RHO,
-    field_base,
-    list_base,
-    load,
-    locate,
-    narrow,
-    store,
-    widen,
-)
+from .triton_chunks import columns, each_block, load, locate, read, store
+from .triton_common import narrow, widen
+
+
+@triton.jit
+def radius(sumsq, h, chunk):
+    """`rho/(norm + nu)` in float64, and whether the row moves."""
+    sums, stride = sumsq
+    squares = tl.load(sums + chunk.row * stride)
+    moves = (squares > 0) & (squares < float("inf"))
+    return h.rho / (tl.sqrt(squares) + h.nu), moves
 
 
 @triton.jit
@@ -58,133 +54,85 @@ def stochastic(y, random, DTYPE: tl.constexpr):
     return narrow(tl.where(y == y, rounded, y), DTYPE)
 
 
+class Perturbation(NamedTuple):
+    """The numbers of a perturbation."""
+
+    scale: Any
+    moves: Any
+    adaptive: Any
+    eta: Any
+    words: Any  # of the seed; none where z is rounded to nearest
+    place: Any  # of the chunk in the row
+    SAVE: tl.constexpr
+
+
 @triton.jit
-def _perturb_block(
-    z, origin, grads, lane, rest, scale, eta, adaptive, moves, first, second, place,
-    SAVE: tl.constexpr, COMPUTE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _perturb(operands, by, at):
+    z, origin, grads = operands
     Z_DTYPE: tl.constexpr = z.dtype.element_ty
-    if SAVE:
-        kept = load(z, lane, rest, MASKED)
+    if by.SAVE:
+        kept = load(z, at)
         if origin.dtype.element_ty != Z_DTYPE:
             # The master copy holds as long as z is its rounding; a NaN equals nothing and is taken from z.
-            master = load(origin, lane, rest, MASKED)
-            held = widen(kept, COMPUTE)
-            kept = tl.where(widen(narrow(master, Z_DTYPE), COMPUTE) == held, master, held)
-        store(origin, lane, rest, kept, MASKED)
+            master = load(origin, at)
+            held = widen(kept, at.COMPUTE)
+            kept = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == held, master, held)
+        store(origin, at, kept)
     else:
-        kept = load(origin, lane, rest, MASKED)
-    w = widen(kept, COMPUTE)
-    d = widen(load(grads, lane, rest, MASKED), COMPUTE)
-    t = tl.abs(w) + eta
-    d = tl.where(adaptive, t * t * d, d)
-    if first is None:
-        new = narrow(tl.where(moves, w + scale * d, w), Z_DTYPE)
+        kept = load(origin, at)
+    w = widen(kept, at.COMPUTE)
+    d = read(grads, at)
+    t = tl.abs(w) + by.eta
+    d = tl.where(by.adaptive, t * t * d, d)
+    if len(by.words) == 0:
+        store(z, at, tl.where(by.moves, w + by.scale * d, w))
     else:
         base = narrow(w, Z_DTYPE)
-        random = mix((place + lane).to(tl.uint32) ^ first, second)
-        new = tl.where(moves, stochastic(widen(base, COMPUTE) + scale * d, random, Z_DTYPE), base)
-    store(z, lane, rest, new, MASKED)
+        random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
+        moved = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
+        store(z, at, tl.where(by.moves, moved, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _perturb_kernel(
-    z, origin, grads, sumsq, seed, chunks, table, hyper,
-    n_chunks, segments, hyper_row, hyper_group, sumsq_stride, z_stride, origin_stride, grads_stride,
-    Z_FLAT: tl.constexpr, Z_DTYPE: tl.constexpr, GRADS_FLAT: tl.constexpr, GRADS_DTYPE: tl.constexpr,
+    z, origin, grads, sumsq, seed, plan, hyper, n_chunks, segments,
     SAVE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    row, segment, begin, rest, offset, group = locate(chunks, table, n_chunks)
-    h = hyper + row * hyper_row + group * hyper_group
-    squares = tl.load(sumsq + row * sumsq_stride)
-    moves = (squares > 0) & (squares < float("inf"))
-    scale = (tl.load(h + RHO) / (tl.sqrt(squares) + tl.load(h + NU))).to(COMPUTE)
-    eta = tl.load(h + ETA).to(COMPUTE)
-    adaptive = tl.load(h + ADAPTIVE) != 0
-    z = list_base(z, row, z_stride, segment, segments, offset, begin, Z_FLAT, Z_DTYPE, ALIGNED)
-    grads = list_base(grads, row, grads_stride, segment, segments, offset, begin, GRADS_FLAT, GRADS_DTYPE, ALIGNED)
-    origin = field_base(origin, row, origin_stride, offset, begin, ALIGNED)
-    first = None
-    second = None
-    if seed is not None:
-        first, second = keys(tl.load(seed + row))
-    place = offset + begin
-    lane = tl.arange(0, BLOCK)
-    if rest >= CHUNK:
-        for start in tl.static_range(0, CHUNK, BLOCK):
-            _perturb_block(
-                z, origin, grads, start + lane, rest, scale, eta, adaptive, moves, first, second, place,
-                SAVE, COMPUTE, False,
-            )  # fmt: skip
-    else:
-        start = 0
-        while start < rest:
-            _perturb_block(
-                z, origin, grads, start + lane, rest, scale, eta, adaptive, moves, first, second, place,
-                SAVE, COMPUTE, True,
-            )  # fmt: skip
-            start += BLOCK
+    chunk = locate(plan, n_chunks, segments)
+    h = columns(hyper, chunk)
+    scale, moves = radius(sumsq, h, chunk)
+    words = () if seed is None else keys(tl.load(seed + chunk.row))
+    place = chunk.offset + chunk.begin
+    each_block(
+        _perturb, (z, origin, grads),
+        Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE, ALIGNED,
+    )  # fmt: skip
 
 
-@compilable(
-    "(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool save, "
-    "Tensor? seed=None) -> ()"
-)
-def perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    save: bool,
-    seed: Tensor | None = None,
-) -> None:
+@compilable(reference.perturb_, "z", "origin")
+def perturb_(z, origin, grads, table, hyper, sumsq, save, seed=None):
     """See `reference.perturb_`."""
-    call = Call(table, hyper.shape[0], origin.device, hyper)
-    call.operand("z", z)
-    call.operand("grads", grads)
-    call.field("origin", origin)
-    compute = compute_type(origin.dtype)
+    call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, origin=origin)
     seed = seed if z and z[0].dtype.itemsize == 2 else None
-    scalars = {"sumsq": sumsq, "sumsq_stride": sumsq.stride(0), "seed": seed}
-    call.each_chunk(_perturb_kernel, **scalars, SAVE=save, COMPUTE=compute)
+    sums = (sumsq, sumsq.stride(0))
+    call.each_chunk(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute_type(z))
     wrote(z)
 
 
 @triton.jit
-def _restore_block(z, origin, lane, rest, MASKED: tl.constexpr):
-    Z_DTYPE: tl.constexpr = z.dtype.element_ty
-    x = load(origin, lane, rest, MASKED)
-    if origin.dtype.element_ty != Z_DTYPE:
-        x = narrow(x, Z_DTYPE)
-    store(z, lane, rest, x, MASKED)
+def _restore(operands, numbers, at):
+    z, origin = operands
+    store(z, at, load(origin, at))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
-def _restore_kernel(
-    z, origin, chunks, table, n_chunks, segments, z_stride, origin_stride,
-    Z_FLAT: tl.constexpr, Z_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    row, segment, begin, rest, offset, _ = locate(chunks, table, n_chunks)
-    z = list_base(z, row, z_stride, segment, segments, offset, begin, Z_FLAT, Z_DTYPE, ALIGNED)
-    origin = field_base(origin, row, origin_stride, offset, begin, ALIGNED)
-    lane = tl.arange(0, BLOCK)
-    if rest >= CHUNK:
-        for start in tl.static_range(0, CHUNK, BLOCK):
-            _restore_block(z, origin, start + lane, rest, False)
-    else:
-        start = 0
-        while start < rest:
-            _restore_block(z, origin, start + lane, rest, True)
-            start += BLOCK
+def _restore_kernel(z, origin, plan, n_chunks, segments, ALIGNED: tl.constexpr):
+    chunk = locate(plan, n_chunks, segments)
+    each_block(_restore, (z, origin), (), chunk, z.DTYPE, ALIGNED)
 
 
-@compilable("(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()")
-def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
+@compilable(reference.restore_, "z")
+def restore_(z, origin, table):
     """See `reference.restore_`."""
-    call = Call(table, origin.shape[0], origin.device)
-    call.operand("z", z)
-    call.field("origin", origin)
-    call.each_chunk(_restore_kernel)
+    Call(table, origin.shape[0], origin.device, z=z, origin=origin).each_chunk(_restore_kernel)
     wrote(z)

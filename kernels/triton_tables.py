@@ -20,11 +20,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import CHUNK
+from .triton_chunks import CHUNK, Operand
 
 ENTRIES = 256  # of each cache; a step of a model uses about five
 ALIGNMENT = 16  # bytes of a 128-bit access
-DTYPES = {torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+DTYPES = {
+    torch.float32: tl.constexpr(tl.float32),
+    torch.float64: tl.constexpr(tl.float64),
+    torch.float16: tl.constexpr(tl.float16),
+    torch.bfloat16: tl.constexpr(tl.bfloat16),
+}
 RESERVE = 1 << 17  # int64 numbers of pinned memory for captures: 1 MB
 
 
@@ -46,20 +51,6 @@ class Addresses:
 
     table: Tensor  # int64 [2, segments]: address, row stride in elements
     aligned: bool  # every row of every tensor starts at a multiple of 16 bytes
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A list operand in the form in which kernels take it."""
-
-    pointer: Tensor | None  # the field, or the table of addresses
-    stride: int  # between the rows of a field
-    flat: bool
-    aligned: bool
-    dtype: tl.dtype | None  # of its elements
-
-
-ABSENT = Operand(None, 0, True, True, None)
 
 
 _lock = threading.RLock()  # several threads may train clients at once
@@ -161,15 +152,15 @@ def _make_plan(table: Tensor, device: torch.device) -> Plan:
     return Plan(len(lengths), segment.numel(), chunks, records, lengths, not bool((table[:, 0] % 16).any()))
 
 
-def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> Operand:
-    """The form in which kernels take a list operand: one field, or one tensor per segment."""
+def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> tuple[Operand, bool]:
+    """A list operand as kernels take it (one field, or one tensor per segment), and whether it is aligned."""
     first = tensors[0]
     if len(tensors) == 1 and not (plan.segments == 1 and first.numel() == rows * plan.lengths[0]):
         return field_of(first, rows)
     strides = (0,) * len(tensors) if rows == 1 else tuple(t.stride(0) if t.numel() else 0 for t in tensors)
     content = (tuple(t.data_ptr() for t in tensors), strides, first.element_size())
     addresses = _addresses.get(content, first.device, lambda: _make_addresses(*content, first.device))
-    return Operand(addresses.table, 0, False, addresses.aligned, DTYPES[first.dtype])
+    return Operand(addresses.table, 0, DTYPES[first.dtype]), addresses.aligned
 
 
 def _make_addresses(
@@ -179,8 +170,8 @@ def _make_addresses(
     return Addresses(upload(torch.tensor([pointers, strides], dtype=torch.int64, device="cpu"), device), aligned)
 
 
-def field_of(field: Tensor, rows: int) -> Operand:
-    """A field, addressed at the segments' offsets."""
+def field_of(field: Tensor, rows: int) -> tuple[Operand, bool]:
+    """A field, addressed at the segments' offsets, as kernels take it, and whether it is aligned."""
     stride = field.stride(0) if rows > 1 else 0
     aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
-    return Operand(field, stride, True, aligned, DTYPES[field.dtype])
+    return Operand(field, stride, DTYPES[field.dtype]), aligned

@@ -21,23 +21,32 @@ from triton.compiler import ASTSource
 
 from fastsam_kernels import (
     rules,
-    triton_common,
     triton_dual,
     triton_inner,
     triton_norm,
     triton_perturb,
     triton_update,
 )
+from fastsam_kernels.conventions import compute_dtype
 from fastsam_kernels.rule import MOST_FIELDS
-from fastsam_kernels.triton_call import compute_type
+from fastsam_kernels.triton_chunks import Operand
 from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
 
 FIELDS = ("origin", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
 OPERANDS = ("z", "grads", "weights", "g1", "x", "y")
-NUMBERS = ("n_chunks", "segments", "apart", "rows", "steps_slot")
-LONGS = ("chunks", "table", "seed", "high", "low")
-DOUBLES = ("hyper", "sumsq", "sumsq_v", "partials", "out", "scale", "largest")
+TUPLES = {  # of other arguments
+    "plan": ("*i64", "*i64"),
+    "hyper": ("*fp64", "i32", "i32"),
+    "sums": ("*fp64", "i32", "i32", "*fp64", "*i32"),
+    "sumsq": ("*fp64", "i32"),
+    "sumsq_v": ("*fp64", "i32"),
+    "counters": ("*fp32", "i32", "i32", "*i32"),
+}
+SLOT_STRIDE = 2  # in `counters`: 1
+NUMBERS = ("n_chunks", "segments", "rows")  # any
+OTHERS = dict.fromkeys((*NUMBERS, "n", "row_stride"), "i32") | dict.fromkeys(("high", "low", "seed"), "*i64")
+OTHERS |= dict.fromkeys(("scale", "largest"), "*fp64") | dict.fromkeys(("grad_scale", "found_inf", "base"), "*fp32")
 SHORT = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WIDE = r"global\S*\.(?:v4\.[bfu]32|v2\.[bfu]64)"
 
@@ -65,41 +74,45 @@ class Variant:
         parts += ["master"] * self.master + ["unaligned"] * (not self.aligned) + [f"no-{name}" for name in self.absent]
         return " ".join(parts)
 
-    def type_of(self, name: str) -> str:
-        if name in (*NUMBERS, "n") or name.endswith(("_stride", "_row", "_group", "_slot")):
-            return "i32"
-        if name in OPERANDS:
-            return f"*{SHORT[self.dtype]}" if self.flat else "*i64"
-        if name in FIELDS:
-            state = torch.float64 if self.dtype == torch.float64 else torch.float32
-            return f"*{SHORT[self.dtype if name == 'origin' and not self.master else state]}"
-        if name in DOUBLES:
-            return "*fp64"
-        if name == "tickets":
-            return "*i32"
-        return "*i64" if name in LONGS else "*fp32"  # else a scaler's numbers, or step counters
+    def type_of(self, name: str) -> str | tuple[Any, ...]:
+        if name not in (*FIELDS, *OPERANDS):
+            return TUPLES.get(name) or OTHERS[name]
+        if self.kernel is triton_inner._accumulate_kernel:
+            return f"*{SHORT[self.dtype]}"
+        if name in OPERANDS and not self.flat:
+            return Operand("*i64", "i32", "constexpr")
+        return Operand(f"*{DTYPES[self.element(name)].value}", "i32", "constexpr")
+
+    def element(self, name: str) -> torch.dtype:
+        """The dtype of an operand's elements."""
+        if name in OPERANDS or (name == "origin" and not self.master):
+            return self.dtype
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def source(self) -> ASTSource:
         """What Triton makes of a call with such operands."""
-        constants = {"COMPUTE": compute_type(self.dtype), "ALIGNED": self.aligned} | dict(self.options)
+        constants = {"COMPUTE": DTYPES[compute_dtype(self.dtype)].value, "ALIGNED": self.aligned} | dict(self.options)
         constants |= dict.fromkeys(self.absent)
         if self.rule:
             rule = rules.find(self.rule)
             numbers, element = triton_update.form_of(self.rule)
             constants |= {"NUMBERS": numbers, "ELEMENT": element, "GIVEN": (1 << len(rule.state)) - 1}
             constants |= dict.fromkeys(f"state{i}" for i in range(len(rule.state), MOST_FIELDS))
-            constants |= {} if rule.counter else dict.fromkeys(("steps", "tickets"))
-        for operand in OPERANDS:
-            constants[f"{operand.upper()}_FLAT"] = self.flat
-            constants[f"{operand.upper()}_DTYPE"] = DTYPES[self.dtype]
-        signature, constexprs, attrs = {}, {}, {}
+            constants |= {} if rule.counter else {"counters": None}
+        signature: dict[str, str | tuple[Any, ...]] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attrs: dict[tuple[int, ...], list[list[Any]]] = {}
         for i, name in enumerate(self.kernel.arg_names):
             if name in constants:
                 signature[name], constexprs[(i,)] = "constexpr", constants[name]
                 continue
-            signature[name] = self.type_of(name)
-            if self.aligned and name not in NUMBERS:
-                attrs[(i,)] = [["tt.divisibility", 16]]
+            signature[name] = parts = self.type_of(name)
+            for j, part in enumerate((parts,) if isinstance(parts, str) else parts):
+                place = (i,) if isinstance(parts, str) else (i, j)
+                if part == "constexpr":
+                    constexprs[place] = DTYPES[self.element(name)].value
+                elif self.aligned and name not in NUMBERS and (name, j) != ("counters", SLOT_STRIDE):
+                    attrs[place] = [["tt.divisibility", 16]]
         return ASTSource(self.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
 
 
@@ -109,10 +122,9 @@ def variants() -> list[Variant]:
     save, update = (("SAVE", True),), (("FIRST", False), ("KEEP", False))
     plain = ("g1", "q", "shift", "sumsq_v", "grad_scale", "found_inf")
     f32, total = torch.float32, (("ACCUMULATE", True),)
-    rows, plain_sum = ((("BASED", full), ("MEASURED", full), ("BLOCK", triton_common.LANES)) for full in (True, False))
     for aligned in (True, False):
         found += [
-            Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True, options=rows),
+            Variant(triton_inner._accumulate_kernel, f32, aligned, flat=True),
             Variant(triton_norm._norm_kernel, f32, aligned, absent=("weights",), options=total),
             Variant(triton_norm._norm_kernel, f32, aligned, options=total),
             Variant(triton_perturb._perturb_kernel, f32, aligned, absent=("seed",), options=save),
@@ -136,7 +148,7 @@ def variants() -> list[Variant]:
             ),
         ]
     found += [
-        Variant(triton_inner._accumulate_kernel, f32, flat=True, absent=("base", "largest"), options=plain_sum),
+        Variant(triton_inner._accumulate_kernel, f32, flat=True, absent=("base", "largest")),
         Variant(triton_update._update_kernel, f32, options=update, rule="sgd"),
     ]
     return found

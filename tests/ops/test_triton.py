@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from fastsam import backends
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
 from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.rule import MOST_FIELDS
 from tests.helpers.op_cases import COLUMNS
 
 tables = pytest.importorskip("fastsam_kernels.triton_tables", reason="Triton is not installed")
 triton_launch = pytest.importorskip("fastsam_kernels.triton_launch")
+triton_update = pytest.importorskip("fastsam_kernels.triton_update")
 
 CPU = triton_launch.why_not("cpu")
 interpreted = pytest.mark.skipif(CPU is not None, reason=f"Triton on the CPU: {CPU}")
@@ -68,9 +71,9 @@ def test_tables_are_made_once_per_content() -> None:
     step, device = Step(), torch.device("cpu")
     plan = tables.plan_of(step.table, device)
     assert tables.plan_of(step.table.clone(), device) is plan
-    operand = tables.operand_of(step.z, plan, 1)
-    assert tables.operand_of(list(step.z), plan, 1).pointer is operand.pointer
-    assert tables.operand_of(step.g1, plan, 1).pointer is not operand.pointer
+    operand, _ = tables.operand_of(step.z, plan, 1)
+    assert tables.operand_of(list(step.z), plan, 1)[0].pointer is operand.pointer
+    assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
     other = step.table.clone()
     other[0, 1] = 5
     assert tables.plan_of(other, device).n_chunks == plan.n_chunks
@@ -98,11 +101,11 @@ def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, alig
     plan = tables.plan_of(torch.tensor([[0, 64, 0, 0], [64, 32, 0, 1]]), torch.device("cpu"))
     assert plan.aligned
     views = [memory[shift : shift + 64], memory[64 : 64 + 32]]
-    assert tables.operand_of(views, plan, 1).aligned is aligned
-    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1).aligned is aligned
-    rows = memory.as_strided((2, 30), (33, 1))
-    assert not tables.field_of(rows, 2).aligned
-    assert tables.field_of(rows, 2).stride == 33
+    assert tables.operand_of(views, plan, 1)[1] is aligned
+    assert tables.field_of(memory[shift : shift + 96].reshape(1, 96), 1)[1] is aligned
+    operand, rows_aligned = tables.field_of(memory.as_strided((2, 30), (33, 1)), 2)
+    assert not rows_aligned
+    assert operand.stride == 33
 
 
 @interpreted
@@ -116,6 +119,18 @@ def test_compiled_without_graph_breaks() -> None:
     torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.z)
     for a, b in zip(expected.z, compiled.z, strict=True):
         assert torch.equal(a, b)
+
+
+def test_launchers_have_the_signatures_of_their_twins() -> None:
+    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a state come one by one."""
+    for name in (*set(triton_launch.__all__) - {"update_", "why_not"}, "_update_"):
+        launcher = triton_update._update_ if name == "_update_" else getattr(triton_launch, name)
+        expected = [
+            (f"{p.name}{i}", p.kind, p.empty) if p.name == "state" else (p.name, p.kind, p.default)
+            for p in inspect.signature(getattr(reference, name.removeprefix("_"))).parameters.values()
+            for i in range(MOST_FIELDS if p.name == "state" else 1)
+        ]
+        assert [(p.name, p.kind, p.default) for p in inspect.signature(launcher).parameters.values()] == expected, name
 
 
 @interpreted
@@ -144,10 +159,11 @@ def test_opcheck(op: str) -> None:
         "accumulate_": (torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(9), 0.1),
         "_update_": (
             *(step.z, step.origin, step.g1, step.table, step.hyper, "sgd"),
-            *(step.momentum, None, None, None, step.g2),
+            *(step.momentum, None, None),
         ),
     }[op]
-    torch.library.opcheck(getattr(torch.ops.fastsam_triton, op).default, args)
+    options = {"g1": step.g2} if op == "_update_" else {}
+    torch.library.opcheck(getattr(torch.ops.fastsam_triton, op).default, args, options)
 
 
 @pytest.mark.slow  # a process of its own

@@ -1,0 +1,182 @@
+"""The two loops over a chunk, in which all ops but one run: where a program works, where its operands are, what is read and written.
+
+A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone, never on the
+number of rows, so a row has the same bits alone and in a batch.
+
+A kernel finds its chunk (`locate`), makes its numbers from the device scalars (`columns`), and hands the op's function to a loop:
+`each_block` calls it for a block of elements at a time, `add_up` for what it adds to sums. The function gets the operands in the order in
+which the kernel names them, as pointers to the chunk's first elements (None for what is absent), the numbers, and for which elements it is
+called. Constants stand in a tuple only where it is made in a call: Triton 3.6 makes values of them when the tuple gets a name.
+
+The last chunk of a segment is gone through in a `while` loop: Triton 3.6's interpreter takes no range of device values.
+"""
+
+# The parameters of a kernel are values on the device, which have no Python type.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .columns import Column
+from .triton_common import LANES, narrow, widen
+
+CHUNK = tl.constexpr(4096)  # elements per program
+# elements per iteration of the elementwise kernels: two 128-bit loads of float32 per thread and operand
+BLOCK = tl.constexpr(1024)
+
+
+class Operand(NamedTuple):
+    """An operand as a kernel takes it. One that is absent is None."""
+
+    pointer: Any  # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between their rows
+    stride: Any  # between the rows of a field
+    DTYPE: tl.constexpr  # of the elements
+
+
+class Chunk(NamedTuple):
+    """What a program works on."""
+
+    row: Any
+    n_chunks: Any  # of a row
+    segment: Any
+    segments: Any
+    begin: Any  # first element in the segment
+    rest: Any  # elements of the segment from there on
+    offset: Any  # of the segment in the row
+    group: Any
+    slot: Any
+
+
+class Elements(NamedTuple):
+    """Which elements of a chunk a function is called for."""
+
+    lane: Any
+    rest: Any  # where MASKED, those from this one on are not there
+    MASKED: tl.constexpr
+    COMPUTE: tl.constexpr  # dtype of the arithmetic
+
+
+@triton.jit
+def locate(plan, n_chunks, segments):
+    """This program's chunk."""
+    chunks, table = plan
+    program = tl.program_id(0)
+    row = (program // n_chunks).to(tl.int64)
+    chunk = program % n_chunks
+    segment = tl.load(chunks + 2 * chunk)
+    begin = tl.load(chunks + 2 * chunk + 1)
+    record = table + 4 * segment
+    offset, rest = tl.load(record), tl.load(record + 1) - begin
+    group, slot = tl.load(record + 2), tl.load(record + 3)
+    return Chunk(row, n_chunks, segment, segments, begin, rest, offset, group, slot)
+
+
+Columns = namedtuple("Columns", [*(column.name.lower() for column in Column), "own"])  # type: ignore[misc]
+
+
+@triton.jit
+def columns(hyper, chunk):
+    """The device scalars of the chunk's row and group, by the names of `Column`; those that a kernel does not use are not read."""
+    scalars, row_stride, group_stride = hyper
+    h = scalars + chunk.row * row_stride + chunk.group * group_stride
+    return Columns(  # type: ignore[call-arg]
+        tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4), tl.load(h + 5), tl.load(h + 6),
+        tl.load(h + 7), tl.load(h + 8), tl.load(h + 9), tl.load(h + 10), tl.load(h + 11), tl.load(h + 12),
+        own=(tl.load(h + 13), tl.load(h + 14), tl.load(h + 15)),
+    )  # fmt: skip
+
+
+@triton.jit
+def first_element(operand, chunk, ALIGNED: tl.constexpr):
+    """Pointer to an operand's first element in the chunk."""
+    if operand.pointer.dtype.element_ty == operand.DTYPE:
+        base = operand.pointer
+        start = chunk.row * operand.stride + chunk.offset + chunk.begin
+    else:
+        base = tl.load(operand.pointer + chunk.segment).to(tl.pointer_type(operand.DTYPE))
+        start = chunk.row * tl.load(operand.pointer + chunk.segments + chunk.segment) + chunk.begin
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return base + start
+
+
+@triton.jit
+def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Calls `FUNCTION(operands, numbers, at)` for every block of the chunk."""
+    operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
+    lane = tl.arange(0, BLOCK)
+    if chunk.rest >= CHUNK:
+        for start in tl.static_range(0, CHUNK, BLOCK):
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+    else:
+        start = 0
+        while start < chunk.rest:
+            FUNCTION(operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+            start += BLOCK
+
+
+@triton.jit
+def add_up(
+    FUNCTION: tl.constexpr, COUNT: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """COUNT sums by lane: what `totals = FUNCTION(totals, operands, numbers, at)` makes of zeros over all elements of the chunk."""
+    operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
+    lane = tl.arange(0, LANES)
+    totals = (tl.zeros([LANES], dtype=COMPUTE),) * COUNT
+    if chunk.rest >= CHUNK:
+        for start in tl.static_range(0, CHUNK, LANES):
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, False, COMPUTE))
+    else:
+        start = 0
+        while start < chunk.rest:
+            totals = FUNCTION(totals, operands, numbers, Elements(start + lane, chunk.rest, True, COMPUTE))
+            start += LANES
+    return totals
+
+
+@triton.jit
+def load(base, at):
+    """Elements of what begins at `base`, as they are stored; those that are not there are not read and are 0."""
+    return tl.load(base + at.lane, mask=at.lane < at.rest, other=0) if at.MASKED else tl.load(base + at.lane)
+
+
+@triton.jit
+def read(base, at):
+    """`load`, in the dtype of the arithmetic."""
+    return widen(load(base, at), at.COMPUTE)
+
+
+@triton.jit
+def _limit_if(condition, at):
+    """The number of elements of a chunk that are touched: none where the (scalar) condition is false."""
+    # The length of a whole chunk is a multiple of 16 and known to the compiler: accesses stay 128 bits wide.
+    return tl.where(condition, at.rest if at.MASKED else CHUNK, 0)
+
+
+@triton.jit
+def read_if(condition, base, at):
+    """Like `read`; reads nothing where the (scalar) condition is false."""
+    return widen(tl.load(base + at.lane, mask=at.lane < _limit_if(condition, at), other=0), at.COMPUTE)
+
+
+@triton.jit
+def store(base, at, x):
+    """Writes elements of what begins at `base`, rounded to its dtype, except those that are not there."""
+    x = narrow(x, base.dtype.element_ty)
+    if at.MASKED:
+        tl.store(base + at.lane, x, mask=at.lane < at.rest)
+    else:
+        tl.store(base + at.lane, x)
+
+
+@triton.jit
+def store_if(condition, base, at, x):
+    """Like `store`; writes nothing where the (scalar) condition is false."""
+    tl.store(base + at.lane, narrow(x, base.dtype.element_ty), mask=at.lane < _limit_if(condition, at))
