@@ -1,28 +1,44 @@
-"""What the end of a round asks for and nothing in the round changes, made in a thread while its clients train."""
+"""What the end of a round asks for and nothing in the round changes, made before it is asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
+AT_ONCE = 16  # rounds
 
 
 class Ahead(Generic[Made]):
-    """make: from a round's number; what it raises is raised where its result is asked for."""
+    """make: from a round's number; what it raises is raised where its result is asked for.
 
-    def __init__(self, make: Callable[[int], Made]) -> None:
+    small: made in no time, so it is made for several rounds at once, because what is in no cache takes three times as long; else for one round,
+    in a thread while its clients train (to wake a thread takes as long as some thousand random numbers).
+    """
+
+    def __init__(self, make: Callable[[int], Made], small: bool) -> None:
         self._make = make
-        self._thread = ThreadPoolExecutor(1, "fastsam works ahead")  # which ends with this object
-        self._begun: tuple[int, Future[Made]] | None = None
+        # Which ends with this object.
+        self._thread = None if small else ThreadPoolExecutor(1, "fastsam works ahead")
+        self._made: dict[int, Callable[[], Made]] = {}
 
     def begin(self, index: int) -> None:
-        self._begun = index, self._thread.submit(self._make, index)
+        """Before the clients of a round train."""
+        if index in self._made:
+            return
+        if self._thread is None:
+            self._made = {t: partial(_given, self._make(t)) for t in range(index, index + AT_ONCE)}
+        else:
+            future: Future[Made] = self._thread.submit(self._make, index)
+            self._made = {index: future.result}
 
     def of(self, index: int) -> Made:
-        """Of round `index`, begun or not; of the last one as often as it is asked."""
-        if self._begun is None or self._begun[0] != index:
-            self.begin(index)
-        assert self._begun is not None
-        return self._begun[1].result()
+        """Of round `index`, begun or not."""
+        self.begin(index)
+        return self._made[index]()
+
+
+def _given(value: Made) -> Made:
+    return value

@@ -22,6 +22,7 @@ from fastsam.fed.privacy.tree import changes
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.fixed_point import RoundSums
 
+_MANY = 2**16  # numbers of a row whose noise is drawn in a thread
 CLIP = "clip_update"  # the name of an adaptive clip in the server's state
 SHORT = "not clipped"  # and of the count that it follows, among the sums
 
@@ -90,7 +91,7 @@ class Privacy:
 
     @cached_property
     def _ahead(self) -> Ahead[tuple[Tensor | None, float | None]]:
-        return Ahead(lambda index: (self._noise(index), self._epsilon(index)))
+        return Ahead(lambda index: (self._noise(index), self._epsilon(index)), len(self.places) < _MANY)
 
     def _noise(self, index: int) -> Tensor | None:
         """The server's of a round, in units of `noise_multiplier` times the clip."""
