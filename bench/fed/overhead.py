@@ -32,7 +32,7 @@ LONG = 5  # local epochs of a long round
 LR = 0.05  # with the workload's, five epochs of so few clients diverge under SCAFFOLD
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
-ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
+ROUNDS = {"mlp": 16, "cnn": 1}  # of each run in a turn: as many as small noise is made for at once
 
 
 @dataclass(frozen=True)
