@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fastsam import backends, ops
-from fastsam.backends import Kernels
+from fastsam import ops
 from fastsam_kernels.columns import WIDTH
 
 # How far, relatively, a norm of the kernels may be off. The CPU's add up 64 squares in a float32, the others fewer; the rest is in float64: half
@@ -19,19 +19,24 @@ _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's 
 
 def norms_of(rows: Tensor) -> list[float]:
     """Of each of `rows` `[n, stride]`, to `_OFF`; of a row alone the same bits as among others."""
-    kernels, table, hyper, sumsq = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
+    norm_, table, hyper, sumsq = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
     squares = torch.empty_like(sumsq)
-    kernels.norm_(squares, [rows], [], table, hyper)
+    norm_(squares, [rows], [], table, hyper)
     return squares.sqrt_().tolist()
 
 
 @lru_cache(8)
-def _operands(n: int, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Kernels, Tensor, Tensor, Tensor]:
-    """The compiled kernels, else the reference; the table of rows that are one segment; hyper; something of the norms' form."""
-    name = "native" if backends.select("auto", device, dtype).name == "native" else "reference"
+def _operands(
+    n: int, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[..., None], Tensor, Tensor, Tensor]:
+    """The compiled kernel, else the reference's; the table of rows that are one segment; hyper; something of the norms' form."""
+    try:
+        kernels = ops.bind("native", device, dtype)
+    except RuntimeError:  # there is none here
+        kernels = ops.bind("reference", device, dtype)
     table = torch.tensor([[0, length, 0, 0]], device=device)
     hyper = torch.zeros(n, 1, WIDTH, dtype=torch.float64, device=device)
-    return ops.bind(name, device, dtype), table, hyper, hyper[:, 0, 0].clone()
+    return kernels.norm_, table, hyper, hyper[:, 0, 0].clone()
 
 
 def shorten_(rows: Tensor, limit: float) -> list[float]:
