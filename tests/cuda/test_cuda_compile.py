@@ -35,8 +35,10 @@ BOUNDS = {"perturb": 72} | dict.fromkeys(
 BOUNDS["update_rmsprop"] = 80  # three fields
 # With g1, q and shift beside several fields: six or more streams, of which two blocks keep enough under way.
 WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sgd", "lion")), 128
-# A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision, RMSprop's general form (sm_100).
-SPILLED = {("update_adam", "ddLb0E"): 8, ("update_rmsprop", "ddLb0E"): 8, ("update_rmsprop", "ffLb1E"): 8}
+# A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision, the general form (sm_100) of
+# RMSprop, and of bSAM, which has no use for it.
+SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("adam", "rmsprop")}
+SPILLED |= {(f"update_{rule}", "ffLb1E"): 8 for rule in ("rmsprop", "bsam")}
 BYTES = {
     "norm": (4, 0),
     "restore": (4, 4),

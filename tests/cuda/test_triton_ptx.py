@@ -86,7 +86,9 @@ def test_every_storage_type_has_128_bits(found: dict, dtype: str) -> None:
 def test_nothing_spilled_fused_or_approximated(found: dict) -> None:
     for kernel, counts in found.items():
         assert counts["local"] == counts["STACK"] == counts["LOCAL"] == 0, f"{kernel} spills registers: {counts}"
-        most = 160 if kernel.startswith("rmsprop") else 128  # it has five operands in flight where the others have four
+        most = (
+            160 if kernel.startswith(("rmsprop", "bsam")) else 128
+        )  # they have five operands in flight where the others have four
         assert counts["REG"] <= most, f"{kernel} needs {counts['REG']} registers: too few blocks fit a multiprocessor"
         assert counts["fused"] == 0, f"{kernel} fuses multiply and add, so its bits depend on what the compiler saw"
         assert counts["inexact"] == 0, f"{kernel} divides or takes roots approximately"
