@@ -236,8 +236,8 @@ def test_parameters_of_two_dtypes_and_with_gaps(kinds: tuple[torch.dtype, ...]) 
 @needs_interpreter
 @pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 4))])
 def test_the_bytes_of_a_step(k: int) -> None:
-    """Those that docs/variants.md has, without the gradients that torch's calls keep: 8 of the first, 12 of each other."""
-    p = nn.Parameter(torch.linspace(-1, 1, 2048))
+    """Those that docs/variants.md has, without the gradients that torch's calls keep: 8 of the first, 12 of each other; a chunk, and its scalars."""
+    p = nn.Parameter(torch.linspace(-1, 1, 4096))
     sam = Lookbehind(RHO, k=k)
     opt = FusedSAM([p], torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9, backend="triton")
     opt.step(lambda: p.sin().square().sum().backward())
