@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from bench import timing
 from bench.contenders import SGD_OPTIONS, OptimizerStepper, parameters
 from bench.problem import FLOOR_BYTES, LR, RHO, WEIGHT_DECAY, Gradients, Size, initial_weights
 from bench.timing import Clock, Rounds, Summary, measure
@@ -128,30 +128,13 @@ class Theirs(OptimizerStepper):
         self.second()
 
 
-@dataclass
-class Drive:
-    """As `bench.timing.Drive`, of a step of any number of passes."""
+class Drive(timing.Drive):
+    """A step of any number of passes."""
 
-    stepper: Ours | Theirs
-    gradients: Gradients
-    clock: Clock
-    passes: int = 0
+    stepper: Any
 
     def step(self) -> None:
         self.stepper.step(self._backward)
-
-    def _backward(self) -> None:
-        since = time.perf_counter()
-        self.stepper.take(self.gradients, self.passes)
-        self.passes += 1
-        self.clock.hide(since)
-
-    def sample(self, steps: int) -> float:
-        """Seconds per step."""
-        start = self.clock()
-        for _ in range(steps):
-            self.step()
-        return (self.clock() - start) / steps
 
 
 def run(size: Size, threads: int, rounds: int, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
