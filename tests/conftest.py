@@ -43,11 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Among several workers, a test that is marked `alone` waits until the others' tests have ended, and they wait for it."""
-    if not hasattr(item.config, "workerinput") or item.config.cache is None:
+    cache = getattr(item.config, "cache", None)  # pytest may have been told to keep none
+    if not hasattr(item.config, "workerinput") or cache is None:
         return (yield)
     import fcntl  # here, because Windows has none
 
-    folder = item.config.cache.mkdir("workers")
+    folder = cache.mkdir("workers")
     with open(folder / "turn", "w") as turn, open(folder / "work", "w") as work:
         fcntl.flock(turn, fcntl.LOCK_EX)  # kept while one waits for its work, so that nobody begins before it
         fcntl.flock(work, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)

@@ -218,6 +218,14 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     assert "assert (2 + 2) == 5" in said and gpu.last_word(said).startswith("1 failed"), said
 
 
+def test_the_tests_run_as_the_script_calls_them(tmp_path: Path) -> None:
+    """With its workers and without a cache, under the settings of this folder."""
+    place = gpu.Place(ROOT, tmp_path, None, None, None, gpu.time.monotonic() + 120)
+    some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_lines.py"), 120)
+    outcome = gpu.run_part(some, place)
+    assert outcome.state == "passed" and re.match(r"\d+ passed", outcome.result), outcome
+
+
 @pytest.mark.slow
 def test_what_the_tests_read_is_copied(tmp_path: Path) -> None:
     """pytest runs nothing after an error of collection: every module with tests for a GPU can be imported in the copy."""
