@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from fastsam.arena import Arena, Layout, is_dense
 from fastsam.ops import Kernels, bind, compute_dtype
-from fastsam.optim.exclusive import Exchange, lendable, pays
+from fastsam.optim.exclusive import Exchange, lendable
 from fastsam.optim.gradients import present
 from fastsam.optim.parameters import has_memory
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
 from fastsam.optim.variants.sam import Places
 
@@ -21,47 +21,6 @@ FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # field
 GRADIENT, ROUNDED, MASK, BEFORE = "gathered_gradient", "rounded_direction", "mask", "point_before"
 
 _is_contiguous = torch.Tensor.is_contiguous
-
-
-class Selection:
-    """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
-
-    def __init__(self, bucket: Bucket, slots: tuple[int, ...]) -> None:
-        whole = len(slots) == len(bucket.params)
-        self._bucket, self.slots = bucket, slots
-        self.table = bucket.layout.table if whole else bucket.layout.subtable(slots)
-        self._z = [bucket.z[i] for i in slots]
-        aliases = [bucket.aliases[i] for i in slots]
-        # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
-        self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
-        self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
-        self.raw_calls_saved: Any = None  # the same on the saved weights
-        self.raw_calls_in_place: Any = None  # the same without saved weights
-        self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
-        self.exchange: Exchange | None = None  # None: the parameters stay in their memory
-        if bucket.exchanges and slots and pays(self._z):
-            self.exchange = Exchange(bucket.params, slots, aliases)
-
-    @cached_property
-    def apart(self) -> list[Tensor]:
-        """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be had."""
-        return self._bucket.views(self._bucket.origin, self)
-
-    @property
-    def z(self) -> list[Tensor]:
-        """The weights that a call reads and writes."""
-        if torch.compiler.is_compiling() and not self.indirect:
-            # Aliases made outside would be inputs of their own to a compiled step.
-            return [local(self._bucket.params[i]).detach() for i in self.slots]
-        return self._z
-
-    def load(self) -> None:
-        for parameter, stand_in in self.indirect:
-            stand_in.copy_(parameter)
-
-    def store(self) -> None:
-        for parameter, stand_in in self.indirect:
-            parameter.copy_(stand_in)
 
 
 class Bucket:

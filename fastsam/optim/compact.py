@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import Bucket, Selection
+from fastsam.optim.bucket import Bucket
 from fastsam.optim.mixing import silent
 from fastsam.optim.rules import op_calls, rule_of
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import is_sharded
 from fastsam.optim.update import FusedUpdate, Part
 from fastsam.optim.variants.sam import SAM, Ahead

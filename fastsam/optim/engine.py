@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import Bucket, Selection
+from fastsam.optim.bucket import Bucket
 from fastsam.optim.buffers import Buffers, Phase
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
 from fastsam.optim.mixing import Call, Mixing, Scales, squares
 from fastsam.optim.rules import rule_of
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
 from fastsam.optim.variants.sam import SAM, Memory
 

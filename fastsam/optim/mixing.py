@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket, Selection
+from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
 from fastsam.optim.rules import op_calls
 from fastsam.optim.scalars import Scalars
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.columns import Column

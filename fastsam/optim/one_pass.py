@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Selection
+from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket
 from fastsam.optim.buffers import Phase
 from fastsam.optim.checkpoint import Weights
 from fastsam.optim.engine import PLAIN, Engine, Uncompiled
 from fastsam.optim.mixing import Call, Scales, silent, taking
 from fastsam.optim.rules import Group, rule_of
 from fastsam.optim.sampled import Sampled
+from fastsam.optim.selection import Selection
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 
 # By update rule: the field of its state that is a momentum.

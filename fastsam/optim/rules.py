@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket, Selection
+from fastsam.optim.bucket import Bucket
+from fastsam.optim.selection import Selection
 from fastsam_kernels.rule import Rule
 from fastsam_kernels.rules import RULES
 

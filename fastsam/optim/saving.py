@@ -14,9 +14,9 @@ from fastsam.optim.checkpoint import COPIED_ALONE, Loaded, pack
 from fastsam.optim.early import Early
 from fastsam.optim.engine import PLAIN, Phase
 from fastsam.optim.leftover import Leftover
-from fastsam.optim.modes import Modes
 from fastsam.optim.one_pass import engine_of
 from fastsam.optim.statistics import Statistics
+from fastsam.optim.turns import Turns
 from fastsam.optim.watch import parameters_of
 
 NOT_THERE = (
@@ -35,7 +35,7 @@ def called_by_checkpoint(function: str) -> bool:
     return frame is not None and frame.f_code.co_name == function
 
 
-class Saving(Modes):
+class Saving(Turns):
     """An optimizer whose groups and state `base_optimizer` shares, and whose steps an engine makes."""
 
     base_optimizer: Optimizer
@@ -171,10 +171,6 @@ class Saving(Modes):
             self._engine.phase = Phase.SAMPLED
         self._share()
         self._follow_modules()
-
-    def _require(self, phase: Phase, problem: str, remedy: str) -> None:
-        if self._engine.phase is not phase:
-            raise RuntimeError(f"{problem}; {remedy}")
 
     def _share(self) -> None:
         """The base optimizer works on the very groups and state of this one, also after somebody replaced them."""

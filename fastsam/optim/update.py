@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket, Selection
+from fastsam.optim.bucket import Bucket
 from fastsam.optim.rules import Kind, Rule, calls_of, operands_of
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, part_of, placed
 
 State = dict[Tensor, dict[str, Any]]

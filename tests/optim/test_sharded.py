@@ -28,6 +28,7 @@ def keep(size: int, *works: tuple[Callable[..., str], tuple[Any, ...]]) -> None:
 def test_two_ranks_make_the_unsharded_step() -> None:
     """One test of several promises, because two processes that import DTensor take their seconds."""
     from tests.helpers import sharded_ranks as ranks
+    from tests.helpers import sharded_states as states
 
     keep(
         2,
@@ -36,7 +37,7 @@ def test_two_ranks_make_the_unsharded_step() -> None:
         (ranks.not_finite, ()),
         (ranks.no_stale_copy, ()),
         (ranks.unequal_meshes, ()),
-        (ranks.resumed_in_memory, (False,)),
+        (states.resumed_in_memory, (False,)),
     )
 
 
@@ -89,7 +90,7 @@ def test_meshes_of_two_dimensions() -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_goes_on_with_four(tmp_path: Path) -> None:
-    from tests.helpers import sharded_ranks as ranks
+    from tests.helpers import sharded_states as states
 
-    keep(2, (ranks.resumed_in_memory, ()), (ranks.save_sharded, (str(tmp_path),)))
-    keep(4, (ranks.load_sharded, (str(tmp_path),)))
+    keep(2, (states.resumed_in_memory, ()), (states.save_sharded, (str(tmp_path),)))
+    keep(4, (states.load_sharded, (str(tmp_path),)))

@@ -1,0 +1,56 @@
+"""Some of a bucket's parameters, as the operands of a call."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fastsam.optim.exclusive import Exchange, pays
+from fastsam.optim.sharded import local
+
+if TYPE_CHECKING:
+    from fastsam.optim.bucket import Bucket
+
+
+class Selection:
+    """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
+
+    def __init__(self, bucket: Bucket, slots: tuple[int, ...]) -> None:
+        whole = len(slots) == len(bucket.params)
+        self._bucket, self.slots = bucket, slots
+        self.table = bucket.layout.table if whole else bucket.layout.subtable(slots)
+        self._z = [bucket.z[i] for i in slots]
+        aliases = [bucket.aliases[i] for i in slots]
+        # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
+        self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
+        self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
+        self.raw_calls_saved: Any = None  # the same on the saved weights
+        self.raw_calls_in_place: Any = None  # the same without saved weights
+        self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
+        self.exchange: Exchange | None = None  # None: the parameters stay in their memory
+        if bucket.exchanges and slots and pays(self._z):
+            self.exchange = Exchange(bucket.params, slots, aliases)
+
+    @cached_property
+    def apart(self) -> list[Tensor]:
+        """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be had."""
+        return self._bucket.views(self._bucket.origin, self)
+
+    @property
+    def z(self) -> list[Tensor]:
+        """The weights that a call reads and writes."""
+        if torch.compiler.is_compiling() and not self.indirect:
+            # Aliases made outside would be inputs of their own to a compiled step.
+            return [local(self._bucket.params[i]).detach() for i in self.slots]
+        return self._z
+
+    def load(self) -> None:
+        for parameter, stand_in in self.indirect:
+            stand_in.copy_(parameter)
+
+    def store(self) -> None:
+        for parameter, stand_in in self.indirect:
+            parameter.copy_(stand_in)
