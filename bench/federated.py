@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,6 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     peers = dict(pair.split("=", 1) for pair in arguments.peer)
     options = Options(arguments.device, peers, 3 if arguments.quick else arguments.chunks, arguments.quick)
     content: dict[str, Any] = {**facts(command_line("bench.federated")), "device": options.device, "parts": {}}
+    if arguments.again is not None:
+        content = joined(arguments.again, content, arguments.parts)
     failed = False
     for part in arguments.parts:
         if part == "gpu":
@@ -160,6 +162,24 @@ def main(argv: list[str] | None = None) -> int:
             _write(arguments.out, content)
     _write(arguments.out, content)
     return int(failed)
+
+
+def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
+    """The content of a JSON whose `parts` are measured again, and when and how that was. own: what is known of this run.
+
+    Raises SystemExit where the two were not made on like machines: their figures would stand side by side.
+    """
+    content: dict[str, Any] = json.loads(path.read_text())
+    was, here = (
+        f"{c['machine']['cores']} cores of {c['machine']['cpu']}, torch {c['versions']['torch']}, {c['device']}"
+        for c in (content, own)
+    )
+    if was != here:
+        raise SystemExit(f"--again {path}: it was measured on {was}, and here are {here}; measure all parts here")
+    for part in parts:
+        content["parts"].pop(part, None)
+        content.setdefault("again", {})[part] = {key: own[key] for key in ("command", "date", "commit")}
+    return content
 
 
 def _write_part(out: Path | None, content: dict[str, Any], part: str, found: dict[str, Any]) -> None:
@@ -186,6 +206,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=12, help="turns that each contender takes")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--quick", action="store_true", help="a few turns, to see that all of it works")
+    parser.add_argument("--again", type=Path, metavar="JSON", help="of an earlier run, whose other parts are kept")
     parser.add_argument("--out", type=Path, help="folder for federated.json, on a GPU federated-cuda.json")
     arguments = parser.parse_args(argv)
     if arguments.parts is None:

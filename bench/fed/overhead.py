@@ -25,14 +25,16 @@ ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam
 # What protects clients, in FedAvg: its options. It costs nothing in a local step, so these have rounds alone.
 PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {
     "fedavg, secure_sums": (("secure_sums", 2 / 3),),
-    "fedavg, noise_multiplier": (("clip_update", 1.0), ("noise_multiplier", 0.5)),  # with epsilon; and it still trains
+    # Most are clipped; with epsilon; and it still trains.
+    "fedavg, noise_multiplier": (("clip_update", 0.15), ("noise_multiplier", 0.5)),
 }
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
 LR = 0.05  # with the workload's, five epochs of so few clients diverge under SCAFFOLD
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
-ROUNDS = {"mlp": 16, "cnn": 1}  # of each run in a turn: as many as small noise is made for at once
+ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
+BLOCK = 64  # of the MLP with noise: as many as it is made for at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def compare(model: str, executor: str, device: str, turns: int) -> Costs:
 def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
     """An algorithm beside FedAvg, each of which begins every other turn. The first turn is not counted."""
     plain, alone = replace(workload, algorithm=UNIT, options=()), bool(workload.options)
-    own, unit = (Runs(load, executor, turns + 1, alone) for load in (workload, plain))
+    noisy = "noise_multiplier" in dict(workload.options) and workload.model == "mlp"
+    chunk = BLOCK if noisy else ROUNDS[workload.model]
+    own, unit = (Runs(load, executor, turns + 1, chunk, alone) for load in (workload, plain))
     pairs: Pairs = []
     problem = None
     with no_garbage_collection():
@@ -107,12 +111,14 @@ def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
 
 
 def beside(own: Runs, unit: Runs, first: bool) -> tuple[Times, Times]:
-    """A turn of both, a few rounds of each run and its like in alternation; first: who begins. Raises RuntimeError when a run has ended."""
-    seconds = dict.fromkeys([*own.all, *unit.all], 0.0)
-    for _ in range(own.chunk):
-        for pair in zip(own.all, unit.all, strict=True):
-            for run in pair if first else pair[::-1]:
-                seconds[run] += run.round()
+    """A turn of both: some rounds of each run, one after the other as in a run by itself, then of its like. first: who begins.
+
+    Raises RuntimeError when a run has ended.
+    """
+    seconds: dict[Paused, float] = {}
+    for pair in zip(own.all, unit.all, strict=True):
+        for run in pair if first else pair[::-1]:
+            seconds[run] = sum(run.round() for _ in range(own.chunk))
     return own.times(seconds), unit.times(seconds)
 
 
@@ -128,15 +134,16 @@ def cost(label: str, pairs: Pairs, problem: str | None) -> Cost:
 class Runs:
     """An algorithm's runs: of the workload as it is, and of two with fewer clients whose rounds differ in their local epochs alone.
 
-    alone: the workload's own alone; a local step then counts as 1.
+    chunk: rounds of each in a turn. alone: the workload's own alone; a local step then counts as 1.
     """
 
-    def __init__(self, workload: Workload, executor: str, turns: int, alone: bool = False) -> None:
-        self.chunk, few = ROUNDS[workload.model], replace(workload, cohort=CLIENTS[workload.model])
+    def __init__(self, workload: Workload, executor: str, turns: int, chunk: int, alone: bool = False) -> None:
+        few = replace(workload, cohort=CLIENTS[workload.model])
+        self.chunk = chunk
         # Local steps that the long round takes and the short one does not.
         self.steps = few.cohort * (SAMPLES // BATCH) * (LONG - 1)
         loads = (workload,) * 3 if alone else (workload, few, replace(few, epochs=LONG))
-        known = {load: Paused(load, executor, turns * self.chunk) for load in dict.fromkeys(loads)}
+        known = {load: Paused(load, executor, turns * chunk) for load in dict.fromkeys(loads)}
         self.all = list(known.values())
         self.whole, self.short, self.long = (known[load] for load in loads)
 

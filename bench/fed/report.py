@@ -99,6 +99,8 @@ def page(content: Mapping[str, Any]) -> str:
         f"{where}; torch {content['versions']['torch']}; commit `{content['commit'][:12]}`; `{content['command']}`",
         "",
     ]
+    for name, about in content.get("again", {}).items():
+        lines += [f"Part `{name}` again: commit `{about['commit'][:12]}`; `{about['command']}`", ""]
     for name, part in content["parts"].items():
         lines += (
             [share_line(part)] if name == "share" else [gpu_tables(part)] if name == "gpu" else [table(c) for c in part]

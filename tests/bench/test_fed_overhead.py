@@ -130,3 +130,33 @@ def test_the_command_measures_overheads_too(monkeypatch: pytest.MonkeyPatch, tmp
     )
     assert federated.main(["--parts", "overhead", "--quick"]) == 1
     assert asked == [("cpu", 8), ("cpu", 6)]
+
+
+def test_a_part_measured_again_is_joined_to_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = Summary(1, 1, 1)
+    costs = [overhead.Costs("MLP, auto", [overhead.Cost("fedcm", one, one, one)], 0.0)]
+    monkeypatch.setattr(overhead, "measure", lambda device, turns: costs)
+    command = ["--parts", "overhead", "--out", str(tmp_path)]
+    path = tmp_path / "federated.json"
+    assert federated.main(command) == 0
+    before = json.loads(path.read_text())
+    before |= {"commit": "an older one", "parts": before["parts"] | {"share": {"own_share": 0.5}, "overhead": "old"}}
+    path.write_text(json.dumps(before))
+    assert federated.main([*command, "--again", str(path)]) == 0
+    after = json.loads(path.read_text())
+    assert after["commit"] == "an older one" != after["again"]["overhead"]["commit"]
+    assert after["parts"]["share"] == {"own_share": 0.5} and after["parts"]["overhead"][0]["title"] == "MLP, auto"
+    path.write_text(json.dumps(before | {"versions": {"torch": "1.0"}}))
+    with pytest.raises(SystemExit, match="torch 1.0, cpu, and here are .* measure all parts here"):
+        federated.main([*command, "--again", str(path)])
+    assert json.loads(path.read_text())["parts"]["overhead"] == "old"
+
+
+def test_noise_of_a_small_model_is_timed_over_all_rounds_it_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Costly(monkeypatch)
+    monkeypatch.setattr(overhead, "ALGORITHMS", ())
+    monkeypatch.setattr(overhead, "PROTECTED", {"noisy": (("noise_multiplier", 1.0),)})
+    for model, rounds in (("mlp", 64), ("cnn", 1)):
+        clock.log.clear()
+        overhead.compare(model, "sequential", "cpu", 1)
+        assert len(clock.log) == 2 * (2 * rounds + 1)

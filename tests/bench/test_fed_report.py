@@ -76,7 +76,9 @@ def content() -> dict[str, Any]:
 
 @pytest.mark.of_each_kind
 def test_a_page_says_every_figure() -> None:
-    page = report.page(content())
+    again = {"overhead": {"commit": "fedcba9876543210", "command": "python -m bench.federated --parts overhead"}}
+    page = report.page(content() | {"again": again})
+    assert "Part `overhead` again: commit `fedcba987654`; `python -m bench.federated --parts overhead`" in page
     assert page.startswith("2 cores of A CPU; torch 2.13.0; commit `0123456789ab`; `python -m bench.federated`")
     assert "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |" in page
     assert "| flower | failed: no / actors at all | | |" in page

@@ -16,6 +16,7 @@ import numpy as np
 
 from fastsam.fed.clients import sampling
 
+_AT_ONCE = 64  # rounds whose epsilon is computed together: by itself, what is in no cache takes several times as long
 _AT = 16.0  # of a curve: epsilon is above zero there
 Events = list[tuple[Any, int]]  # of dp_accounting, and how often
 
@@ -83,6 +84,7 @@ class Accountant:
         self._relation = dp.NeighboringRelation[law.relation]
         self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
         self._curves: dict[Any, np.ndarray] = {}
+        self._known: dict[int, float] = {}
         # What the package adds to a curve at each order, at a value where it does nothing else: asked once, for it takes as long as a small round.
         added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
         self._added = np.array(added)
@@ -90,15 +92,26 @@ class Accountant:
 
     def epsilon(self, rounds: int) -> float:
         """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their events."""
+        if rounds not in self._known:
+            several = range(
+                rounds, rounds + min(rounds, _AT_ONCE)
+            )  # so a run of few rounds asks for no more than twice as many
+            self._known = dict(zip(several, self._epsilons(several), strict=True))
+        return self._known[rounds]
+
+    def _epsilons(self, several: range) -> list[float]:
+        """For each of some numbers of rounds."""
         import dp_accounting as dp
 
-        rdp = np.zeros(len(self._orders))
-        for event, times in self.law.events(rounds):
-            if times:
-                rdp += times * self._curve(event)
-        if rdp.min() <= self._small:
-            return float(dp.rdp.compute_epsilon(self._orders, rdp, self.delta)[0])
-        return max(0.0, float((rdp + self._added).min()))
+        curves = np.zeros((len(several), len(self._orders)))
+        for curve, rounds in zip(curves, several, strict=True):
+            for event, times in self.law.events(rounds):
+                if times:
+                    curve += times * self._curve(event)
+        found = (curves + self._added).min(1).clip(min=0.0)
+        for place in np.flatnonzero(curves.min(1) <= self._small):
+            found[place] = dp.rdp.compute_epsilon(self._orders, curves[place], self.delta)[0]
+        return found.tolist()
 
     def _curve(self, event: Any) -> np.ndarray:
         found = self._curves.get(event)

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Generic, TypeVar
 
+import torch
+
 Made = TypeVar("Made")
-AT_ONCE = 16  # rounds
 
 
 class Ahead(Generic[Made]):
-    """make: from a round's number; what it raises is raised where its result is asked for.
+    """make: for some rounds, from their numbers, in a thread while clients train; what it raises is raised where a result is asked for.
 
-    small: made in no time, so it is made for several rounds at once, because what is in no cache takes three times as long; else for one round,
-    in a thread while its clients train (to wake a thread takes as long as some thousand random numbers).
+    at_once: rounds that are made together, the first of which is a multiple of it: to wake a thread takes as long as some thousand random numbers.
     """
 
-    def __init__(self, make: Callable[[int], Made], small: bool) -> None:
-        self._make = make
-        # Which ends with this object.
-        self._thread = None if small else ThreadPoolExecutor(1, "fastsam works ahead")
-        self._made: dict[int, Callable[[], Made]] = {}
+    def __init__(self, make: Callable[[range], Sequence[Made]], at_once: int) -> None:
+        self._make, self._at_once = make, at_once
+        # Which ends with this object, and leaves the other processors to the clients.
+        self._thread = ThreadPoolExecutor(1, "fastsam works ahead", torch.set_num_threads, (1,))
+        self._made: dict[int, Future[Sequence[Made]]] = {}
 
     def begin(self, index: int) -> None:
         """Before the clients of a round train."""
-        if index in self._made:
-            return
-        if self._thread is None:
-            self._made = {t: partial(_given, self._make(t)) for t in range(index, index + AT_ONCE)}
-        else:
-            future: Future[Made] = self._thread.submit(self._make, index)
-            self._made = {index: future.result}
+        block, later = index // self._at_once, (index + self._at_once - 1) // self._at_once
+        if block not in self._made or later not in self._made:
+            self._made = {b: self._made.get(b) or self._submit(b) for b in {block, later}}
 
     def of(self, index: int) -> Made:
         """Of round `index`, begun or not."""
-        self.begin(index)
-        return self._made[index]()
+        block, place = divmod(index, self._at_once)
+        if block not in self._made:
+            self.begin(index)
+        return self._made[block].result()[place]
 
-
-def _given(value: Made) -> Made:
-    return value
+    def _submit(self, block: int) -> Future[Sequence[Made]]:
+        first = block * self._at_once
+        return self._thread.submit(self._make, range(first, first + self._at_once))

@@ -22,7 +22,7 @@ from fastsam.fed.privacy.tree import changes
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.fixed_point import RoundSums
 
-_MANY = 2**16  # numbers of a row whose noise is drawn in a thread
+_AT_ONCE, _MOST = 64, 2**18  # rounds, and numbers, whose noise is drawn together
 CLIP = "clip_update"  # the name of an adaptive clip in the server's state
 SHORT = "not clipped"  # and of the count that it follows, among the sums
 
@@ -67,7 +67,10 @@ class Privacy:
 
     def told(self, about: Round) -> Round:
         """The round as an algorithm may know it: with as many active clients as are expected, where the server adds the noise."""
-        return about if self.cohort is None or not self.at_server else replace(about, active=max(1, round(self.cohort)))
+        if self.cohort is None or not self.at_server:
+            return about
+        expected = max(1, round(self.cohort))
+        return about if about.active == expected else replace(about, active=expected)
 
     def add_to_rows_(self, rows: Tensor, clients: Sequence[int], index: int, clip: float) -> None:
         """Adds to displacements `[n, stride]` the clients' own noise, where noise is local."""
@@ -81,37 +84,35 @@ class Privacy:
         """What the server's step reads of a round. sums: None where nobody was sampled."""
         w = server["w"]
         z = self.asked.noise_multiplier if self.quantile is None else self.quantile.sum_multiplier
-        noise, _ = self._ahead.of(index)
-        assert noise is not None
+        noise = self._ahead.of(index)
         return PrivateSums(sums, noise.to(w.device), self.places, z * self.clip(server), self.cohort or active)
 
     def begin_round(self, index: int) -> None:
         """Before its clients train."""
-        self._ahead.begin(index)
+        if self.at_server:
+            self._ahead.begin(index)
 
     @cached_property
-    def _ahead(self) -> Ahead[tuple[Tensor | None, float | None]]:
-        return Ahead(lambda index: (self._noise(index), self._epsilon(index)), len(self.places) < _MANY)
+    def _ahead(self) -> Ahead[Tensor]:
+        return Ahead(self._noise, max(1, min(_AT_ONCE, _MOST // len(self.places))))
 
-    def _noise(self, index: int) -> Tensor | None:
-        """The server's of a round, in units of `noise_multiplier` times the clip."""
-        if not self.at_server:
-            return None
-        return self._tree(index) if self.asked.noise == "tree" else self._normals("noise", index)
+    def _noise(self, rounds: range) -> Sequence[Tensor]:
+        """The server's of some rounds, in units of `noise_multiplier` times the clip."""
+        if self.asked.noise == "tree":
+            return [self._tree(index) for index in rounds]
+        n = len(self.places)
+        return normals(len(rounds) * n, self.asked.seed, "noise", rounds.start).split(n)
 
     def _epsilon(self, index: int) -> float | None:
         """Of all rounds up to round `index`."""
         return None if self.accountant is None else self.accountant.epsilon(index + 1)
-
-    def _normals(self, *parts: int | str) -> Tensor:
-        return normals(len(self.places), self.asked.seed, *parts)
 
     def _tree(self, index: int) -> Tensor:
         """The noise of a round in units of that of a node."""
         tree, leaf = divmod(index, self.epoch)
         made = torch.zeros(len(self.places), dtype=torch.float64)
         for sign, level, node in changes(leaf + 1):
-            made.add_(self._normals("node", tree, level, node), alpha=sign)
+            made.add_(normals(len(made), self.asked.seed, "node", tree, level, node), alpha=sign)
         return made
 
     def after(self, before: State, server: State, sums: RoundSums | None, index: int) -> State:
@@ -129,7 +130,7 @@ class Privacy:
         if self.quantile is not None:
             made["clip_update"] = self.clip(before)
         if self.accountant is not None:
-            made |= {"epsilon": self._ahead.of(index)[1], "delta": self.accountant.delta}
+            made |= {"epsilon": self._epsilon(index), "delta": self.accountant.delta}
         return made
 
     def about(self) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from fastsam.fed.sums.fixed_point import RoundSums
@@ -30,16 +28,14 @@ class PrivateSums:
         """As many as are expected."""
         return max(1, round(self._cohort))
 
-    @cached_property
-    def _mean(self) -> Tensor:
+    def mean(self, name: str) -> Tensor:
+        """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""
+        if name != DELTA:
+            self._refused(f"mean({name!r})")
         std = self._std / self._cohort
         if self._sums is None:
             return self._normals * self._places * std
-        return torch.addcmul(self._sums.share(DELTA, self._cohort), self._normals, self._places, value=std)
-
-    def mean(self, name: str) -> Tensor:
-        """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""
-        return self._mean if name == DELTA else self._refused(f"mean({name!r})")
+        return self._sums.share(DELTA, self._cohort).addcmul_(self._normals, self._places, value=std)
 
     def total(self, name: str) -> Tensor:
         """Raises ValueError."""
