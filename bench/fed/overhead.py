@@ -34,7 +34,8 @@ LR = 0.05  # with the workload's, five epochs of so few clients diverge under SC
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
 ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
-BLOCK = 64  # of the MLP with noise: as many as it is made for at once
+# Of the MLP with noise: as many as it is made for at once, and turns for one of the others', for its cost is as small as what the machine adds.
+BLOCK, OFTEN = 64, 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
     """An algorithm beside FedAvg, each of which begins every other turn. The first turn is not counted."""
     plain, alone = replace(workload, algorithm=UNIT, options=()), bool(workload.options)
     noisy = "noise_multiplier" in dict(workload.options) and workload.model == "mlp"
-    chunk = BLOCK if noisy else ROUNDS[workload.model]
+    chunk, turns = (BLOCK, OFTEN * turns) if noisy else (ROUNDS[workload.model], turns)
     own, unit = (Runs(load, executor, turns + 1, chunk, alone) for load in (workload, plain))
     pairs: Pairs = []
     problem = None
