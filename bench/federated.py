@@ -177,7 +177,7 @@ def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, A
     if was != here:
         raise SystemExit(f"--again {path}: it was measured on {was}, and here are {here}; measure all parts here")
     for part in parts:
-        content["parts"].pop(part, None)
+        content["parts"][part] = []  # in its place
         content.setdefault("again", {})[part] = {key: own[key] for key in ("command", "date", "commit")}
     return content
 
