@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     # fmt: off
     for command in (run, compare):
         command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
-    compare.add_argument("--algorithms", metavar="A,B", help="what to compare; default: the file's [compare] table")
+    compare.add_argument("--algorithms", metavar="A,B", help="what to compare, or all; default: the file's [compare] table")
     compare.add_argument("--sweep", metavar="KEY=A,B", action="append", help="run every value of a key; given again: all combinations")
     compare.add_argument("--surface", metavar="POINTS", type=int, nargs="?", const=51, help="loss surfaces of the final models on a grid [51]")
     reproduce.add_argument("table", metavar="TABLE", nargs="?", help="its name, such as fedlesam-table2")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastsam.fed.algorithms import registry
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress
 from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.data import FederatedData
@@ -28,6 +29,8 @@ from fastsam.lab.sweep import Axis, check_taken, combinations, parse_axis, with_
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+ALL = "all"  # algorithms
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,15 @@ def plan(
 ) -> Plan:
     """All runs of a comparison, resolved and checked before the first one starts.
 
-    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and no sweep. sweep:
-    texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are combined. An algorithm that does not take a key runs
-    without it, once.
+    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and no sweep.
+    algorithms: `ALL` alone for every one there is. sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are
+    combined. An algorithm that does not take a key runs without it, once.
     Raises ConfigError as `fastsam.lab.config.resolve` does, for an algorithm or seed named twice, for a sweep that no algorithm takes, and
     for runs that would not share their data (a swept key of the data aside).
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
+    if names == [ALL]:
+        names = list(registry)
     if not names:
         raise ConfigError(
             "what shall be compared? Name algorithms with --algorithms fedavg,fedsam or in a table [compare] of the config file"

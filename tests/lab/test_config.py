@@ -261,6 +261,16 @@ def test_a_comparison_is_planned_before_it_runs(tmp_path: Path) -> None:
     assert compare.plan(config.read(tmp_path / "config.json")) == plan
 
 
+def test_all_algorithms_are_compared_by_one_word(tmp_path: Path) -> None:
+    every = list(fed.algorithms.registry)
+    for plan in (
+        compare.plan(read(tmp_path), ["all"]),
+        compare.plan(read(tmp_path, '[compare]\nalgorithms = ["all"]')),
+    ):
+        assert [c.algorithm for c in plan.configs] == every == list(plan.algorithms)
+        assert plan.record()["compare"]["algorithms"] == every
+
+
 def test_a_flat_option_goes_to_the_compared_algorithms_that_take_it(tmp_path: Path) -> None:
     plan = compare.plan(read(tmp_path, FILE, "--rho", "0.9"), ["fedavg", "fedsam", "mofedsam"])
     assert [c.options.get("rho") for c in plan.configs] == [None, 0.9, 0.9]
