@@ -26,12 +26,11 @@ import shlex
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, find_torch, gencode, output_of
+from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, find_torch, gencode, locked, output_of
 
 HERE = Path(__file__).resolve().parent
 FILES = {"cpu": "libfastsam_cpu.so", "cuda": "libfastsam_cuda.so"}
@@ -184,17 +183,6 @@ def cuda_steps(torch: Torch) -> list[Step]:
     return [*steps, Step(FILES["cuda"], tuple(step.output for step in steps), argv)]
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Two processes never build in one folder at a time."""
-    import fcntl  # here, because Windows has none and may import this module
-
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 # --- building, and finding what was built ---
 
 
@@ -211,7 +199,7 @@ def build(out_dir: str | Path, *, cuda: bool | None = None, work_dir: str | Path
     torch, out_dir = find_torch(), Path(out_dir)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(work_dir or scratch).resolve()
-        with _locked(work):
+        with locked(work):
             result, refused = _compile_all(torch, work, cuda)
             published = publish(result, out_dir)
     if refused is not None:
@@ -335,7 +323,7 @@ def jit() -> BuildResult:
             _require_own(folder)
     if not final.is_dir():
         try:
-            with _locked(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+            with locked(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
                 if not final.is_dir():  # nobody built it while this process waited for the lock
                     build(Path(scratch) / "out")
                     (Path(scratch) / "out").chmod(0o700)

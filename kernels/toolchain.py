@@ -14,8 +14,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,8 +170,19 @@ def _ninja_file(steps: Sequence[Step]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Two processes, or threads, never build in one folder at a time. Makes the folder."""
+    import fcntl  # here, because Windows has none and may import this module
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def execute(steps: Sequence[Step], folder: Path) -> None:
-    """Run `steps` in `folder`: with ninja only what changed, without it everything.
+    """Run `steps` in `folder`: with ninja only what changed, without it everything. For a folder that others build in too: `locked`.
 
     Raises BuildError with the compiler's words.
     """

@@ -43,14 +43,14 @@ def build(arch: str, folder: Path | None = None) -> Path:
     if nvcc is None:
         raise toolchain.BuildError("nvcc is not found: install the CUDA toolkit, or set CUDA_HOME or CUDACXX")
     folder = folder or place(arch).parent
-    folder.mkdir(parents=True, exist_ok=True)
     driver = (nvcc, f"-ccbin={cxx[0]}", f"-gencode=arch=compute_{arch},code=sm_{arch}")
     steps, objects = [], [f"{name}.o" for name in SOURCES]
     for name, output in zip(SOURCES, objects, strict=True):
         argv = (*driver, *NVCC_FLAGS, "-MD", "-MF", f"{output}.d", "-c", str(HERE / name), "-o", output)
         steps.append(toolchain.Step(output, (str(HERE / name),), argv, f"{output}.d"))
     link = (*driver, "-shared", "-cudart=static", *objects, "-o", LIBRARY)
-    toolchain.execute([*steps, toolchain.Step(LIBRARY, tuple(objects), link)], folder)
+    with toolchain.locked(folder):
+        toolchain.execute([*steps, toolchain.Step(LIBRARY, tuple(objects), link)], folder)
     return folder / LIBRARY
 
 

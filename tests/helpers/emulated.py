@@ -99,8 +99,9 @@ def compile_library(
         "cuda/ops_rows.cpp": registered,
         "cuda/rowprograms.cu": on_host,
     }
-    copy_sources(build.csrc(), folder / "csrc", changes)
-    toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
+    with toolchain.locked(folder):
+        copy_sources(build.csrc(), folder / "csrc", changes)
+        toolchain.execute(_steps(folder / "csrc", ready, kept, fast), folder)
     return folder / LIBRARY
 
 
@@ -122,16 +123,20 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
 def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Changes = NONE) -> Path:
     """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's sources."""
     changes = {**changes, "one_read.cu": [(SHARED, ON_HOST), *changes.get("one_read.cu", ())]}
-    copy_sources(build.csrc(), folder / "csrc", csrc_changes)
-    copy_sources(VARIANTS, folder / "bench" / "variants", changes)
-    steps, cxx, copies = [], toolchain.find_cxx(), folder / "bench" / "variants"
-    for path in (*(copies / path.name for path in sorted(VARIANTS.glob("*.cu"))), HELPERS / "emulation/emulation.cpp"):
-        output, includes = f"{path.name}.o", (f"-I{HELPERS / 'emulation'}", "-iquote", str(folder / "csrc"))
-        argv = (*cxx, "-x", "c++", "-std=c++20", *FLAGS, *CHECKS, *includes, "-MD", "-MF", f"{output}.d")
-        steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
-    objects = tuple(step.output for step in steps)
-    link = (*cxx, "-shared", *objects, "-o", LIBRARY, "-Wl,--no-undefined")
-    toolchain.execute([*steps, toolchain.Step(LIBRARY, objects, link)], folder)
+    with toolchain.locked(folder):
+        copy_sources(build.csrc(), folder / "csrc", csrc_changes)
+        copy_sources(VARIANTS, folder / "bench" / "variants", changes)
+        steps, cxx, copies = [], toolchain.find_cxx(), folder / "bench" / "variants"
+        for path in (
+            *(copies / path.name for path in sorted(VARIANTS.glob("*.cu"))),
+            HELPERS / "emulation/emulation.cpp",
+        ):
+            output, includes = f"{path.name}.o", (f"-I{HELPERS / 'emulation'}", "-iquote", str(folder / "csrc"))
+            argv = (*cxx, "-x", "c++", "-std=c++20", *FLAGS, *CHECKS, *includes, "-MD", "-MF", f"{output}.d")
+            steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
+        objects = tuple(step.output for step in steps)
+        link = (*cxx, "-shared", *objects, "-o", LIBRARY, "-Wl,--no-undefined")
+        toolchain.execute([*steps, toolchain.Step(LIBRARY, objects, link)], folder)
     return folder / LIBRARY
 
 

@@ -129,7 +129,7 @@ def _compile(source: Path, own: Sequence[str], arch: str, cubin: Path) -> None:
 
 def cuda_code(cache: Path) -> list[Code]:
     """The float32 CUDA kernels for all architectures; what did not change since the last call with `cache` is not compiled again."""
-    with tempfile.TemporaryDirectory() as folder:
+    with toolchain.locked(cache), tempfile.TemporaryDirectory() as folder:
         csrc = Path(folder) / "csrc"
         shutil.copytree(build.csrc(), csrc)
         for name, old, new in (ONLY_FLOAT, ONLY_SMALL):

@@ -1,0 +1,41 @@
+"""Builds in a folder that several processes share, as the tests' workers do: one after the other, or one compiles what another is writing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.variants import library
+from fastsam_kernels import toolchain
+from tests.helpers import emulated
+
+BUILDS: dict[str, Callable[[Path], object]] = {
+    "the emulation": emulated.compile_library,
+    "the emulated variants": emulated.compile_variants,
+    "the variants": lambda folder: library.build("90", folder),
+}
+
+
+@pytest.mark.parametrize("kind", BUILDS)
+def test_builds_in_one_folder_take_turns(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, most = 0, 0
+
+    def execute(steps: object, folder: Path) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        time.sleep(0.2)
+        at_once -= 1
+
+    monkeypatch.setattr(toolchain, "execute", execute)
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: "nvcc")
+    threads = [threading.Thread(target=BUILDS[kind], args=(tmp_path / "shared",)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
