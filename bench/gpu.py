@@ -108,8 +108,11 @@ def _build(place: Place) -> list[str]:
 
 def _pytest(*arguments: str) -> Callable[[Place], list[str]]:
     parallel = ["-n", str(min(os.cpu_count() or 1, 8))] if importlib.util.find_spec("xdist") else []
-    options = ["--continue-on-collection-errors", "-p", "no:cacheprovider", *parallel]
-    return lambda place: [sys.executable, "-m", "pytest", "-q", "-ra", *options, *arguments]
+    options = ["--continue-on-collection-errors", *parallel]
+    # What one worker has compiled serves the others, and later runs in this folder.
+    return lambda place: [
+        sys.executable, "-m", "pytest", "-q", "-ra", "-o", f"cache_dir={place.work / 'build' / 'pytest-cache'}", *options, *arguments
+    ]  # fmt: skip
 
 
 def _sanitize(tool: str) -> Callable[[Place], list[str]]:

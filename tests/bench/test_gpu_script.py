@@ -219,7 +219,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
 
 
 def test_the_tests_run_as_the_script_calls_them(tmp_path: Path) -> None:
-    """With its workers and without a cache, under the settings of this folder."""
+    """With its workers and a cache of its own, under the settings of this folder."""
     place = gpu.Place(ROOT, tmp_path, None, None, None, gpu.time.monotonic() + 120)
     some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_lines.py"), 120)
     outcome = gpu.run_part(some, place)
