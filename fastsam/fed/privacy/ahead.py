@@ -27,7 +27,7 @@ class Ahead(Generic[Made]):
         """Before the clients of a round train."""
         block, later = index // self._at_once, (index + self._at_once - 1) // self._at_once
         if block not in self._made or later not in self._made:
-            self._made = {b: self._made.get(b) or self._submit(b) for b in {block, later}}
+            self._made = {b: self._made.get(b) or self._submit(b) for b in dict.fromkeys((block, later))}
 
     def of(self, index: int) -> Made:
         """Of round `index`, begun or not."""

@@ -52,3 +52,9 @@ def test_it_works_in_a_thread_and_what_it_raises_comes_where_it_is_asked_for() -
             ahead.of(0)
     assert ahead.of(3) == 1 / 3
     assert threading.current_thread().name not in places
+
+
+def test_what_is_asked_for_is_made_before_what_comes_later() -> None:
+    made: list[range] = []
+    assert in_blocks(made, 4).of(30) == 900  # whose block is number 7; 8 is begun with it
+    assert made[0] == range(28, 32)
