@@ -31,7 +31,8 @@ from setuptools.command.build import build
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-# The folder `kernels`, under its installed name: the other is a published package's too, and setuptools imports a part of that where it is installed.
+# The folder `kernels`, under its installed name: the other is a published package's too, and setuptools imports a part
+# of that where it is installed.
 spec = spec_from_file_location("fastsam_kernels", ROOT / "kernels" / "__init__.py")
 assert spec is not None and spec.loader is not None
 sys.modules["fastsam_kernels"] = package = module_from_spec(spec)

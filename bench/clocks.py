@@ -1,4 +1,5 @@
-"""How one sample of some calls is timed on a device: by the host's clock on the CPU, by events and by graph replays on CUDA."""
+"""How one sample of some calls is timed on a device: by the host's clock on the CPU, by events and by graph replays on
+CUDA."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from bench.kernel_data import ROTATION
 
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of each of the two buffers: far beyond any cache
 DEFAULT_CACHE = 32 << 20  # where the system does not say
-READS = 2  # of a gigabyte, before what is queued behind them: half a millisecond at 4 TB/s, in which the host launches the largest graph
+# of a gigabyte, before what is queued behind them: half a millisecond at 4 TB/s, in which the host launches the largest
+# graph
+READS = 2
 
 
 class Machine:
@@ -31,11 +34,11 @@ class Machine:
         self._refused: str | None = None
 
     def begin(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> Callable[[], float]:
-        """Runs `body`, where asked for with caches that hold nothing of it; returns what says, after `wait`, how many seconds it took:
-        by events on the device's stream, elsewhere by the host's clock.
+        """Runs `body`, where asked for with caches that hold nothing of it; returns what says, after `wait`, how many
+        seconds it took: by events on the device's stream, elsewhere by the host's clock.
 
-        queued: the body is launched while the device is still busy with something else. On an idle one the first event is over at once, and
-        then the launch is on the clock, too: for a graph ten microseconds or more.
+        queued: the body is launched while the device is still busy with something else. On an idle one the first event
+        is over at once, and then the launch is on the clock, too: for a graph ten microseconds or more.
         """
         for _ in range(READS if queued and self.cuda else 0):
             self._source.max()  # only read, as the sweep is
@@ -69,8 +72,8 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """`body`, which has run before, as a CUDA graph; returns its replay. Raises CaptureError, a RuntimeError; after one no other capture is
-        tried, since the first may still hold torch's allocator."""
+        """`body`, which has run before, as a CUDA graph; returns its replay. Raises CaptureError, a RuntimeError; after
+        one no other capture is tried, since the first may still hold torch's allocator."""
         from fastsam.fed.executors.cuda import CaptureError, Cuda
 
         if self._refused is not None:

@@ -1,7 +1,9 @@
-"""The time of steps with compact masters beside those with full ones: `python -m bench.compact` prints the table of docs/fused_sam.md.
+"""The time of steps with compact masters beside those with full ones: `python -m bench.compact` prints the table of
+docs/fused_sam.md.
 
-A chain of square linear layers in bfloat16, SGD with momentum, one thread. Samples are interleaved; a ratio is the median over the rounds, with its
-quartiles, of a round's two samples, in time of the processor. Nothing is timed unless the weights are the same bits after some steps.
+A chain of square linear layers in bfloat16, SGD with momentum, one thread. Samples are interleaved; a ratio is the
+median over the rounds, with its quartiles, of a round's two samples, in time of the processor. Nothing is timed unless
+the weights are the same bits after some steps.
 """
 
 from __future__ import annotations

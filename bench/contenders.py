@@ -1,7 +1,7 @@
 """The contenders: every way of doing a SAM step's optimizer part that is compared, behind one small protocol.
 
-A contender is built from the initial weights and then driven by: `take(gradients, i)` (what the backward pass i leaves; not timed),
-`first()` (gradients in place -> perturbed weights), `take(gradients, i + 1)`, `second()` (-> new weights).
+A contender is built from the initial weights and then driven by: `take(gradients, i)` (what the backward pass i leaves;
+not timed), `first()` (gradients in place -> perturbed weights), `take(gradients, i + 1)`, `second()` (-> new weights).
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class ForeachStepper(OptimizerStepper):
 
 
 class FlatStepper:
-    """One flat parameter whose gradients were flat to begin with, and torch's fused SGD: 52 bytes per parameter, and no lists at all.
+    """One flat parameter whose gradients were flat to begin with, and torch's fused SGD: 52 bytes per parameter, and no
+    lists at all.
 
     The bar to beat: nobody's gradients are flat without a cost that is not counted here.
     """
@@ -153,7 +154,8 @@ class CompiledStepper:
         self.saved = [torch.empty_like(w) for w in self.data]
         self.momenta = [torch.zeros_like(w) for w in self.data]
         self.gradients: list[Tensor] = []
-        # Compiled code holds its shapes and its number of threads; with older entries around, torch would try dynamic shapes.
+        # Compiled code holds its shapes and its number of threads; with older entries around, torch would try dynamic
+        # shapes.
         key = (tuple(w.shape for w in weights), torch.get_num_threads())
         if CompiledStepper._compiled_for != key:
             torch.compiler.reset()
@@ -234,7 +236,8 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         title, build = "fastsam (native), exclusive", _ours("native", exclusive=True)
         ours.append(Contender("fastsam_exclusive", title, build, _ours_why_not(native), ours=True, backend="native"))
     peers = [
-        # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would cost it time.
+        # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would
+        # cost it time.
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
         Contender("compiled", "torch.compile", CompiledStepper, _compiler_why_not, compiles=True),
         Contender("foreach", "foreach by hand, fused SGD", ForeachStepper),

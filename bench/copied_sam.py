@@ -1,10 +1,11 @@
 """The per-tensor SAM that most PyTorch projects copy, as a yardstick.
 
-It is on no package registry, so it cannot be installed: the version made popular by github.com/davda54/sam lives on as a file pasted from
-project to project. What follows is written anew for this benchmark and performs the same tensor operations in the same order: one norm
-per tensor, stacked and normed again; a clone of every weight in every step; a perturbation out of place, then added; the weights
-"restored" by pointing `p.data` at the clone; then the base optimizer's own step. It is here to be measured, not to be used: it has the
-defects that `fastsam.FusedSAM` exists to avoid.
+It is on no package registry, so it cannot be installed: the version made popular by github.com/davda54/sam lives on as
+a file pasted from project to project. What follows is written anew for this benchmark and performs the same tensor
+operations in the same order: one norm per tensor, stacked and normed again; a clone of every weight in every step; a
+perturbation out of place, then added; the weights "restored" by pointing `p.data` at the clone; then the base
+optimizer's own step. It is here to be measured, not to be used: it has the defects that `fastsam.FusedSAM` exists to
+avoid.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the working tree, with "+changes" when tracked files differ from it; what FASTSAM_COMMIT says, where it is set.
+    """The commit of the working tree, with "+changes" when tracked files differ from it; what FASTSAM_COMMIT says,
+    where it is set.
 
     "unknown" outside git.
     """

@@ -3,7 +3,8 @@
     python -m bench.executors mlp sequential threads vmap compiled
     python -m bench.executors --overhead cnn scaffold fedcm feddyn
 
-The contenders take turns, a few rounds each, so that what else the machine does hits all of them; a ratio is the median over the turns.
+The contenders take turns, a few rounds each, so that what else the machine does hits all of them; a ratio is the median
+over the turns.
 Clock: CPU seconds of the process for one thread, the wall's for `threads`.
 """
 

@@ -1,7 +1,9 @@
-"""The optimizer part of a step of every variant, beside SAM's, its own bytes and pytorch-optimizer's classes: `make bench ARGS="--variants"`.
+"""The optimizer part of a step of every variant, beside SAM's, its own bytes and pytorch-optimizer's classes:
+`make bench ARGS="--variants"`.
 
-A step is what a training loop makes of it: as many passes as the variant takes, whose gradients are prepared. Where not every step perturbs, a
-figure is of a whole interval. Calls are counted by torch's profiler: kernels of ours, and calls of torch that read or write tensors.
+A step is what a training loop makes of it: as many passes as the variant takes, whose gradients are prepared. Where not
+every step perturbs, a figure is of a whole interval. Calls are counted by torch's profiler: kernels of ours, and calls
+of torch that read or write tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ VIEWS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A variant. floor: bytes per parameter and step, as docs/variants.md derives them. peer: a class of pytorch-optimizer, and its options."""
+    """A variant. floor: bytes per parameter and step, as docs/variants.md derives them. peer: a class of
+    pytorch-optimizer, and its options."""
 
     sam: SAM
     floor: float
@@ -147,7 +150,8 @@ def run(size: Size, threads: int, rounds: int, tick: Callable[[], None] = lambda
     taken = measure(drives, steps, rounds, tick)
     rows = [_row(name, entry, size, taken) | calls(drives[name]) for name, entry in ENTRIES.items()]
     return {
-        "size": size.name, "title": size.title, "tensors": len(size.shapes), "parameters": size.parameters, "threads": threads, "rounds": rounds,
+        "size": size.name, "title": size.title, "tensors": len(size.shapes), "parameters": size.parameters,
+        "threads": threads, "rounds": rounds,
         "steps_per_sample": steps, "busy_others": round(taken.others, 3), "variants": rows,
     }  # fmt: skip
 
@@ -160,7 +164,8 @@ def _row(name: str, entry: Entry, size: Size, taken: Rounds) -> dict[str, Any]:
     own = taken.seconds[name]
     floors = [entry.floor * size.parameters / bandwidth for bandwidth in taken.copy]
     row = {
-        "name": name, "floor_bytes": entry.floor, "seconds": asdict(Summary.of(own)), "to_sam": asdict(Summary.of_ratios(own, taken.seconds["SAM"])),
+        "name": name, "floor_bytes": entry.floor, "seconds": asdict(Summary.of(own)),
+        "to_sam": asdict(Summary.of_ratios(own, taken.seconds["SAM"])),
         "floor_fraction": asdict(Summary.of_ratios(floors, own)),
     }  # fmt: skip
     theirs = taken.seconds.get(_peer(name))

@@ -2,9 +2,11 @@
 
     python -m bench.federated                            everything that this machine can measure
     python -m bench.federated --parts speed --quick      a few turns of one part, to see that it works
-    python -m bench.federated --peer pfl=/path/python    with a simulator from an environment of its own (`make bench-fed` makes them)
+    python -m bench.federated --peer pfl=/path/python    with a simulator from an environment of its own
+    (`make bench-fed` makes them)
 
-Every contender is a process of its own that trains the same workload (bench/fed/workload.py); they take turns (bench/fed/race.py).
+Every contender is a process of its own that trains the same workload (bench/fed/workload.py); they take turns
+(bench/fed/race.py).
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def _series(
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Two processes beside one, one thread each; and two that share nothing but the machine: what ranks could reach on it."""
+    """Two processes beside one, one thread each; and two that share nothing but the machine: what ranks could reach on
+    it."""
     load = Workload("cnn", device=options.device)
     entries = [Entry(f"{n} rank{'s' * (n > 1)}", "fastsam-ranks", load, ranks=n) for n in (1, 2)]
     half = replace(load, cohort=load.cohort // 2)
@@ -165,7 +168,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
-    """The content of a JSON whose `parts` are measured again, and when and how that was. own: what is known of this run.
+    """The content of a JSON whose `parts` are measured again, and when and how that was. own: what is known of this
+    run.
 
     Raises SystemExit where the two were not made on like machines: their figures would stand side by side.
     """

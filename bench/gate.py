@@ -1,7 +1,8 @@
 """The correctness gate: no time is shown for a contender whose numbers are wrong on the very input that is measured.
 
-All contenders take the same steps in lockstep with `fastsam_kernels.reference` in float64, and are compared with it at every perturbed and
-every updated point. Comparing final weights would not do: the gradients are prepared, so a wrong perturbation would leave no trace in them.
+All contenders take the same steps in lockstep with `fastsam_kernels.reference` in float64, and are compared with it at
+every perturbed and every updated point. Comparing final weights would not do: the gradients are prepared, so a wrong
+perturbation would leave no trace in them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ STEPS = 2  # the second step is the first that shows what momentum kept
 # elements that are compared at once: small temporaries, but few waits for a GPU
 PIECE = {"cpu": 1 << 16, "cuda": 1 << 24}
 EPS = torch.finfo(torch.float32).eps
-# Updated weights, per element: UPDATE * steps * eps * (max|w| + lr*max|m|), the maxima over the tensor. A handful of float32 operations per
-# step, each rounded to half an eps of its operands, which may cancel: hence the tensor's scale and not the element's.
+# Updated weights, per element: UPDATE * steps * eps * (max|w| + lr*max|m|), the maxima over the tensor. A handful of
+# float32 operations per step, each rounded to half an eps of its operands, which may cancel: hence the tensor's scale
+# and not the element's.
 UPDATE = 4.0
 # Perturbation z - w, per element: eps * (|w| + |e|) for its addition, and `Contender.norm_error * |e|` for the norm.
 
@@ -84,7 +86,8 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _first_excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Sequence[Tensor]) -> str | None:
-    """Applies `compare` -> (got, expected, allowed) to pieces of the operands; says where the first one is out of bounds."""
+    """Applies `compare` -> (got, expected, allowed) to pieces of the operands; says where the first one is out of
+    bounds."""
     for i, tensors in enumerate(zip(*operands, strict=True)):
         for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
             got, expected, allowed = compare(*pieces)
@@ -105,8 +108,9 @@ def check(
 ) -> tuple[dict[str, Stepper], dict[str, str]]:
     """Builds every contender and takes `STEPS` steps with it; `begin` is told whose turn it is to be built.
 
-    Returns the steppers that agree with the reference, ready to be measured, and per name of the others the reason: how they disagree, or
-    the exception that they raised (a peer that breaks with a new version of torch must not take the whole table with it).
+    Returns the steppers that agree with the reference, ready to be measured, and per name of the others the reason: how
+    they disagree, or the exception that they raised (a peer that breaks with a new version of torch must not take the
+    whole table with it).
     """
     trials = []
     for contender in contenders:

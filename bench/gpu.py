@@ -1,13 +1,15 @@
 """Everything that a GPU can show, in one call: `make gpu OUT=DIR`, or `python bench/gpu.py --out DIR`.
 
-Meant for a bare machine with torch, Triton and nvcc and no network, within ten minutes: it installs nothing and works in a copy of the sources,
-build/gpu, which stays, so that a later call compiles what changed. Parts come by what they are worth, those that look for errors before those that
-take times. Each is a process of its own with its share of the time; one that fails does not hide the others. Without a GPU the parts that need none
-are run, and the others are named with the reason: so this script is kept working.
+Meant for a bare machine with torch, Triton and nvcc and no network, within ten minutes: it installs nothing and works
+in a copy of the sources, build/gpu, which stays, so that a later call compiles what changed. Parts come by what they
+are worth, those that look for errors before those that take times. Each is a process of its own with its share of the
+time; one that fails does not hide the others. Without a GPU the parts that need none are run, and the others are named
+with the reason: so this script is kept working.
 
-Writes to DIR: summary.md (its first part also printed, last), gpu.json, log.txt (the output of every part), and the benchmarks' own files: at most
-eight, and no plot, which is drawn from them afterwards (`python -m bench.report FILE --plot DIR`).
-Standard library only, so that whatever is broken in the environment is reported instead of stopping the script.
+Writes to DIR: summary.md (its first part also printed, last), gpu.json, log.txt (the output of every part), and the
+benchmarks' own files: at most eight, and no plot, which is drawn from them afterwards
+(`python -m bench.report FILE --plot DIR`). Standard library only, so that whatever is broken in the environment is
+reported instead of stopping the script.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Place:
 
 @dataclass
 class Part:
-    """A command, what must be there for it, and its share of the time in seconds; None: what the parts before it did not need."""
+    """A command, what must be there for it, and its share of the time in seconds; None: what the parts before it did
+    not need."""
 
     name: str
     title: str
@@ -111,7 +114,8 @@ def _pytest(*arguments: str) -> Callable[[Place], list[str]]:
     options = ["--continue-on-collection-errors", *parallel]
     # What one worker has compiled serves the others, and later runs in this folder.
     return lambda place: [
-        sys.executable, "-m", "pytest", "-q", "-ra", "-o", f"cache_dir={place.work / 'build' / 'pytest-cache'}", *options, *arguments
+        sys.executable, "-m", "pytest", "-q", "-ra", "-o", f"cache_dir={place.work / 'build' / 'pytest-cache'}",
+        *options, *arguments
     ]  # fmt: skip
 
 
@@ -128,7 +132,8 @@ def _bench(module: str, *arguments: str) -> Callable[[Place], list[str]]:
 OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # so that a tensor's end is an allocation's end
 SMALL = ("--quick", "--sizes", "50k,rows100,cut10", "--ops", "norm,perturb,update")  # that the script works, no result
 # Where tests marked `gpu` are: all others would be imported by every worker, for half a minute.
-GPU_TESTS = ("tests/gpu", "tests/ops", "tests/optim", "tests/fed/executors/test_streams.py", "tests/fed/loop/test_client_state.py",
+GPU_TESTS = ("tests/gpu", "tests/ops", "tests/optim", "tests/fed/executors/test_streams.py",
+    "tests/fed/loop/test_client_state.py",
              "tests/fed/loop/test_client_state_store.py", "tests/fed/data/test_augment.py")  # fmt: skip
 
 
@@ -143,12 +148,14 @@ def needs_gpu_and_nvcc(place: Place) -> str | None:
 
 PARTS = (
     Part("build", "build the libraries", _build, 120),
-    Part("native", "tests of the compiled kernels", _pytest(*GPU_TESTS, "-m", "gpu", "-k", "not triton"), 75, needs_gpu),
+    Part("native", "tests of the compiled kernels", _pytest(*GPU_TESTS, "-m", "gpu", "-k", "not triton"), 75,
+        needs_gpu),
     Part("memcheck", "compute-sanitizer memcheck", _sanitize("memcheck"), 40, needs_sanitizer, OWN_ALLOCATIONS),
     Part("steps", "whole steps, native, beside peers that nobody compiles",
          _kernels("--parts", "steps", "--backends", "native", "--compile", "without"), 55, needs_gpu),
     Part("ops", "every kernel, native", _kernels("--parts", "ops", "--backends", "native"), 60, needs_gpu),
-    Part("federated", "federated benchmark", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 80, needs_gpu),
+    Part("federated", "federated benchmark", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 80,
+        needs_gpu),
     Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 30, needs_sanitizer),
     Part("triton", "tests of the Triton kernels", _pytest(*GPU_TESTS, "-m", "gpu", "-k", "triton"), 45, needs_gpu),
     Part("compiled", "whole steps, native, beside torch.compile",
@@ -157,11 +164,14 @@ PARTS = (
          needs_gpu_and_nvcc),
     Part("bench-cpu", "the benchmark, on the CPU", _bench("kernels", "--device", "cpu", *SMALL), 120, without_gpu),
     Part("compile", "machine code for every architecture",
-         _pytest("tests/cuda/test_cuda_compile.py", "tests/cuda/test_sass.py", "tests/bench/test_variants_compile.py"), 400,
+         _pytest("tests/cuda/test_cuda_compile.py", "tests/cuda/test_sass.py", "tests/bench/test_variants_compile.py"),
+         400,
          lambda place: without_gpu(place) or needs_nvcc(place)),
     Part("emulation", "CUDA kernels in the emulation",
-         _pytest("tests/cuda/test_cuda_emulated.py", "tests/bench/test_variants_emulated.py", "-m", "not slow"), 400, without_gpu),
-    Part("triton-kernels", "every kernel, Triton", _kernels("--backends", "triton", "--compile", "without"), None, needs_gpu),
+         _pytest("tests/cuda/test_cuda_emulated.py", "tests/bench/test_variants_emulated.py", "-m", "not slow"), 400,
+         without_gpu),
+    Part("triton-kernels", "every kernel, Triton", _kernels("--backends", "triton", "--compile", "without"), None,
+        needs_gpu),
     Part("synccheck", "compute-sanitizer synccheck", _sanitize("synccheck"), None, needs_sanitizer),
 )  # fmt: skip
 
@@ -179,7 +189,8 @@ def alone_in(work: Path) -> Iterator[None]:
 
 
 def copy_tree(work: Path) -> None:
-    """The checkout's Python and C++ sources, with kernels/ under the name it is installed as. What is the same stays, with the time of its last
+    """The checkout's Python and C++ sources, with kernels/ under the name it is installed as. What is the same stays,
+    with the time of its last
     change: compilers' outputs are newer than that. What the checkout has no more goes."""
     for name in PACKAGES:
         _copy(ROOT / name, work / name)
@@ -202,7 +213,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def run_part(part: Part, place: Place) -> Outcome:
-    """Runs it with its output appended to the log; never raises for what the part does. It gets its share, or what is left where that is less."""
+    """Runs it with its output appended to the log; never raises for what the part does. It gets its share, or what is
+    left where that is less."""
     outcome = Outcome(part.name, part.title, LEFT_OUT)
     outcome.reason = part.why_not(place) or ""
     remaining = place.deadline - time.monotonic()
@@ -236,7 +248,8 @@ def last_word(output: str) -> str:
 
 
 def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: float) -> tuple[str, str]:
-    """The state and the reason. A part that runs into its limit is interrupted, and then stopped with all that it started."""
+    """The state and the reason. A part that runs into its limit is interrupted, and then stopped with all that it
+    started."""
     arch = {"TORCH_CUDA_ARCH_LIST": place.capability} if place.capability else {}  # the others compile elsewhere
     paths = [str(place.work), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages of the machine may be in theirs
     fixed = {

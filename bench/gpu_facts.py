@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def ask(*argv: str) -> str:
-    """The output of a command; empty when it cannot be run or fails, or takes longer than the first import of torch on a machine that has
-    just been started."""
+    """The output of a command; empty when it cannot be run or fails, or takes longer than the first import of torch on
+    a machine that has just been started."""
     try:
         return subprocess.run(argv, capture_output=True, text=True, timeout=240, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -30,7 +30,8 @@ if torch.cuda.is_available():
     found["gpu"] = torch.cuda.get_device_name()
     found["capability"] = "%d.%d" % torch.cuda.get_device_capability()
     properties = torch.cuda.get_device_properties(0)
-    found["multiprocessors"], found["memory_gib"] = properties.multi_processor_count, round(properties.total_memory / 2**30, 1)
+    found["multiprocessors"] = properties.multi_processor_count
+    found["memory_gib"] = round(properties.total_memory / 2**30, 1)
     found["l2_mib"] = properties.L2_cache_size >> 20
 try:
     found["triton"] = metadata.version("triton")

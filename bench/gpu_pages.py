@@ -1,7 +1,8 @@
-"""What the pages say of a GPU, from the files that `make gpu` writes: `python -m bench.gpu_pages`, after they were copied to bench/results/.
+"""What the pages say of a GPU, from the files that `make gpu` writes: `python -m bench.gpu_pages`, after they were
+copied to bench/results/.
 
-Between `<!-- gpu:FILE -->` and `<!-- /gpu -->` stands what that file says, with commit and device; "Not measured." until there is one. A test
-holds the pages to it.
+Between `<!-- gpu:FILE -->` and `<!-- /gpu -->` stands what that file says, with commit and device; "Not measured."
+until there is one. A test holds the pages to it.
 """
 
 from __future__ import annotations

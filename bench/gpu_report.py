@@ -36,7 +36,8 @@ def summary(environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
 
 
 def tables(out: Path) -> str:
-    """What the benchmarks of kernels and variants measured, for the page in the folder; it is too long to be printed."""
+    """What the benchmarks of kernels and variants measured, for the page in the folder; it is too long to be
+    printed."""
     found = [json.loads(path.read_text()) for path in sorted(out.glob("kernels-*.json"))]
     texts = [text for record in found for text in kernel_report.sections(record).values()]
     texts += [variants.table(json.loads(path.read_text())) for path in out.glob(variants.FILE)]

@@ -1,7 +1,8 @@
 """What the host needs for the optimizer part of a step on CUDA, measured without a GPU: `python -m bench.host`.
 
-The host's side of the CUDA library, compiled as plain C++ (tests/helpers/emulation), with launches that copy their argument and run nothing: all
-but what a driver takes for its three launches. As ops of torch, and by the direct way that `FusedSAM` takes (`fastsam_kernels.raw_calls`).
+The host's side of the CUDA library, compiled as plain C++ (tests/helpers/emulation), with launches that copy their
+argument and run nothing: all but what a driver takes for its three launches. As ops of torch, and by the direct way
+that `FusedSAM` takes (`fastsam_kernels.raw_calls`).
 """
 
 from __future__ import annotations

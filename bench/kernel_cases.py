@@ -1,7 +1,8 @@
-"""The registry of kernel cases: every op with what it reads and writes, the sizes, and the order in which they are measured.
+"""The registry of kernel cases: every op with what it reads and writes, the sizes, and the order in which they are
+measured.
 
-The bytes of an op are those of its operands, each once: no implementation can move fewer. tests/ops/test_bytes.py finds the operands of each
-op by experiment and holds this table to them.
+The bytes of an op are those of its operands, each once: no implementation can move fewer. tests/ops/test_bytes.py finds
+the operands of each op by experiment and holds this table to them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ PENALTY = 0.5
 
 
 class Operands(dict[str, Any]):
-    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hyper`, `steps` as tensors."""
+    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hyper`,
+    `steps` as tensors."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ class KernelCase:
 
 
 def kernel_cases(sizes: list[KernelSize], ops: list[Op]) -> Iterator[KernelCase]:
-    """What matters most first, so that a run that has to stop early has it: a step's ops on scattered tensors, then the rest.
+    """What matters most first, so that a run that has to stop early has it: a step's ops on scattered tensors, then the
+    rest.
 
     The sizes that are cut differently show the cost of many tensors: a step's ops on scattered tensors say all of that.
     """

@@ -1,4 +1,5 @@
-"""The operands of a kernel case: sets of them that are used in turn, and the gate that compares a call with the reference in float64."""
+"""The operands of a kernel case: sets of them that are used in turn, and the gate that compares a call with the
+reference in float64."""
 
 from __future__ import annotations
 
@@ -15,10 +16,12 @@ from fastsam_kernels import reference
 ROTATION = (
     4  # sets of operands add up to as many times the last-level cache, so that none is still in it when its turn comes
 )
-MAX_SETS = 64  # where that takes more, as much memory is read before every sample instead; Triton's cache of addresses holds these
+# where that takes more, as much memory is read before every sample instead; Triton's cache of addresses holds these
+MAX_SETS = 64
 SCALE = {"z": 0.05, "origin": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
-# Of an element: a handful of float32 operations on operands of the tensor's scale. Of a sum: partial sums in float32, added up in float64.
+# Of an element: a handful of float32 operations on operands of the tensor's scale. Of a sum: partial sums in float32,
+# added up in float64.
 ELEMENT, SUM = 8 * EPS, 2e-5
 
 
@@ -68,7 +71,8 @@ class Operator:
     # --- the gate ---
 
     def gate(self, kernels: Any) -> str | None:
-        """One call on the first set against the reference in float64 on the same values; None when it agrees, else how it does not.
+        """One call on the first set against the reference in float64 on the same values; None when it agrees, else how
+        it does not.
 
         The set is as it was afterwards.
         """

@@ -1,4 +1,5 @@
-"""Tables and plots of what `bench.kernels` measured. Nothing here measures: every number comes from its results file."""
+"""Tables and plots of what `bench.kernels` measured. Nothing here measures: every number comes from its results
+file."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def provenance(record: dict[str, Any]) -> str:
     copies = [result["copy"]["median"] / 1e9 for result in (*record["steps"], *record["ops"])]
     bandwidth = f"{min(copies):.0f} to {max(copies):.0f} GB/s" if copies else "not measured"
     lines = [
-        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{changes}`; {where}; Python {v['python']}, "
+        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{changes}`; {where}; Python "
+        f"{v['python']}, "
         f"torch {v['torch']}, triton {v['triton']}; a large copy moved {bandwidth} (read plus written)."
     ]
     lines += [f"Not measured: {reason}." for reason in reasons(record)]

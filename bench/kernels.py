@@ -1,8 +1,10 @@
-"""Measures every op and whole steps: `python -m bench.kernels --device cuda --out DIR` (part of `make gpu`), or `--device cpu`.
+"""Measures every op and whole steps: `python -m bench.kernels --device cuda --out DIR` (part of `make gpu`), or
+`--device cpu`.
 
-Writes `kernels-DEVICE.json` after every group of cases, so that a run that is stopped leaves what it has; `python -m bench.report` makes tables
-and, with `--plot`, plots from it. With `--add` a run of other backends, parts or peers goes into the file of an earlier one. A figure is there
-only where the op agreed with the reference on that very input.
+Writes `kernels-DEVICE.json` after every group of cases, so that a run that is stopped leaves what it has;
+`python -m bench.report` makes tables and, with `--plot`, plots from it. With `--add` a run of other backends, parts or
+peers goes into the file of an earlier one. A figure is there only where the op agreed with the reference on that very
+input.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def record_of(machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]
     made: dict[str, Any] = {
         "kind": kernel_report.KIND,
         "environment": environment.facts(environment.command_line("bench.kernels")),
-        "device": arguments.device, "threads": arguments.threads, "cache_bytes": machine.cache_bytes, "dtype": "float32",
+        "device": arguments.device, "threads": arguments.threads, "cache_bytes": machine.cache_bytes,
+        "dtype": "float32",
         "ops": [], "steps": [], "left_out": [],
     }  # fmt: skip
     path = arguments.out / kernel_report.file_name(made)
@@ -121,7 +124,8 @@ def record_of(machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def enter(results: list[dict[str, Any]], result: dict[str, Any]) -> None:
-    """Adds the rows of a result to those of the same name that are there, or the result; of a row that was there, only new figures count."""
+    """Adds the rows of a result to those of the same name that are there, or the result; of a row that was there, only
+    new figures count."""
     there = next((r for r in results if r["name"] == result["name"]), None)
     if there is None:
         results.append(result)
@@ -149,7 +153,8 @@ def told(record: dict[str, Any], out: Path) -> int:
         print(f"no time left for {name}")
     green = sum(b["gate"] == "green" for r in _rows(record) for b in r["rows"])
     print(
-        f"{green} figures green, {len(red)} wrong, {len(record['left_out'])} cases left out: {out / kernel_report.file_name(record)}"
+        f"{green} figures green, {len(red)} wrong, {len(record['left_out'])} cases left out: "
+        f"{out / kernel_report.file_name(record)}"
     )
     return 1 if red or not green else 0
 
@@ -207,7 +212,8 @@ def line(result: dict[str, Any]) -> str:
 
 
 def figures(seconds: Sequence[float], copies: Sequence[float], bytes_: int) -> dict[str, Any]:
-    """Median and quartiles of seconds per call, and of the fraction of the floor: `bytes_` at the copy's bandwidth of the same round."""
+    """Median and quartiles of seconds per call, and of the fraction of the floor: `bytes_` at the copy's bandwidth of
+    the same round."""
     floors = [bytes_ / bandwidth for bandwidth in copies]
     return {"seconds": asdict(Summary.of(seconds)), "fraction": asdict(Summary.of_ratios(floors, seconds))}
 
@@ -217,7 +223,8 @@ def rounds_of(
     samples: dict[str, Callable[[], float]],
     rounds: int,
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Interleaved: every round takes the copy's bandwidth and a sample of everybody, beginning with another one each time."""
+    """Interleaved: every round takes the copy's bandwidth and a sample of everybody, beginning with another one each
+    time."""
     taken: dict[str, list[float]] = {name: [] for name in samples}
     copies, names, end = [], list(samples), time.monotonic() + CASE_SECONDS[machine.device.type]
     with no_garbage_collection():

@@ -17,10 +17,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces its st
 
 
 def peak_extra_bytes(contender: Contender, weights: Sequence[Tensor], gradients: Gradients) -> int:
-    """Peak bytes on torch's CPU allocator while the contender is built and takes two steps, less its copy of the weights.
+    """Peak bytes on torch's CPU allocator while the contender is built and takes two steps, less its copy of the
+    weights.
 
-    That is its state (momentum included) and its largest temporaries. Allocations of other libraries are not seen; the kernels here make
-    none of the parameters' size.
+    That is its state (momentum included) and its largest temporaries. Allocations of other libraries are not seen; the
+    kernels here make none of the parameters' size.
     """
     gradients.flat(0)  # made before the count begins
     with no_garbage_collection(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

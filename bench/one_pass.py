@@ -1,8 +1,9 @@
-"""Whole training steps of variants of one pass beside plain SGD's: `python -m bench.one_pass` prints the table of docs/variants.md.
+"""Whole training steps of variants of one pass beside plain SGD's: `python -m bench.one_pass` prints the table of
+docs/variants.md.
 
-Each model is a perceptron of equal layers, trained on one random batch by `torch.optim.SGD(fused=True)` with momentum and by ours: forward,
-backward, update. Samples of all are interleaved; a ratio is the median over the rounds, with its quartiles, of a round's two samples. Nothing is
-timed unless a radius of 0 gives SGD's weights.
+Each model is a perceptron of equal layers, trained on one random batch by `torch.optim.SGD(fused=True)` with momentum
+and by ours: forward, backward, update. Samples of all are interleaved; a ratio is the median over the rounds, with its
+quartiles, of a round's two samples. Nothing is timed unless a radius of 0 gives SGD's weights.
 """
 
 from __future__ import annotations

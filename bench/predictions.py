@@ -1,7 +1,9 @@
-"""What a GPU should take for every kernel, step and round, by arithmetic in bytes and launches: written before anything was measured on one.
+"""What a GPU should take for every kernel, step and round, by arithmetic in bytes and launches: written before anything
+was measured on one.
 
-docs/kernels.md shows it beside what `make gpu` measures (`python -m bench.gpu_pages`). A figure that misses its prediction, in either direction, says
-that something in this file is not understood. The constants are stated here and nowhere fitted; H200 is the device that they are for.
+docs/kernels.md shows it beside what `make gpu` measures (`python -m bench.gpu_pages`). A figure that misses its
+prediction, in either direction, says that something in this file is not understood. The constants are stated here and
+nowhere fitted; H200 is the device that they are for.
 """
 
 from __future__ import annotations
@@ -38,12 +40,15 @@ PARAMETERS = {"mlp": 4, "cnn": 8}
 HOST = 5e-6  # s of the host for an operation of torch
 CALL = 1e-5  # for a call of ours
 NODE = 4e-7  # s of the device for a node of a graph with many branches
-EXCHANGE = 2.4e-6  # for a parameter that lies in its gradient and comes home: 1.9 us as measured (docs/kernels.md), 0.5 for `record_stream`
+# for a parameter that lies in its gradient and comes home: 1.9 us as measured (docs/kernels.md), 0.5 for
+# `record_stream`
+EXCHANGE = 2.4e-6
 OPEN = 1e-4  # s of the host to open and close a client by itself: some twenty operations
 STACKED = 2e-5  # the same for one of many stacked clients
-# A pass of the MLP by one block (csrc/cuda/rowprograms.cu), in cycles: 80,896 multiplications, 2,528 of a warp. Products of fewer than 1,024
-# elements load two numbers for each, the others five for four; a warp's load is a cycle, its instructions half as long again. 18 instructions end
-# with a barrier, about 250 cycles of latency each; 16 columns of 10 classes, each in one thread.
+# A pass of the MLP by one block (csrc/cuda/rowprograms.cu), in cycles: 80,896 multiplications, 2,528 of a warp.
+# Products of fewer than 1,024 elements load two numbers for each, the others five for four; a warp's load is a cycle,
+# its instructions half as long again. 18 instructions end with a barrier, about 250 cycles of latency each; 16 columns
+# of 10 classes, each in one thread.
 ROW_PASS = (1024 * 2 + 1024 * 1.25 + 480 * 2) * 1.5 + 18 * 250 + 3700
 ROW_NORM, ROW_UPDATE = (
     4500,
@@ -73,13 +78,14 @@ def step_seconds(size: KernelSize, device: Device = H200) -> float:
 
 
 def exchange_elements(device: Device = H200) -> float:
-    """Elements per tensor from which an exchange of float32 parameters' memory (`exclusive=True`) is worth its time on the host: 4 bytes of each."""
+    """Elements per tensor from which an exchange of float32 parameters' memory (`exclusive=True`) is worth its time on
+    the host: 4 bytes of each."""
     return EXCHANGE * device.bandwidth / 4
 
 
 def foreach_seconds(size: KernelSize, device: Device = H200) -> float:
-    """That of torch's foreach functions and fused SGD, replayed: 52 bytes, and launches of at most 320 blocks of 65,536 elements or of 110, 64 and 48
-    tensors with one, two and three lists."""
+    """That of torch's foreach functions and fused SGD, replayed: 52 bytes, and launches of at most 320 blocks of 65,536
+    elements or of 110, 64 and 48 tensors with one, two and three lists."""
     blocks = sum(-(-n // 65536) for n in size.lengths)
     calls = [max(-(-blocks // 320), -(-len(size.shapes) // held)) for held in (110, 64, 64, 64, 48)]
     return (sum(calls) + 7) * LAUNCH + 52 * size.parameters / device.bandwidth  # 7: the norm of the norms and the rate
@@ -106,7 +112,8 @@ def round_seconds(executor: str, model: str, algorithm: str) -> float:
 
 
 def epoch_seconds(algorithm: str) -> float:
-    """The device's time for a local epoch of up to 132 MLP clients by a row program: a block each, side by side; FedAvg or FedSAM."""
+    """The device's time for a local epoch of up to 132 MLP clients by a row program: a block each, side by side; FedAvg
+    or FedSAM."""
     step = (2 * ROW_PASS + ROW_NORM if algorithm == "fedsam" else ROW_PASS) + ROW_UPDATE
     return LAUNCH + SAMPLES // BATCH * step * CYCLE
 
@@ -140,7 +147,10 @@ def step_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
             continue
         for who, seconds in (("fastsam_native", step_seconds(size)), ("foreach", foreach_seconds(size))):
             found = _us(_seconds(cases[name], who) if name in cases else None)
-            yield f"| {'step' if who != 'foreach' else 'step, foreach and fused SGD'} | {size.title} | {_us(seconds)} | {found} |"
+            yield (
+                f"| {'step' if who != 'foreach' else 'step, foreach and fused SGD'} | {size.title} | {_us(seconds)} | "
+                f"{found} |"
+            )
 
 
 def round_rows(content: Mapping[str, Any] | None) -> Iterator[str]:
@@ -151,7 +161,10 @@ def round_rows(content: Mapping[str, Any] | None) -> Iterator[str]:
             for executor in EXECUTORS:
                 seconds = measured.get((f"{model.upper()}, {algorithm}, by clients", executor))
                 found = UNMEASURED if seconds is None else f"{seconds * 1e3:.1f}"
-                yield f"| {model.upper()}, {algorithm} | {executor} | {round_seconds(executor, model, algorithm) * 1e3:.1f} | {found} |"
+                yield (
+                    f"| {model.upper()}, {algorithm} | {executor} | "
+                    f"{round_seconds(executor, model, algorithm) * 1e3:.1f} | {found} |"
+                )
 
 
 def _native(case: Mapping[str, Any]) -> float | None:
@@ -169,7 +182,8 @@ def tables(results: Path) -> str:
     kernels, rounds = (_read(results / name) for name in ("kernels-cuda.json", "federated-cuda.json"))
     made = [_made(content) for content in (kernels and kernels["environment"], rounds) if content]
     pieces = [
-        "| kernel | size | bytes per parameter | launches | predicted, µs | measured, µs |\n|---|---|---:|---:|---:|---:|",
+        "| kernel | size | bytes per parameter | launches | predicted, µs | measured, µs "
+        "|\n|---|---|---:|---:|---:|---:|",
         *kernel_rows(kernels), "",
         "| optimizer part of a step, replayed | size | predicted, µs | measured, µs |\n|---|---|---:|---:|",
         *step_rows(kernels), "",
@@ -184,4 +198,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _made(content: Mapping[str, Any]) -> str:
-    return f"{', '.join(content['machine'].get('gpus', [])[:1])}, commit `{content['commit'][:12]}`, `{content['command']}`"
+    return (
+        f"{', '.join(content['machine'].get('gpus', [])[:1])}, commit `{content['commit'][:12]}`, "
+        f"`{content['command']}`"
+    )

@@ -1,8 +1,9 @@
 """The problem that every contender solves: lists of parameter shapes, the step's constants, weights and gradients.
 
-What is measured is the optimizer part of one SAM step: from the gradients of the first pass to the perturbed weights, and from the
-gradients of the second pass to the new weights (SGD with momentum and weight decay). The two backward passes are not in it: their
-gradients are prepared, and handed over as autograd leaves them, in other memory at every step.
+What is measured is the optimizer part of one SAM step: from the gradients of the first pass to the perturbed weights,
+and from the gradients of the second pass to the new weights (SGD with momentum and weight decay). The two backward
+passes are not in it: their gradients are prepared, and handed over as autograd leaves them, in other memory at every
+step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Size:
     name: str
     title: str
     shapes: Shapes
-    steps: int  # per sample: enough that a sample is well above the timer and starts from warm caches where it would in training
+    # per sample: enough that a sample is well above the timer and starts from warm caches where it would in training
+    steps: int
     rounds: int
 
     @cached_property
@@ -38,7 +40,8 @@ class Size:
 
 
 def _resnet18() -> Shapes:
-    """ResNet-18 for ImageNet (He et al. 2016, table 1) in the order of torchvision's module: 62 tensors, 11,689,512 parameters."""
+    """ResNet-18 for ImageNet (He et al. 2016, table 1) in the order of torchvision's module: 62 tensors, 11,689,512
+    parameters."""
 
     def norm(channels: int) -> list[tuple[int, ...]]:
         return [(channels,), (channels,)]
@@ -87,8 +90,9 @@ def initial_weights(shapes: Shapes, seed: int = 0, device: torch.device | str = 
 class Gradients:
     """Prepared gradients, one fresh tensor per parameter, in three sets that the passes take in turn.
 
-    So the two passes of a step see different gradients, and a parameter's gradient lies elsewhere at every step, as it does under autograd
-    with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender whose gradients were flat to begin with.
+    So the two passes of a step see different gradients, and a parameter's gradient lies elsewhere at every step, as it
+    does under autograd with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender
+    whose gradients were flat to begin with.
     """
 
     SETS = 3

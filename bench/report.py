@@ -1,6 +1,8 @@
-"""From a results file to the pages' tables and plots: `python -m bench.report bench/results/step.json` (or `kernels-*.json`).
+"""From a results file to the pages' tables and plots: `python -m bench.report bench/results/step.json` (or
+`kernels-*.json`).
 
-Prints Markdown; `--into FILE` puts the tables into the marked places of a page, `--plot FILE` draws the plot again. Nothing here
+Prints Markdown; `--into FILE` puts the tables into the marked places of a page, `--plot FILE` draws the plot again.
+Nothing here
 measures: every number comes from the results file.
 """
 
@@ -36,7 +38,8 @@ def read(path: Path) -> dict[str, Any]:
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in (KIND, kernel_report.KIND):
         raise ValueError(
-            f"{path} holds {kind!r}, expected {KIND!r} or {kernel_report.KIND!r}: measure again with `python -m bench.step` "
+            f"{path} holds {kind!r}, expected {KIND!r} or {kernel_report.KIND!r}: measure again with `python -m "
+            f"bench.step` "
             "or `python -m bench.kernels`"
         )
     return record
@@ -86,7 +89,8 @@ def threads_of(number: int) -> str:
 def heading(result: dict[str, Any]) -> str:
     bandwidth = result["copy_bytes_per_second"]["median"] / 1e9
     return (
-        f"{result['title']}: {result['tensors']} tensors, {result['parameters']:,} parameters, {threads_of(result['threads'])}; "
+        f"{result['title']}: {result['tensors']} tensors, {result['parameters']:,} parameters, "
+        f"{threads_of(result['threads'])}; "
         f"{result['rounds']} rounds; a copy moves {bandwidth:.1f} GB/s"
     )
 
@@ -109,14 +113,15 @@ def sections(record: dict[str, Any]) -> dict[str, str]:
             "Time of the optimizer part of a SAM step, relative to the copied per-tensor SAM (less is faster):",
             lambda row: figure(row, "to_copied"),
         ),
-        "choices": "Time of the optimizer part of a SAM step, relative to the copied per-tensor SAM (less is faster):\n\n"
-        + _matrix(record, lambda row: figure(row, "to_copied")),
+        "choices": "Time of the optimizer part of a SAM step, relative to the copied per-tensor SAM (less is "
+        "faster):\n\n" + _matrix(record, lambda row: figure(row, "to_copied")),
         "flat": section(
             "Relative to one flat tensor with flat gradients and torch's fused SGD:", lambda row: figure(row, "to_flat")
         ),
         "time": section("Time per step, median:", lambda row: duration(row["seconds"]["median"])),
         "floor": section(
-            f"Fraction of the floor, {floor} bytes per parameter at the bandwidth of a large copy (more than 1: in the caches):",
+            f"Fraction of the floor, {floor} bytes per parameter at the bandwidth of a large copy (more than 1: in the "
+            f"caches):",
             lambda row: figure(row, "floor_fraction"),
         ),
         "memory": section(
@@ -136,10 +141,11 @@ _MARKED = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
 def fill(text: str, record: dict[str, Any]) -> str:
-    """`text` with what stands between `<!-- bench:SECTION -->` and `<!-- /bench -->` replaced by that section; `all` means every one.
+    """`text` with what stands between `<!-- bench:SECTION -->` and `<!-- /bench -->` replaced by that section; `all`
+    means every one.
 
-    The sections of `bench.kernels` are named after its file (`kernels-cpu:steps`). Places of other results files are left as they are.
-    Raises ValueError when there is no place for this one, or it names no section.
+    The sections of `bench.kernels` are named after its file (`kernels-cpu:steps`). Places of other results files are
+    left as they are. Raises ValueError when there is no place for this one, or it names no section.
     """
     space = kernel_report.namespace(record) if record["kind"] == kernel_report.KIND else ""
     pieces = sections(record) | {f"{space}all": markdown(record)}
@@ -165,7 +171,8 @@ def _space(name: str) -> str:
 
 
 def _matrix(record: dict[str, Any], cell: Callable[[dict[str, Any]], str]) -> str:
-    """Contenders down, sizes and threads across, ours in bold. One without a figure has its state in the cell, and the reason below."""
+    """Contenders down, sizes and threads across, ours in bold. One without a figure has its state in the cell, and the
+    reason below."""
     results = record["results"]
     heads = [f"{r['title']}, {threads_of(r['threads'])}" for r in results]
     lines = ["| | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
@@ -190,7 +197,8 @@ def provenance(record: dict[str, Any]) -> str:
     others = ", ".join(f"{r['busy_others']:.2f}" for r in record["results"])
     changes = "+changes" if e["commit"].endswith("+changes") else ""
     lines = [
-        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{changes}`; {m['cpu']}, {m['cores']} cores ({caches}), "
+        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{changes}`; {m['cpu']}, {m['cores']} "
+        f"cores ({caches}), "
         f"{m['memory_gib']} GiB; Python {v['python']}, torch {v['torch']}, pytorch-optimizer {v['pytorch-optimizer']}. "
         f"Processors used by other processes meanwhile, per column: {others}."
     ]
@@ -199,7 +207,8 @@ def provenance(record: dict[str, Any]) -> str:
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """Two panels, a group of bars per size and number of threads: time relative to the copied SAM, and the fraction of the floor."""
+    """Two panels, a group of bars per size and number of threads: time relative to the copied SAM, and the fraction of
+    the floor."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,9 @@
-"""How much of a SAM perturbation bfloat16 weights keep: `python -m bench.rounding` prints the table of docs/fused_sam.md.
+"""How much of a SAM perturbation bfloat16 weights keep: `python -m bench.rounding` prints the table of
+docs/fused_sam.md.
 
-Eight square layers of random weights, heavy-tailed gradients, rho = 0.05. "kept" compares z - round(w), where z is the perturbed point, with
-the intended perturbation e: the cosine of the two, and <z - round(w), e>/||e||^2; "mean" is over 32 perturbations of the same weights.
+Eight square layers of random weights, heavy-tailed gradients, rho = 0.05. "kept" compares z - round(w), where z is the
+perturbed point, with the intended perturbation e: the cosine of the two, and <z - round(w), e>/||e||^2; "mean" is over
+32 perturbations of the same weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Does a round take longer when more clients have states? SCAFFOLD, a hundred clients a round: `python -m bench.states [CLIENTS ...]`."""
+"""Does a round take longer when more clients have states? SCAFFOLD, a hundred clients a round:
+`python -m bench.states [CLIENTS ...]`."""
 
 from __future__ import annotations
 

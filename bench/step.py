@@ -1,7 +1,7 @@
 """Measures the optimizer part of a SAM step: `python -m bench.step` (`make bench`), or `python bench/step.py`.
 
-Prints a table per size and number of threads, and writes `step.json` and `step.png` into `--out` (by default a new folder below `runs/`;
-published results are written deliberately, with `--out bench/results`).
+Prints a table per size and number of threads, and writes `step.json` and `step.png` into `--out` (by default a new
+folder below `runs/`; published results are written deliberately, with `--out bench/results`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class Bench:
         for name in green:
             rows[name] |= _figures(taken, name, size)
         return {
-            "size": size.name, "title": size.title, "tensors": len(size.shapes), "parameters": size.parameters, "threads": threads,
+            "size": size.name, "title": size.title, "tensors": len(size.shapes), "parameters": size.parameters,
+            "threads": threads,
             "rounds": self.rounds, "steps_per_sample": size.steps, "busy_others": round(taken.others, 3),
             "copy_bytes_per_second": asdict(Summary.of(taken.copy)), "contenders": list(rows.values()),
         }  # fmt: skip
@@ -200,7 +201,8 @@ def _left_out(contender: Contender, quick: bool) -> str | None:
 
 
 def _figures(taken: Rounds, name: str, size: Size) -> dict[str, Any]:
-    """Seconds per step, ratios to the two yardsticks where they were measured, and the fraction of the floor that is reached."""
+    """Seconds per step, ratios to the two yardsticks where they were measured, and the fraction of the floor that is
+    reached."""
     seconds = taken.seconds[name]
     floors = [FLOOR_BYTES * size.parameters / bandwidth for bandwidth in taken.copy]
     found = {"seconds": asdict(Summary.of(seconds)), "floor_fraction": asdict(Summary.of_ratios(floors, seconds))}

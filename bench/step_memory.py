@@ -3,9 +3,10 @@
     python -m bench.step_memory [--layers 24] [--width 2048]
     python -m bench.step_memory --device cuda --layers 60 --width 4096     # 1.007 billion parameters
 
-A process of its own per row takes three steps of a chain of square linear layers: of float32 weights without momentum, and of bfloat16 weights with
-it. Counted is what lies beyond the weights, in bytes per parameter: resident memory (the kernel's VmHWM and VmRSS), because torch's profiler makes an
-exclusive owner's step an ordinary one; on a GPU what torch's allocator has given out.
+A process of its own per row takes three steps of a chain of square linear layers: of float32 weights without momentum,
+and of bfloat16 weights with it. Counted is what lies beyond the weights, in bytes per parameter: resident memory (the
+kernel's VmHWM and VmRSS), because torch's profiler makes an exclusive owner's step an ordinary one; on a GPU what
+torch's allocator has given out.
 """
 
 from __future__ import annotations

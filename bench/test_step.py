@@ -1,7 +1,8 @@
-"""The same cases under pytest-benchmark, for tools that compare runs: `pytest bench/ --benchmark-only --benchmark-json=FILE`.
+"""The same cases under pytest-benchmark, for tools that compare runs:
+`pytest bench/ --benchmark-only --benchmark-json=FILE`.
 
-Handing over the gradients is not on the clock here either. Interleaving is beyond pytest-benchmark: it measures one case after the
-other, so `python -m bench.step` is the better judge of who is faster.
+Handing over the gradients is not on the clock here either. Interleaving is beyond pytest-benchmark: it measures one
+case after the other, so `python -m bench.step` is the better judge of who is faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Interleaved timing: every round takes one sample of every contender and of a large copy, so that what disturbs one disturbs all."""
+"""Interleaved timing: every round takes one sample of every contender and of a large copy, so that what disturbs one
+disturbs all."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ class Rounds:
 
 
 def measure(drives: dict[str, Drive], steps: int, rounds: int, tick: Callable[[], None] = lambda: None) -> Rounds:
-    """`rounds` interleaved rounds; each begins with another contender, so that nobody always follows the same neighbour."""
+    """`rounds` interleaved rounds; each begins with another contender, so that nobody always follows the same
+    neighbour."""
     copy = Copy()
     copy.sample()
     for drive in drives.values():

@@ -1,4 +1,5 @@
-"""Whole steps, the optimizer part of two passes: ours against the peers in one process, eager, and on CUDA replayed from graphs."""
+"""Whole steps, the optimizer part of two passes: ours against the peers in one process, eager, and on CUDA replayed
+from graphs."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class DeviceForeachStepper(ForeachStepper):
 def of_device(
     machine: Machine, size: KernelSize, compile_: str = "with", names: Sequence[str] | None = None
 ) -> list[Contender]:
-    """Ours (of these backends), and the peers that the figures of merit name: "with" those that compile, "without", or them "only"."""
+    """Ours (of these backends), and the peers that the figures of merit name: "with" those that compile, "without", or
+    them "only"."""
     table = contenders(machine.device.type)
     chosen = [c for c in table.values() if c.ours and (names is None or c.backend in names)]
     for name in PEERS:
@@ -63,7 +65,8 @@ def of_device(
 
 
 class Fleet:
-    """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one left."""
+    """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one
+    left."""
 
     def __init__(self, machine: Machine, steppers: Sequence[Stepper], gradients: Sequence[Gradients]) -> None:
         self.machine, self.cold = machine, len(steppers) == MAX_STEPPERS
@@ -182,7 +185,8 @@ class StepBench:
         return memory.peak_extra_bytes_cuda(contender, self.weights, self.gradients[0])
 
     def _figures(self, name: str, copies: list[float], taken: dict[str, list[float]]) -> dict[str, Any]:
-        """Per way of running: seconds, fraction of the floor, and how many times faster than each peer in the same way."""
+        """Per way of running: seconds, fraction of the floor, and how many times faster than each peer in the same
+        way."""
         found: dict[str, Any] = {}
         for how in ("eager", "replayed"):
             if (seconds := taken.get(f"{name} {how}")) is None:

@@ -1,6 +1,8 @@
-"""The pages as a site: `make docs`, with Sphinx, MyST and Furo. The Markdown stays what GitHub shows; this file binds it.
+"""The pages as a site: `make docs`, with Sphinx, MyST and Furo. The Markdown stays what GitHub shows; this file binds
+it.
 
-The source folder is the checkout, so that links to README's neighbours, examples and pictures lead to the same files as on GitHub.
+The source folder is the checkout, so that links to README's neighbours, examples and pictures lead to the same files as
+on GitHub.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def sections(text: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def with_toctrees(text: str) -> str:
-    """The index with a table of contents for each of its lists: GitHub shows the lists, the site has them beside every page too."""
+    """The index with a table of contents for each of its lists: GitHub shows the lists, the site has them beside every
+    page too."""
     made = [text]
     for heading, pages in sections(text):
         lines = "\n".join(f"{title} <{file}>" for title, file in pages)
@@ -68,8 +71,8 @@ _NAMED = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")  # "rho, eta: what the
 
 
 def as_rst(lines: list[str]) -> list[str]:
-    """A docstring as reStructuredText. It is prose with `code`, named values, definitions and indented equations, whose signs RST would read
-    as markup."""
+    """A docstring as reStructuredText. It is prose with `code`, named values, definitions and indented equations, whose
+    signs RST would read as markup."""
     made: list[str] = []
     outside: int | None = None  # the indentation of the text before an equation, which is indented more
     literal = False

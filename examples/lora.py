@@ -2,8 +2,9 @@
 
     python examples/lora.py
 
-A model that reads upright digits stands in for a pre-trained one and is frozen; the clients' digits lie on their side, and adapters learn to
-read them. `peft` does to a model of Hugging Face what `adapted` does here: `get_peft_model(...)` freezes the rest.
+A model that reads upright digits stands in for a pre-trained one and is frozen; the clients' digits lie on their side,
+and adapters learn to read them. `peft` does to a model of Hugging Face what `adapted` does here: `get_peft_model(...)`
+freezes the rest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""An algorithm of your own: a frozen dataclass of hyper-parameters that overrides what differs from federated averaging.
+"""An algorithm of your own: a frozen dataclass of hyper-parameters that overrides what differs from federated
+averaging.
 
-This one is FedAvgM (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification",
-2019), momentum on the server, with an optional SAM perturbation on the clients. docs/own_algorithm.md explains it line by line.
+This one is FedAvgM (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification", 2019), momentum on the server, with an optional SAM perturbation on the clients. docs/own_algorithm.md
+explains it line by line.
 
 Run it here:                 python examples/own_algorithm.py
 or like a built-in one:      fastsam run examples/digits.toml --algorithm examples/own_algorithm.py:FedAvgM --beta 0.5
@@ -22,7 +24,8 @@ from fastsam.fed import Algorithm, Direction, LocalStep, Round, State, Sums, mod
 
 @dataclass(frozen=True)
 class FedAvgM(Algorithm):
-    """beta: share of the last direction that is kept, in [0, 1); 0 is FedAvg. rho: radius of the perturbation; 0 is none."""
+    """beta: share of the last direction that is kept, in [0, 1); 0 is FedAvg. rho: radius of the perturbation; 0 is
+    none."""
 
     server_vectors: ClassVar[float] = 2  # w and m, for reports
 

@@ -19,7 +19,8 @@ Samples = tuple[np.ndarray, np.ndarray]
 
 
 def clinics(count: int = 8) -> tuple[list[Samples], Samples]:
-    """The clients' samples and the test set: every fifth tumour is for testing, the others go to the clinics by their size."""
+    """The clients' samples and the test set: every fifth tumour is for testing, the others go to the clinics by their
+    size."""
     x, y = load_breast_cancer(return_X_y=True)
     test = np.arange(len(y)) % 5 == 0
     x = (x - x[~test].mean(axis=0)) / x[~test].std(axis=0)

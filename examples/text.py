@@ -2,8 +2,9 @@
 
     python examples/text.py
 
-Six clients write, each of some topics only, in words that mostly belong to a topic; a classifier learns the topic of a text. The texts are drawn
-here, so that nothing is downloaded: put your own data set, tokenizer and model in their place.
+Six clients write, each of some topics only, in words that mostly belong to a topic; a classifier learns the topic of a
+text. The texts are drawn here, so that nothing is downloaded: put your own data set, tokenizer and model in their
+place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop (`fastsam.fed`) on the same kernels."""
+"""fastsam: fused Sharpness-Aware Minimization for PyTorch, and a thin federated loop (`fastsam.fed`) on the same
+kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The flat index space: which tensor lies where in a row, and the fields `[rows, stride]` that hold the state.
 
-A `Layout` says where each tensor's elements are; an `Arena` allocates fields over it. The user's own parameters are never moved:
-they are flat by index only (a table of segments), while the optimizer's state is really flat.
+A `Layout` says where each tensor's elements are; an `Arena` allocates fields over it. The user's own parameters are
+never moved: they are flat by index only (a table of segments), while the optimizer's state is really flat.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Segment:
 class Layout:
     """Where each of a list of tensors lies in a row.
 
-    Segments start at multiples of 16 elements and rows at multiples of 256 bytes; the padding between is zero and stays zero.
+    Segments start at multiples of 16 elements and rows at multiples of 256 bytes; the padding between is zero and stays
+    zero.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -65,7 +66,8 @@ class Layout:
         for i, tensor in enumerate(tensors):
             if not is_dense(tensor):
                 raise ValueError(
-                    f"tensor {i} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its elements do not fill one block of "
+                    f"tensor {i} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: its elements do not "
+                    f"fill one block of "
                     "memory, so they cannot be a segment; pass tensor.contiguous()"
                 )
             segments.append(Segment(offset, tensor.shape, tensor.stride(), 0 if groups is None else groups[i]))
@@ -88,7 +90,8 @@ class Layout:
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """One view per segment of `row` (`[stride]` or `[rows, stride]`), shaped and strided like the tensor it stands for."""
+        """One view per segment of `row` (`[stride]` or `[rows, stride]`), shaped and strided like the tensor it stands
+        for."""
         lead, lead_stride = tuple(row.shape[:-1]), tuple(row.stride()[:-1])
         start = row.storage_offset()
         return [row.as_strided(lead + tuple(s.shape), lead_stride + s.stride, start + s.offset) for s in self.segments]
@@ -108,7 +111,8 @@ class Arena:
         self._fields: dict[str, Tensor] = {}
 
     def field(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The field `name`, allocated as zeros at the first call. Raises TypeError when it exists with another dtype."""
+        """The field `name`, allocated as zeros at the first call. Raises TypeError when it exists with another
+        dtype."""
         found = self._fields.get(name)
         if found is None:
             found = self._fields[name] = torch.zeros(self.rows, self.layout.stride, dtype=dtype, device=self.device)

@@ -1,4 +1,5 @@
-"""The checks of an op's arguments: shapes, dtypes, devices and strides, each with an error that says what was expected and what came."""
+"""The checks of an op's arguments: shapes, dtypes, devices and strides, each with an error that says what was expected
+and what came."""
 
 from __future__ import annotations
 
@@ -69,8 +70,8 @@ def _end_of(tensor: Tensor) -> int:
 class Call:
     """The arguments of one call of an op, checked one after the other. Nothing here waits for a GPU.
 
-    Each method raises ValueError when its argument does not fit what was said before: the table says how long the segments are,
-    `hyper` (or `rows`, for an op without device scalars) how many rows there are.
+    Each method raises ValueError when its argument does not fit what was said before: the table says how long the
+    segments are, `hyper` (or `rows`, for an op without device scalars) how many rows there are.
     """
 
     def __init__(self, op: str, table: Tensor, hyper: Tensor | None, device: torch.device, rows: int = 0) -> None:
@@ -177,7 +178,8 @@ class Call:
     def operand(
         self, name: str, tensors: Sequence[Tensor], dtype: torch.dtype | None = None, written: bool = False
     ) -> torch.dtype:
-        """A list operand: one tensor per segment, or one field. Returns its dtype, which must be `dtype` when that is given."""
+        """A list operand: one tensor per segment, or one field. Returns its dtype, which must be `dtype` when that is
+        given."""
         n = len(self.lengths)
         dtype = dtype or (tensors[0].dtype if tensors else torch.float32)
         if len(tensors) == 1 and (n != 1 or tensors[0].numel() != self.rows * self.lengths[0]):

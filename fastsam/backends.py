@@ -150,8 +150,8 @@ def _cuda() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-# In the order in which `auto` takes them. It comes to neither the reference, which is the specification, nor Triton on the CPU, which is its
-# interpreter, thousands of times slower: what is before them serves always.
+# In the order in which `auto` takes them. It comes to neither the reference, which is the specification, nor Triton on
+# the CPU, which is its interpreter, thousands of times slower: what is before them serves always.
 BACKENDS: tuple[Backend, ...] = (
     Backend("native", "cuda", "native", _native("cuda")),
     Backend("triton", "cuda", "triton_launch", _triton("cuda")),
@@ -180,13 +180,15 @@ def backend(device: torch.device | str | None = None) -> str:
 def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend `name` for tensors of `dtype` on `device`; "auto" takes the first of the table that serves.
 
-    Raises ValueError for an unknown name or a dtype no backend takes, RuntimeError (with the reason) when a backend asked for by name cannot serve.
+    Raises ValueError for an unknown name or a dtype no backend takes, RuntimeError (with the reason) when a backend
+    asked for by name cannot serve.
     """
     if name not in NAMES:
         raise ValueError(f"backend must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
     if dtype not in FLOATS:
         raise ValueError(
-            f"parameters must be float32, float64, float16 or bfloat16, got {dtype}; convert the model with .to(torch.float32)"
+            f"parameters must be float32, float64, float16 or bfloat16, got {dtype}; convert the model with "
+            f".to(torch.float32)"
         )
     candidates = [b for b in BACKENDS if b.device == device.type and name in ("auto", b.name)]
     reasons: list[str] = []
@@ -202,7 +204,8 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
             f"{'no backend serves' if name == 'auto' else name + ' does not serve'} the device {device.type!r}"
         )
     raise RuntimeError(
-        f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is available"
+        f"backend {name!r} cannot serve {dtype} on {device}: {'; '.join(reasons)}. `fastsam info` shows what is "
+        f"available"
     )
 
 
@@ -215,5 +218,8 @@ def _note_missing_kernels(reasons: list[str]) -> None:
     if not _noted:
         _noted = True
         hint = importlib.import_module("fastsam_kernels.native").build_hint()
-        note = f"fastsam runs without its compiled kernels, on torch's multi-tensor functions ({'; '.join(reasons)}). {hint}"
+        note = (
+            f"fastsam runs without its compiled kernels, on torch's multi-tensor functions ({'; '.join(reasons)}). "
+            f"{hint}"
+        )
         warnings.warn(note, stacklevel=4)

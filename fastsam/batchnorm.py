@@ -15,10 +15,12 @@ Frozen = tuple[_NormBase, bool, dict[str, Tensor]]
 
 @contextmanager
 def frozen_batchnorm_stats(model: nn.Module) -> Iterator[None]:
-    """Inside, forward passes normalise as they would (with the statistics of the batch, in training mode), and the running statistics of every
-    BatchNorm and InstanceNorm layer of `model` stay as they are, the count of batches included.
+    """Inside, forward passes normalise as they would (with the statistics of the batch, in training mode), and the
+    running statistics of every BatchNorm and InstanceNorm layer of `model` stay as they are, the count of batches
+    included.
 
-    For SAM's second pass: the running statistics should be those of the weights that are kept, not of the perturbed ones.
+    For SAM's second pass: the running statistics should be those of the weights that are kept, not of the perturbed
+    ones.
 
         loss_of(model, batch).backward()
         opt.first_step(zero_grad=True)

@@ -1,7 +1,8 @@
 """The op surface: every argument is checked once here, a backend is chosen, and it is called.
 
-The functions have the names, arguments and meaning of `fastsam_kernels.reference`, plus `backend=`. Callers that checked their buffers
-when they made them (the optimizer, the executors) call `bind(...)` once and skip the checks in every step.
+The functions have the names, arguments and meaning of `fastsam_kernels.reference`, plus `backend=`. Callers that
+checked their buffers when they made them (the optimizer, the executors) call `bind(...)` once and skip the checks in
+every step.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def bind(backend: str, device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def product_of(a: Tensor, b: Tensor, *, backend: str = "auto") -> Product | None:
-    """What multiplies stacked matrices like these faster than torch does, see `fastsam_kernels.product.product_of`; None with another backend
-    than the compiled one.
+    """What multiplies stacked matrices like these faster than torch does, see `fastsam_kernels.product.product_of`;
+    None with another backend than the compiled one.
     """
     return product.product_of(a, b) if backends.select(backend, a.device, a.dtype).name == "native" else None
 
@@ -65,7 +66,8 @@ def norm_(
     *,
     backend: str = "auto",
 ) -> None:
-    """`sumsq[r] (+)= ||T*g||^2`, see `fastsam_kernels.reference.norm_`. Raises ValueError on arguments that do not fit together.
+    """`sumsq[r] (+)= ||T*g||^2`, see `fastsam_kernels.reference.norm_`. Raises ValueError on arguments that do not fit
+    together.
 
     On the CPU, `weights` are asked for when a group is adaptive; on a GPU looking would wait for the device.
     """
@@ -130,7 +132,8 @@ def dual_norm_(
     *,
     backend: str = "auto",
 ) -> None:
-    """`sumsq[r] (+)= ||alpha*(g - mu) - s||^2`, see `fastsam_kernels.reference.dual_norm_`. `mu` and `s` may have the row stride 0.
+    """`sumsq[r] (+)= ||alpha*(g - mu) - s||^2`, see `fastsam_kernels.reference.dual_norm_`. `mu` and `s` may have the
+    row stride 0.
 
     Raises ValueError on arguments that do not fit together.
     """

@@ -1,11 +1,12 @@
-"""Form U, the one step that `FusedSAM` and every federated algorithm are made of: a direction, a radius, a mix of two gradients.
+"""Form U, the one step that `FusedSAM` and every federated algorithm are made of: a direction, a radius, a mix of two
+gradients.
 
     d = none, g1, T^2*g1 with T = |w| + eta (ASAM), or what a federated method adds (`fastsam.fed`)
     eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1
     v = a*g2 + b*g1,   g1 = gradient at w, g2 = gradient at w + eps
 
-and the base optimizer's update of `w` with `v`. The arithmetic stands in `fastsam_kernels.reference`; what stands here says which numbers
-it is given.
+and the base optimizer's update of `w` with `v`. The arithmetic stands in `fastsam_kernels.reference`; what stands here
+says which numbers it is given.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterato
 class Mix:
     """What of the two gradients the update sees: `v = a*g2 + b*g1`.
 
-    sharpness: WSAM's gamma/(1 - gamma), decoupled (Yue et al. 2023). Not 0: the base optimizer sees g1, and after its update
-    `w -= lr*sharpness*(g2 - g1)`; a and b are then 1 and 0.
-    reuse: LookSAM's alpha (Liu et al. 2022), of a step with one gradient g. Not 0: `v = g + alpha*||g||/||m||*m` with the vector m that the
-    variant keeps.
-    surrogate_gap: GSAM's alpha (Zhuang et al. 2022, Algorithm 1). Not 0: g2 without alpha times the part of g1 that is orthogonal to it,
-    `v = (1 + alpha*cc)*g2 - alpha*g1` with `cc = <g1, g2>/||g2||^2`; a and b are then 1 and 0.
+    sharpness: WSAM's gamma/(1 - gamma), decoupled (Yue et al. 2023). Not 0: the base optimizer sees g1, and after its
+    update `w -= lr*sharpness*(g2 - g1)`; a and b are then 1 and 0.
+    reuse: LookSAM's alpha (Liu et al. 2022), of a step with one gradient g. Not 0: `v = g + alpha*||g||/||m||*m` with
+    the vector m that the variant keeps.
+    surrogate_gap: GSAM's alpha (Zhuang et al. 2022, Algorithm 1). Not 0: g2 without alpha times the part of g1 that is
+    orthogonal to it, `v = (1 + alpha*cc)*g2 - alpha*g1` with `cc = <g1, g2>/||g2||^2`; a and b are then 1 and 0.
     Raises ValueError for numbers that are not finite, and for a surrogate gap beside other weights.
     """
 
@@ -81,7 +82,8 @@ class Mix:
         return bool(self.b or self.surrogate_gap or self.sharpness)
 
     def columns(self, sign: float = 1.0) -> Iterator[tuple[Column, float]]:
-        """The device scalars; of a surrogate gap those of no overlap, `weigh_` does the rest. sign: -1 where the objective is maximised."""
+        """The device scalars; of a surrogate gap those of no overlap, `weigh_` does the rest. sign: -1 where the
+        objective is maximised."""
         yield Column.A, sign * self.a
         yield Column.B, sign * (-self.surrogate_gap or self.b)
 
@@ -89,8 +91,8 @@ class Mix:
 def weigh_(hyper: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
     """A surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
-    hyper: float64 `[rows, groups, WIDTH]`, whose column B is `-sign*alpha`; its column A is written. inner: float64 `[rows, 2]`,
-    `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
+    hyper: float64 `[rows, groups, WIDTH]`, whose column B is `-sign*alpha`; its column A is written. inner: float64
+    `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
     """
     overlap = inner[:, :1] / (inner[:, 1:] + torch.finfo(torch.float64).tiny)
     hyper[:, :, Column.A] = sign - hyper[:, :, Column.B] * overlap

@@ -4,15 +4,15 @@ Used by `setup.py` (a wheel or an editable install), by `FASTSAM_JIT=1` (at firs
 `python -m fastsam_kernels.build` (into the installed package).
 
 - `libfastsam_cpu.so`: `csrc/*.cpp`, `csrc/rowprograms/*.cpp` and `csrc/cpu/*.cpp`;
-- `libfastsam_cuda.so`: `csrc/cuda/*.cu`, the registrations `csrc/cuda/*.cpp` and `csrc/rowprograms/check.cpp`. Made when
-  nvcc is found and torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
+- `libfastsam_cuda.so`: `csrc/cuda/*.cu`, the registrations `csrc/cuda/*.cpp` and `csrc/rowprograms/check.cpp`. Made
+  when nvcc is found and torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
 
 They use no symbols of Python and none of torch's C++: only LibTorch's stable ABI, so that one binary serves every
 Python and torch 2.10 and newer.
 
 Environment: `CXX`, `CUDACXX` or `CUDA_HOME` choose the compilers, `TORCH_CUDA_ARCH_LIST` the GPUs ("8.0;9.0+PTX"),
-`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `FASTSAM_LDFLAGS` the C++ compiler's further
-options where it links, `XDG_CACHE_HOME` where the cache of `FASTSAM_JIT=1` lies.
+`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `FASTSAM_LDFLAGS` the C++ compiler's
+further options where it links, `XDG_CACHE_HOME` where the cache of `FASTSAM_JIT=1` lies.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def rules(root: Path) -> list[str]:
 
 
 def variants_of(source: Path, root: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """The objects that a source of `root` becomes, each with its flags: one, or, of `update.cpp` and `update.cu`, one per rule."""
+    """The objects that a source of `root` becomes, each with its flags: one, or, of `update.cpp` and `update.cu`, one
+    per rule."""
     name = source.relative_to(root).as_posix().replace("/", "_") if source.is_relative_to(root) else source.name
     if source.stem != "update":
         return [(f"{name}.o", ())]
@@ -292,12 +293,14 @@ def _cache_key(torch: Torch) -> str:
 
 
 def _require_own(folder: Path) -> None:
-    """Raises BuildError for a folder that somebody else could put a library into: what is loaded from it is executed."""
+    """Raises BuildError for a folder that somebody else could put a library into: what is loaded from it is
+    executed."""
     found = folder.lstat()
     if hasattr(os, "geteuid") and stat.S_ISDIR(found.st_mode):
         if found.st_uid != os.geteuid():
             raise BuildError(
-                f"the cache {folder} belongs to user {found.st_uid}, not to you ({os.geteuid()}), so its libraries are not "
+                f"the cache {folder} belongs to user {found.st_uid}, not to you ({os.geteuid()}), so its libraries are "
+                f"not "
                 "loaded. Set XDG_CACHE_HOME to a folder of your own"
             )
         if found.st_mode & 0o022:

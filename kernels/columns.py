@@ -1,7 +1,8 @@
 """The device scalars of a step: one row of `WIDTH` float64 numbers per arena row and parameter group.
 
-They live in one tensor `hyper` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a captured CUDA
-graph follows a schedule. `csrc/math.h` declares the same columns in the same order; a test compares the two.
+They live in one tensor `hyper` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a
+captured CUDA graph follows a schedule. `csrc/math.h` declares the same columns in the same order; a test compares the
+two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The backend of a plain install: torch's multi-tensor functions and torch's own fused optimizers, with the meaning of `reference`.
+"""The backend of a plain install: torch's multi-tensor functions and torch's own fused optimizers, with the meaning of
+`reference`.
 
-What has no faster form is taken from the reference: half-precision weights, perturbations with a dual, inner products, fixed-point sums, all
-that is compiled by torch, and on a GPU, where reading a device scalar on the host would wait for the device, everything but norms and
-restoring.
+What has no faster form is taken from the reference: half-precision weights, perturbations with a dual, inner products,
+fixed-point sums, all that is compiled by torch, and on a GPU, where reading a device scalar on the host would wait for
+the device, everything but norms and restoring.
 
-Every tensor of a list is worked on by itself, whatever the rows and the threads, so a row alone has the bits that it has in a batch.
+Every tensor of a list is worked on by itself, whatever the rows and the threads, so a row alone has the bits that it
+has in a batch.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from .reference import inner_ as inner_
 
 WRITES_IN_PARTS = torch.float16, torch.bfloat16  # as the reference does, from which their updates are
 
-# Elements that torch sums up in single precision, in one go on one thread: longer tensors are cut, by their length alone.
+# Elements that torch sums up in single precision, in one go on one thread: longer tensors are cut, by their length
+# alone.
 CHUNK = 16_384
 
 
 def _serves(hyper: Tensor, *operands: Sequence[Tensor] | None) -> bool:
-    """Whether all these operands are of one dtype that torch's functions compute in, where the host may read the scalars."""
+    """Whether all these operands are of one dtype that torch's functions compute in, where the host may read the
+    scalars."""
     dtypes = {tensor.dtype for operand in operands if operand for tensor in operand[:1]}
     return (
         dtypes in ({torch.float32}, {torch.float64})
@@ -259,7 +263,8 @@ def update_(
 
 
 def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
-    """A shorter way to the calls of a step on these operands: `list_calls.ListCalls`, or None where there is none, as without an origin."""
+    """A shorter way to the calls of a step on these operands: `list_calls.ListCalls`, or None where there is none, as
+    without an origin."""
     from .list_calls import ListCalls
 
     return ListCalls(z, origin, table, hyper) if origin is not None and _serves(hyper, z, [origin]) else None

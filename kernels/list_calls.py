@@ -1,4 +1,5 @@
-"""The two passes of an optimizer's step by `foreach`, on operands that were checked once: what `raw_calls` is to `native`."""
+"""The two passes of an optimizer's step by `foreach`, on operands that were checked once: what `raw_calls` is to
+`native`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from .lists import plan_of
 
 
 class ListCalls:
-    """The two passes of an optimizer's step on operands that were checked once, for callers as those of `raw_calls.RawCalls`."""
+    """The two passes of an optimizer's step on operands that were checked once, for callers as those of
+    `raw_calls.RawCalls`."""
 
     def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
         self._operands = z, origin, table, hyper

@@ -1,7 +1,7 @@
 """The operands of a call as lists of tensors, one per row and segment, as torch's multi-tensor functions take them.
 
-Making a view costs a microsecond, a table of segments has dozens, and most operands are the same fields in every step: what was read from a
-table, and the views of a field, are kept for as long as the table and the field are there.
+Making a view costs a microsecond, a table of segments has dozens, and most operands are the same fields in every step:
+what was read from a table, and the views of a field, are kept for as long as the table and the field are there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes an
 
 
 class _ByTensor(Generic[T]):
-    """Values by tensor: by the very object, which is not kept alive. What a tensor's end calls is no Python, so no signal is handled in it."""
+    """Values by tensor: by the very object, which is not kept alive. What a tensor's end calls is no Python, so no
+    signal is handled in it."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
@@ -58,7 +59,8 @@ class Plan:
         self._views: _ByTensor[tuple[tuple[int, int, int], Forms, list[Tensor]]] = _ByTensor()
 
     def lists(self, rows: int, *operands: Sequence[Tensor] | None) -> Lists:
-        """For each operand its tensors, row by row; all of one shape and one order of elements at each place. None stays None."""
+        """For each operand its tensors, row by row; all of one shape and one order of elements at each place. None
+        stays None."""
         lists: Lists = [None if o is None else self._scattered(o, rows) for o in operands]
         count, found = len(self._kept), [tensors for tensors in lists if tensors is not None]
         if len(found) == len(lists) == 1:
@@ -74,7 +76,8 @@ class Plan:
         return lists
 
     def parts(self, hyper: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
-        """Row by row and group by group: the row, the group's device scalars, read on the host, and what of each list belongs to it."""
+        """Row by row and group by group: the row, the group's device scalars, read on the host, and what of each list
+        belongs to it."""
         count = len(self._kept)
         for row, scalars in enumerate(hyper.tolist()):
             for group, members in self._groups:

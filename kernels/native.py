@@ -1,7 +1,7 @@
 """The compiled backend: C++ on the CPU, CUDA on GPUs, behind one set of op schemas (`csrc/ops.cpp`).
 
-The functions have the names and the meaning of `reference`. The libraries come from the installed package, or, with FASTSAM_JIT=1,
-from a cache where they are built at first use.
+The functions have the names and the meaning of `reference`. The libraries come from the installed package, or, with
+FASTSAM_JIT=1, from a cache where they are built at first use.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _load() -> dict[str, str | None]:
 
 
 def _infer_nothing(name: str, *operands: Any) -> None:
-    """Every op writes its arguments and returns nothing. A real tensor beside one without memory is an error, and not a call that does nothing."""
+    """Every op writes its arguments and returns nothing. A real tensor beside one without memory is an error, and not a
+    call that does nothing."""
     schema = getattr(torch.ops.fastsam, name).default._schema
     of = {argument.name: operand for argument, operand in zip(schema.arguments, operands, strict=False)}
     table = of.pop("table", None)
@@ -104,7 +105,8 @@ def build_hint() -> str:
 
 
 def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
-    """A shorter way to the calls of a step on these operands: `raw_calls.RawCalls` or, on a GPU, `raw_calls.CudaCalls`; None where there is none.
+    """A shorter way to the calls of a step on these operands: `raw_calls.RawCalls` or, on a GPU, `raw_calls.CudaCalls`;
+    None where there is none.
     origin: None for weights that are perturbed apart and updated in place."""
     from .raw_calls import CudaCalls, RawCalls
 
@@ -115,7 +117,8 @@ def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: 
 
 
 def _wrote(z: Sequence[Tensor]) -> None:
-    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong gradients."""
+    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
+    gradients."""
     if not torch.compiler.is_compiling():
         _increment_version(z)
 
@@ -259,7 +262,8 @@ def update_calls(
     first: bool,
     keep: bool,
 ) -> list[partial[Any]]:
-    """`update_` as calls to make in order: without a line of Python in them, so that no signal is handled between them."""
+    """`update_` as calls to make in order: without a line of Python in them, so that no signal is handled between
+    them."""
     operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
     options = None, None, grad_scale, found_inf, first, keep, None
     # The overload itself is Python around `_op`, where an interrupt would come after the update was made.

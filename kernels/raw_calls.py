@@ -1,7 +1,8 @@
-"""The two passes of an optimizer's step past torch's dispatcher (`csrc/raw_frame.h`): the kernels and the bits of `native`.
+"""The two passes of an optimizer's step past torch's dispatcher (`csrc/raw_frame.h`): the kernels and the bits of
+`native`.
 
-For callers that checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and gradients in the order of
-elements of their weights.
+For callers that checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
+gradients in the order of elements of their weights.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def _function(name: str) -> Any:
 class RawCalls:
     """The calls of a step on the CPU on the weights `z`, valid as long as all of these stay where they are.
 
-    `z`: one tensor per segment; `origin` `[1, stride]`, or None where weights are perturbed apart and updated in place; `table` int64
-    `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
+    `z`: one tensor per segment; `origin` `[1, stride]`, or None where weights are perturbed apart and updated in place;
+    `table` int64 `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
     """
 
     _suffix = ""  # of the functions' names
@@ -90,7 +91,8 @@ class RawCalls:
     def _frame(
         self, z: Sequence[Tensor], table: Tensor, hyper: Tensor, stored: torch.dtype, origin: int
     ) -> tuple[int, int]:
-        """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `origin`: the address where its offsets start, 0 for none."""
+        """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `origin`: the address where its
+        offsets start, 0 for none."""
         words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[stored], origin, self._launch]
         frame = (ctypes.c_int64 * (len(words) + len(z)))(*words, *map(_address, z))
         self._held += [table, frame]
@@ -106,15 +108,15 @@ class RawCalls:
         self._pack(*map(_address, grads))
 
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
-        """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive` needs weights of
-        `origin`'s dtype."""
+        """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive`
+        needs weights of `origin`'s dtype."""
         self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
 
     def norm_perturb_apart_(
         self, apart: Sequence[Tensor], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
-        """The same with the perturbed weights in `apart`, like `z` and of its dtype, which may be `grads` themselves: `z` is only read. It counts as
-        written, for who puts them in its place."""
+        """The same with the perturbed weights in `apart`, like `z` and of its dtype, which may be `grads` themselves:
+        `z` is only read. It counts as written, for who puts them in its place."""
         words = (ctypes.c_int64 * len(apart)).from_address(self._apart_at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64))
         words[:] = list(map(_address, apart))
         self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
@@ -137,12 +139,14 @@ class RawCalls:
         keep: bool,
         in_place: bool = False,
     ) -> list[Call]:
-        """The calls that make `update_`, see `reference`; valid until the next `update`, with the gradients of the last call of a method.
-        `in_place`: from `z`, without an origin. They have no line of Python in them, so that no signal is handled between them; the first
-        returns true when it could not run."""
+        """The calls that make `update_`, see `reference`; valid until the next `update`, with the gradients of the last
+        call of a method.
+        `in_place`: from `z`, without an origin. They have no line of Python in them, so that no signal is handled
+        between them; the first returns true when it could not run."""
         self._locate(grads)
         places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
-        self._made = []  # first: the calls before have the addresses of what is replaced here, and an interrupt may come next
+        # first: the calls before have the addresses of what is replaced here, and an interrupt may come next
+        self._made = []
         self._state = (ctypes.c_void_p * len(places))(*places)
         at = self._in_place_at if in_place else self._at
         made, found = _function("update" + self._suffix), _rule(rule, self._suffix)
@@ -159,7 +163,8 @@ class RawCalls:
 
 
 class CudaCalls(RawCalls):
-    """The same on a GPU, on the current stream. Partial sums and tickets are its own, so that a call allocates nothing."""
+    """The same on a GPU, on the current stream. Partial sums and tickets are its own, so that a call allocates
+    nothing."""
 
     _suffix = "_cuda"
 

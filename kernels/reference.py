@@ -1,32 +1,35 @@
-"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else; how a number is
-rounded stochastically, in `rounding`.
+"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else; how
+a number is rounded stochastically, in `rounding`.
 
 Conventions, shared by every backend
 ------------------------------------
 A model is one flat index space cut into *segments*; a cohort of clients is several *rows* of it.
 
 table
-    int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot (the segment's number in its layout, which
-    stays the same when other segments are left out of a call). Only the segments of the table are touched.
+    int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot (the segment's number in its layout,
+    which stays the same when other segments are left out of a call). Only the segments of the table are touched.
 list operand (`z`, `grads`, `weights`, `g1`)
-    Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the row), or
-    one flat field `[rows, stride]` that is addressed at the segments' offsets.
+    Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the
+    row), or one flat field `[rows, stride]` that is addressed at the segments' offsets.
 field (`origin`, `momentum`, `q`, ...)
-    `[rows, stride]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector for all rows.
+    `[rows, stride]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector for
+    all rows.
 hyper
     float64 `[rows, groups, WIDTH]`, see `columns`; its first dimension says how many rows a call has.
 sumsq
     float64 `[rows]`: a sum of squares per row.
 
-The weights that autograd sees are called `z`; `origin` holds the unperturbed weights while `z` is perturbed. Arithmetic runs in
-`compute_dtype(z.dtype)`: float64 for float64, otherwise float32. `origin` has either the dtype of `z` or, for half-precision
+The weights that autograd sees are called `z`; `origin` holds the unperturbed weights while `z` is perturbed. Arithmetic
+runs in `compute_dtype(z.dtype)`: float64 for float64, otherwise float32. `origin` has either the dtype of `z` or, for
+half-precision
 weights, float32: then it is their *master copy*, and `z` is its rounding.
 
 Functions and arguments that are written end in `_`, or are called `out`.
 
 Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9); of the update rules, in `rules`. The general
 local step (form U) covers the federated algorithms:
-    d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu);  v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -= lr*(sig*v + kappa*w)
+    d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu);  v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -=
+    lr*(sig*v + kappa*w)
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ from .columns import WIDTH, Column
 from .conventions import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
 from .rounding import DROPPED, random_bits, stochastic
 
-# Of weights of these dtypes `update_` writes state and weights one after the other, so that an interrupt may come between them.
+# Of weights of these dtypes `update_` writes state and weights one after the other, so that an interrupt may come
+# between them.
 WRITES_IN_PARTS = FLOATS
 
 
 def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Views `[rows, length]` of a list operand, one per segment, in the order of memory (so channels-last needs no copy)."""
+    """Views `[rows, length]` of a list operand, one per segment, in the order of memory (so channels-last needs no
+    copy)."""
     n = table.shape[0]
     for i, (offset, length, _, _) in enumerate(table.tolist()):
         tensor = operand[0] if len(operand) == 1 else operand[i]
@@ -128,14 +133,14 @@ def perturb_(
 ) -> None:
     """`z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
 
-    save=True: `w` is what `z` holds, and is written to `origin` first (the backup that `restore_` and the updates read). Where
-    `origin` is a master copy, `w` is `origin` as long as `z` is still its rounding, else `z` (someone wrote the weights).
-    save=False: `w` is `origin`; `z` is only written.
+    save=True: `w` is what `z` holds, and is written to `origin` first (the backup that `restore_` and the updates
+    read). Where `origin` is a master copy, `w` is `origin` as long as `z` is still its rounding, else `z` (someone
+    wrote the weights). save=False: `w` is `origin`; `z` is only written.
 
-    seed: None, or int64 `[rows]`: half-precision weights are then `z = stochastic(round(w) + rho*d/(norm + nu))`, where `round` is to
-        nearest and `stochastic` (see `rounding`) to one of the two neighbours, with random bits that are a function of the row's seed and of
-        the element's place in the row. So `z - round(w)`, the perturbation of the weights that the first gradient belongs to, is right on
-        average.
+    seed: None, or int64 `[rows]`: half-precision weights are then `z = stochastic(round(w) + rho*d/(norm + nu))`, where
+        `round` is to nearest and `stochastic` (see `rounding`) to one of the two neighbours, with random bits that are
+        a function of the row's seed and of the element's place in the row. So `z - round(w)`, the perturbation of the
+        weights that the first gradient belongs to, is right on average.
 
     A row whose norm is zero or not finite is not perturbed: `z = w`, bit for bit.
     """
@@ -181,7 +186,8 @@ def dual_norm_(
     hyper: Tensor,
     accumulate: bool = False,
 ) -> None:
-    """`sumsq[r] (+)= ||d||^2` over the row, with `d = alpha*(g - mu) - s`: the perturbation's direction where it has a dual (FedSMOO).
+    """`sumsq[r] (+)= ||d||^2` over the row, with `d = alpha*(g - mu) - s`: the perturbation's direction where it has a
+    dual (FedSMOO).
 
     mu, s: fields in the compute dtype; `alpha` is the column PENALTY.
     """
@@ -204,10 +210,12 @@ def dual_perturb_(
     sumsq: Tensor,
     eps: Tensor | None = None,
 ) -> None:
-    """`e = rho*d/(norm + nu)`, `z = origin + e`, then the dual's step `mu += (e - s)/alpha`; `d`, `alpha` as in `dual_norm_`.
+    """`e = rho*d/(norm + nu)`, `z = origin + e`, then the dual's step `mu += (e - s)/alpha`; `d`, `alpha` as in
+    `dual_norm_`.
 
-    eps: field in the compute dtype that takes `e`, or None. `e = 0` in a row whose norm is zero or not finite; its dual moves all the same.
-    Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated Learning", ICML 2023.
+    eps: field in the compute dtype that takes `e`, or None. `e = 0` in a row whose norm is zero or not finite; its dual
+    moves all the same. Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated
+    Learning", ICML 2023.
     """
     dtype = compute_dtype(origin.dtype)
     for h, (w_, o, g, mu_, s_, e_) in _each(table, hyper, dtype, z, [origin], grads, [mu], [s], _field(eps)):
@@ -223,9 +231,11 @@ def dual_perturb_(
 
 @torch.no_grad()
 def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False) -> None:
-    """`out[r] (+)= (<x, y>, <y, y>)` over the row, float64 `[rows, 2]`: what splits `x` into its parts along and across `y`.
+    """`out[r] (+)= (<x, y>, <y, y>)` over the row, float64 `[rows, 2]`: what splits `x` into its parts along and across
+    `y`.
 
-    x, y: list operands of one dtype. Products and sums are in float64: an inner product may be small because its terms cancel.
+    x, y: list operands of one dtype. Products and sums are in float64: an inner product may be small because its terms
+    cancel.
     """
     rows = out.shape[0]
     total = torch.zeros_like(out)
@@ -245,14 +255,16 @@ def accumulate_(
     base: Tensor | None = None,
     largest_: Tensor | None = None,
 ) -> None:
-    """`high*2^-28 + low*2^-80 += factor*d` for every row of `x`, with `d = x - base`, or `x`: integers, the same in every order.
+    """`high*2^-28 + low*2^-80 += factor*d` for every row of `x`, with `d = x - base`, or `x`: integers, the same in
+    every order.
 
     high_, low_: int64, contiguous, of one shape; `0 <= low < 2^52` afterwards.
     x: float32 or float64, of that shape, or `[rows, *that shape]` with dense rows. base: as one row of `x`.
     largest_: None, or float64 `[rows]` (`[1]`), which takes the largest `|d|` of each row, NaN where one is not finite.
 
-    `d` is rounded to the dtype of `x`, `factor*d` to float64, and that towards zero to 2^-80: with `-factor` the same call takes out again,
-    to the last bit, what was added. What is not finite or beyond `+-LIMIT` adds nothing. The high limb wraps where the sum is beyond 2^35.
+    `d` is rounded to the dtype of `x`, `factor*d` to float64, and that towards zero to 2^-80: with `-factor` the same
+    call takes out again, to the last bit, what was added. What is not finite or beyond `+-LIMIT` adds nothing. The high
+    limb wraps where the sum is beyond 2^35.
     """
     rows = x[None] if x.shape == high_.shape else x
     d = rows if base is None else rows - base
@@ -282,7 +294,8 @@ def update_norm_(
     grad_scale: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks at."""
+    """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks
+    at."""
     dtype = compute_dtype(z[0].dtype) if z else torch.float32
     total = torch.zeros_like(sumsq)
     for h, (w_, o, g, g1_, q_) in _each(table, hyper, dtype, z, _field(origin), grads, g1, _field(q)):
@@ -325,27 +338,30 @@ def update_(
 
         w = origin (or z)                               the unperturbed weights
         v = a*g2 + b*g1 + q
-        d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift),   sig = min(1, C/(||v|| + 1e-6)), 1 without clipping
-        z = rule of (1 - lr*decoupled)*w and d          keep=True: origin = z too, before the rounding to z's dtype
+        d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift),   sig = min(1, C/(||v|| + 1e-6)), 1 without
+        clipping z = rule of (1 - lr*decoupled)*w and d          keep=True: origin = z too, before the rounding to z's
+        dtype
 
     where weight decay is `coupled` or `decoupled` (column DECOUPLED), and the other of the two is 0.
 
     rule
         a name in `rules`: "sgd", "adam", ...; what it makes of `w` and `d` stands there.
     state
-        its fields `[rows, stride]` in the compute dtype, in the order that it names; None for one that these parameters do not have.
+        its fields `[rows, stride]` in the compute dtype, in the order that it names; None for one that these parameters
+        do not have.
     steps
-        float32 `[rows, slots]`, where the rule counts steps: t per row and slot of the table; counted up here for the segments of the
-        table, in every row.
+        float32 `[rows, slots]`, where the rule counts steps: t per row and slot of the table; counted up here for the
+        segments of the table, in every row.
     sumsq_v
         `[rows]`, from `update_norm_`; None without clipping.
     first
         the state holds nothing yet, and is only written.
     shift
-        field in the compute dtype, or None: `w` is then an iterate shifted by it, and decays towards the shift instead of zero.
+        field in the compute dtype, or None: `w` is then an iterate shifted by it, and decays towards the shift instead
+        of zero.
     grad_scale, found_inf
-        one-element float32 tensors of a GradScaler: `g2` is divided by the first; where the second is not 0 the weights are only
-        restored, nothing else is written and no step is counted.
+        one-element float32 tensors of a GradScaler: `g2` is divided by the first; where the second is not 0 the weights
+        are only restored, nothing else is written and no step is counted.
     """
     found = rules.find(rule)
     dtype = compute_dtype(z[0].dtype) if z else torch.float32

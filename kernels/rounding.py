@@ -1,4 +1,5 @@
-"""Stochastic rounding of `reference`: float32 numbers to half precision, by random bits that are a function of a seed and a place.
+"""Stochastic rounding of `reference`: float32 numbers to half precision, by random bits that are a function of a seed
+and a place.
 
 There is no generator and no state, so every backend, in any order of the elements, rounds alike, bit for bit.
 """
@@ -13,22 +14,24 @@ _WORD = 0xFFFFFFFF
 
 
 def _mix(x: Tensor, key: Tensor | int) -> Tensor:
-    """A bijection of 32 bits that mixes them well (two multiplications, as in Wellons' "lowbias32"), with a key in its middle. int64 tensors
-    of numbers below 2^32; products wrap, which leaves their low 32 bits right."""
+    """A bijection of 32 bits that mixes them well (two multiplications, as in Wellons' "lowbias32"), with a key in its
+    middle. int64 tensors of numbers below 2^32; products wrap, which leaves their low 32 bits right."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _WORD ^ key
     x = (x ^ (x >> 15)) * 0x846CA68B & _WORD
     return x ^ (x >> 16)
 
 
 def random_bits(seed: Tensor, places: Tensor) -> Tensor:
-    """32 random bits per row and place (modulo 2^32), int64 `[rows, places]`. seed: int64 `[rows]`; places: int64 `[places]`."""
+    """32 random bits per row and place (modulo 2^32), int64 `[rows, places]`. seed: int64 `[rows]`; places: int64
+    `[places]`."""
     first = _mix(seed & _WORD, 0x9E3779B9)
     second = _mix((seed >> 32) & _WORD ^ first, 0x85EBCA6B)
     return _mix(places & _WORD ^ first[:, None], second[:, None])
 
 
 def stochastic(y: Tensor, random: Tensor, dtype: torch.dtype) -> Tensor:
-    """One of the two neighbours of `y` (float32) among the numbers of `dtype`, each as often as the other is far, given 32 random bits."""
+    """One of the two neighbours of `y` (float32) among the numbers of `dtype`, each as often as the other is far, given
+    32 random bits."""
     dropped, size = DROPPED[dtype], y.abs()
     # Subnormal float16 numbers share one unit: that of the numbers from 2^-14 on.
     raised = torch.where((size < 2.0**-14) & torch.tensor(dtype == torch.float16, device=y.device), 2.0**-14, 0.0)

@@ -1,7 +1,8 @@
 """What an update rule is: what `update_` does with the gradient that form U gives it (`reference.update_`).
 
-A rule is two files. `rules/NAME.py` has its `RULE`, with the equation and its source in the docstring; `csrc/rules/NAME.h` has the same
-arithmetic for the compiled kernels. Both are found by their names; nothing else lists them.
+A rule is two files. `rules/NAME.py` has its `RULE`, with the equation and its source in the docstring;
+`csrc/rules/NAME.h` has the same arithmetic for the compiled kernels. Both are found by their names; nothing else lists
+them.
 """
 
 from __future__ import annotations
@@ -43,24 +44,28 @@ class Rule:
     options
         Keys of a parameter group that the rule reads.
     state, counter
-        Keys of a parameter's state: of its fields, in the order in which kernels take them; of its number of steps, None where nobody counts.
+        Keys of a parameter's state: of its fields, in the order in which kernels take them; of its number of steps,
+        None where nobody counts.
     optional
         Those of the fields that parameters may be without; `kept` says which a group's parameters have.
     own
-        From a group to the numbers of the rule's own columns of `hyper`, in their order: Python numbers, or one-element tensors.
+        From a group to the numbers of the rule's own columns of `hyper`, in their order: Python numbers, or one-element
+        tensors.
     step
-        `step(h, w, d, fields, t, first)`: the new weights, and the new fields in their order, `[rows, length]` all. `h`: the columns; `w`: the
-        weights, shrunk already where the decay is decoupled; `d`: the gradient, with a coupled decay in it; `fields`: in the order of `state`,
-        None for those that these parameters do not have; `t`: float64 `[rows, 1]`, the number of this step, counted from 1; `first`: the
-        fields hold nothing yet.
+        `step(h, w, d, fields, t, first)`: the new weights, and the new fields in their order, `[rows, length]` all.
+        `h`: the columns; `w`: the weights, shrunk already where the decay is decoupled; `d`: the gradient, with a
+        coupled decay in it; `fields`: in the order of `state`, None for those that these parameters do not have; `t`:
+        float64 `[rows, 1]`, the number of this step, counted from 1; `first`: the fields hold nothing yet.
     numbers, element
-        The same for Triton, which compiles them: `numbers(lr, own, count, COMPUTE)` makes a tuple of scalars, in float64, from the own columns
-        (a tuple); `element(w, d, fields, numbers, GIVEN, FIRST)` gives a tuple of the new weights and the new fields. Bit i of GIVEN is set
-        where there is field i. `tl`, and `divide`, `root` and `power` of `triton_common`, are globals there.
+        The same for Triton, which compiles them: `numbers(lr, own, count, COMPUTE)` makes a tuple of scalars, in
+        float64, from the own columns (a tuple); `element(w, d, fields, numbers, GIVEN, FIRST)` gives a tuple of the new
+        weights and the new fields. Bit i of GIVEN is set where there is field i. `tl`, and `divide`, `root` and `power`
+        of `triton_common`, are globals there.
     lists
         The same for torch's multi-tensor functions and fused optimizers, on lists of tensors on the CPU, in place:
-        `lists(h, w_, d, decay, fields_, t, first)`. `h`: the columns as numbers; where they say that the decay is decoupled, shrinking the weights
-        is left to it; `d`: the gradient without `decay*w`; `t`: a count per tensor, where steps are counted. None: the reference serves.
+        `lists(h, w_, d, decay, fields_, t, first)`. `h`: the columns as numbers; where they say that the decay is
+        decoupled, shrinking the weights is left to it; `d`: the gradient without `decay*w`; `t`: a count per tensor,
+        where steps are counted. None: the reference serves.
     fits
         Whether the kernels have a group's options; where one does not fit, the optimizer's own `step` serves.
     starts_alone
@@ -68,8 +73,8 @@ class Rule:
     start
         What the fields of a group's parameters hold before the first step: one number, or one for each of `kept`.
     beside
-        The one of `state` that is no state of a parameter but a vector of the step under way, which kernels read as a field; `kept` leaves it
-        out. None: there is none.
+        The one of `state` that is no state of a parameter but a vector of the step under way, which kernels read as a
+        field; `kept` leaves it out. None: there is none.
     decoupled
         Whether weight decay shrinks the weights by `lr*decay` instead of being a part of the gradient.
     """

@@ -25,7 +25,8 @@ CUDA_ARCHS = ("80", "90", "100")  # compute capabilities with code of their own;
 
 
 class BuildError(RuntimeError):
-    """The libraries cannot be built; the message says why and what would help. built: those that were, by device type."""
+    """The libraries cannot be built; the message says why and what would help. built: those that were, by device
+    type."""
 
     def __init__(self, message: str, built: dict[str, Path] | None = None) -> None:
         super().__init__(message)
@@ -89,8 +90,8 @@ def find_cxx() -> list[str]:
 def find_nvcc() -> str | None:
     """nvcc's path: `$CUDACXX`, `$CUDA_HOME/bin`, PATH, or CUDA's usual place; None when there is none.
 
-    `CUDACXX` names a compiler, so no other one takes its place. `CUDA_HOME` says where a toolkit should be, often to somebody else: where no
-    nvcc is in it, the search goes on.
+    `CUDACXX` names a compiler, so no other one takes its place. `CUDA_HOME` says where a toolkit should be, often to
+    somebody else: where no nvcc is in it, the search goes on.
     """
     if asked := os.environ.get("CUDACXX"):
         return shutil.which(asked)
@@ -182,7 +183,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def execute(steps: Sequence[Step], folder: Path) -> None:
-    """Run `steps` in `folder`: with ninja only what changed, without it everything. For a folder that others build in too: `locked`.
+    """Run `steps` in `folder`: with ninja only what changed, without it everything. For a folder that others build in
+    too: `locked`.
 
     Raises BuildError with the compiler's words.
     """

@@ -22,7 +22,8 @@ from .triton_tables import field_of, operand_of, plan_of
 class Call:
     """What the kernels of one op have in common, and the operands of a call.
 
-    Operands come by name: lists, fields, and None or an empty list (then there may be nothing to do at all) for what is absent.
+    Operands come by name: lists, fields, and None or an empty list (then there may be nothing to do at all) for what is
+    absent.
     """
 
     def __init__(
@@ -58,14 +59,16 @@ class Call:
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
-    """Launches `programs` programs, if any, on `device`; the kernels' comment on multiply and add is in `triton_common`."""
+    """Launches `programs` programs, if any, on `device`; the kernels' comment on multiply and add is in
+    `triton_common`."""
     if programs:
         with _surroundings(device):
             kernel[(programs,)](**args, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter computes with NumPy, whose warnings mean nothing for a masked lane."""
+    """Triton launches on the current device; its interpreter computes with NumPy, whose warnings mean nothing for a
+    masked lane."""
     if INTERPRETED:
         return np.errstate(all="ignore")
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
@@ -77,7 +80,8 @@ def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
 
 
 def wrote(z: Sequence[Tensor]) -> None:
-    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong gradients."""
+    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
+    gradients."""
     torch.autograd.graph.increment_version(z)
 
 
@@ -85,7 +89,8 @@ P = ParamSpec("P")
 
 
 def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
-    """The schema of an op with the signature of `function`, which writes the tensors `writes` and a rule's `state`, field by field."""
+    """The schema of an op with the signature of `function`, which writes the tensors `writes` and a rule's `state`,
+    field by field."""
     parts: list[str] = []
     for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
@@ -100,10 +105,11 @@ def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
 
 
 def compilable(twin: Callable[P, None], *writes: str) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Gives a launcher the signature of its `twin`, and makes it opaque to torch.compile, which would trace into it and find no addresses.
+    """Gives a launcher the signature of its `twin`, and makes it opaque to torch.compile, which would trace into it and
+    find no addresses.
 
-    Under torch.compile it is an op that writes the tensors `writes`, without a graph break. Everywhere else it stays the plain function,
-    since a call through a Python op takes longer than a launch.
+    Under torch.compile it is an op that writes the tensors `writes`, without a graph break. Everywhere else it stays
+    the plain function, since a call through a Python op takes longer than a launch.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[P, None]:

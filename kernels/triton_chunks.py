@@ -1,12 +1,14 @@
-"""The two loops over a chunk, in which all ops but one run: where a program works, where its operands are, what is read and written.
+"""The two loops over a chunk, in which all ops but one run: where a program works, where its operands are, what is read
+and written.
 
-A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone, never on the
-number of rows, so a row has the same bits alone and in a batch.
+A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone,
+never on the number of rows, so a row has the same bits alone and in a batch.
 
-A kernel finds its chunk (`locate`), makes its numbers from the device scalars (`columns`), and hands the op's function to a loop:
-`each_block` calls it for a block of elements at a time, `add_up` for what it adds to sums. The function gets the operands in the order in
-which the kernel names them, as pointers to the chunk's first elements (None for what is absent), the numbers, and for which elements it is
-called. Constants stand in a tuple only where it is made in a call: Triton 3.6 makes values of them when the tuple gets a name.
+A kernel finds its chunk (`locate`), makes its numbers from the device scalars (`columns`), and hands the op's function
+to a loop: `each_block` calls it for a block of elements at a time, `add_up` for what it adds to sums. The function gets
+the operands in the order in which the kernel names them, as pointers to the chunk's first elements (None for what is
+absent), the numbers, and for which elements it is called. Constants stand in a tuple only where it is made in a call:
+Triton 3.6 makes values of them when the tuple gets a name.
 
 The last chunk of a segment is gone through in a `while` loop: Triton 3.6's interpreter takes no range of device values.
 """
@@ -33,7 +35,9 @@ BLOCK = tl.constexpr(1024)
 class Operand(NamedTuple):
     """An operand as a kernel takes it. One that is absent is None."""
 
-    pointer: Any  # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between their rows
+    # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between
+    # their rows
+    pointer: Any
     stride: Any  # between the rows of a field
     DTYPE: tl.constexpr  # of the elements
 
@@ -81,7 +85,8 @@ Columns = namedtuple("Columns", [*(column.name.lower() for column in Column), "o
 
 @triton.jit
 def columns(hyper, chunk):
-    """The device scalars of the chunk's row and group, by the names of `Column`; those that a kernel does not use are not read."""
+    """The device scalars of the chunk's row and group, by the names of `Column`; those that a kernel does not use are
+    not read."""
     scalars, row_stride, group_stride = hyper
     h = scalars + chunk.row * row_stride + chunk.group * group_stride
     return Columns(  # type: ignore[call-arg]
@@ -126,7 +131,8 @@ def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.con
 def add_up(
     FUNCTION: tl.constexpr, COUNT: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """COUNT sums by lane: what `totals = FUNCTION(totals, operands, numbers, at)` makes of zeros over all elements of the chunk."""
+    """COUNT sums by lane: what `totals = FUNCTION(totals, operands, numbers, at)` makes of zeros over all elements of
+    the chunk."""
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, LANES)
     totals = (tl.zeros([LANES], dtype=COMPUTE),) * COUNT

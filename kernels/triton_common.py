@@ -1,7 +1,7 @@
 """Arithmetic that the Triton kernels share: conversions, exact division, sums in a fixed order.
 
-The kernels are compiled without fusing multiply and add: their results are those of the expressions as written, whatever the alignment of
-the operands makes the compiler do.
+The kernels are compiled without fusing multiply and add: their results are those of the expressions as written,
+whatever the alignment of the operands makes the compiler do.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -24,7 +24,8 @@ def divide(x, y):
     return x / y if x.dtype == tl.float64 else tl.div_rn(x, y)
 
 
-# Triton's interpreter truncates float32 to bfloat16 and spoils subnormal numbers, so there the bits are converted by hand.
+# Triton's interpreter truncates float32 to bfloat16 and spoils subnormal numbers, so there the bits are converted by
+# hand.
 INTERPRETED = tl.constexpr(not isinstance(divide, triton.runtime.JITFunction))
 
 
@@ -70,7 +71,8 @@ def power(base, exponent):
 def pairwise_sum(x, STEPS: tl.constexpr):
     """Sum of `2**STEPS` numbers: halves are added until one is left.
 
-    A plain `tl.sum` adds in an order that depends on which thread holds what, hence on the alignment of what was loaded.
+    A plain `tl.sum` adds in an order that depends on which thread holds what, hence on the alignment of what was
+    loaded.
     """
     for _ in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2]), 0)

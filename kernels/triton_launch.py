@@ -1,4 +1,5 @@
-"""The Triton backend: the functions of `reference`, on GPUs, and on the CPU in Triton's interpreter (for tests: it is slow).
+"""The Triton backend: the functions of `reference`, on GPUs, and on the CPU in Triton's interpreter (for tests: it is
+slow).
 
 Imported only when somebody asks for the backend, since importing Triton takes a while.
 """

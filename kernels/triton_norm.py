@@ -1,6 +1,8 @@
-"""Sums of squares in Triton: `norm_` of `reference`, where the equations stand, and what the other ops that sum up share with it.
+"""Sums of squares in Triton: `norm_` of `reference`, where the equations stand, and what the other ops that sum up
+share with it.
 
-One launch: a float64 partial sum per chunk, and their sum by the last program of the row, both in an order that the table alone fixes.
+One launch: a float64 partial sum per chunk, and their sum by the last program of the row, both in an order that the
+table alone fixes.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -39,7 +41,8 @@ def _sum_partials(out, partials, n_chunks, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
-    """Stores this chunk's partial sums, those of the lanes of `totals`; the last program of the row adds all of them up."""
+    """Stores this chunk's partial sums, those of the lanes of `totals`; the last program of the row adds all of them
+    up."""
     out, row_stride, stride, partials, tickets = sums
     apart = tl.num_programs(0)
     for i in tl.static_range(len(totals)):
@@ -77,7 +80,8 @@ def _norm_kernel(
 
 
 def sum_chunks_(kernel: Any, out: Tensor, call: Call, accumulate: bool, **args: Any) -> None:
-    """`out[r] (+)=` what `kernel`, which ends in `finish_row`, adds up over the row's chunks: one number, or one per column of `out`."""
+    """`out[r] (+)=` what `kernel`, which ends in `finish_row`, adds up over the row's chunks: one number, or one per
+    column of `out`."""
     if not call.plan.n_chunks:
         if not accumulate:
             out.zero_()

@@ -105,7 +105,8 @@ def _perturb_kernel(
     place = chunk.offset + chunk.begin
     each_block(
         _perturb, (z, origin, grads),
-        Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE, ALIGNED,
+        Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE,
+        ALIGNED,
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """What the Triton kernels find on the device: which chunk lies where, and the addresses of scattered tensors.
 
-Both are small int64 tensors that never change once made. They are cached by what they say (the bytes of a table; a tuple of addresses), so
-they cannot go stale: other addresses are another entry, and no call needs to be told that something moved.
+Both are small int64 tensors that never change once made. They are cached by what they say (the bytes of a table; a
+tuple of addresses), so they cannot go stale: other addresses are another entry, and no call needs to be told that
+something moved.
 
-A stream reads only what was uploaded on it, in order; so no call waits for the device. During the capture of a CUDA graph an entry that is
-already there is used and kept for good (nobody says when a graph dies); a missing one is uploaded by the graph itself at every replay,
-from pinned memory reserved before, because allocating that is not allowed in a capture.
+A stream reads only what was uploaded on it, in order; so no call waits for the device. During the capture of a CUDA
+graph an entry that is already there is used and kept for good (nobody says when a graph dies); a missing one is
+uploaded by the graph itself at every replay, from pinned memory reserved before, because allocating that is not allowed
+in a capture.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ _lock = threading.RLock()  # several threads may train clients at once
 
 
 class Reserve:
-    """Pinned host memory for uploads inside graph captures: handed out once, never reused, since every replay reads it again."""
+    """Pinned host memory for uploads inside graph captures: handed out once, never reused, since every replay reads it
+    again."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

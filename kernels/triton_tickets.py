@@ -1,4 +1,5 @@
-"""Which program of a row is the last to finish, by an integer ticket: so one launch makes a row's partial sums and adds them up."""
+"""Which program of a row is the last to finish, by an integer ticket: so one launch makes a row's partial sums and adds
+them up."""
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +18,8 @@ COUNT = 1 << 16  # tickets per device
 
 @triton.jit
 def last_of_row(tickets, row, programs):
-    """True in the last of the row's `programs` to come here; what the others stored is then visible to it, and what they read was read.
+    """True in the last of the row's `programs` to come here; what the others stored is then visible to it, and what
+    they read was read.
 
     Its ticket is 0 again then, ready for the next launch or the next replay of a graph.
     """
@@ -30,8 +32,9 @@ def last_of_row(tickets, row, programs):
 
 
 class _Tickets:
-    """The tickets of a device. Kernels that may run at the same time need tickets of their own, and so does every captured graph. Two calls that
-    write the same output cannot run at the same time, so the output's address says which tickets a call has."""
+    """The tickets of a device. Kernels that may run at the same time need tickets of their own, and so does every
+    captured graph. Two calls that write the same output cannot run at the same time, so the output's address says which
+    tickets a call has."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(COUNT, dtype=torch.int32, device=device)
@@ -55,8 +58,8 @@ _devices: dict[torch.device, _Tickets] = {}
 
 
 def tickets_of(output: Tensor, rows: int) -> Tensor:
-    """int32 `[rows]`, all 0, for a call that writes `output`. Where addresses have used up the memory, or a graph's capture is the first to
-    ask, they are the call's own: one more small kernel."""
+    """int32 `[rows]`, all 0, for a call that writes `output`. Where addresses have used up the memory, or a graph's
+    capture is the first to ask, they are the call's own: one more small kernel."""
     device = output.device
     with _lock:
         if device not in _devices and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

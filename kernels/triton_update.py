@@ -1,6 +1,8 @@
-"""Form U in Triton: `update_norm_` and `update_` of `reference`, where the equations stand; those of the rules in `rules`.
+"""Form U in Triton: `update_norm_` and `update_` of `reference`, where the equations stand; those of the rules in
+`rules`.
 
-One launch also where a rule counts steps: every program reads its segment's count; the last of a row counts, when all have read it.
+One launch also where a rule counts steps: every program reads its segment's count; the last of a row counts, when all
+have read it.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -186,7 +188,8 @@ def _update_kernel(
 
 @functools.cache
 def form_of(name: str) -> tuple[Any, Any]:
-    """The rule's `numbers` and `element`, for the compiler. Its file is imported where there may be no Triton: what it takes of it is put there."""
+    """The rule's `numbers` and `element`, for the compiler. Its file is imported where there may be no Triton: what it
+    takes of it is put there."""
     rule = rules.find(name)
     for function in (rule.numbers, rule.element):
         function.__globals__.update(tl=tl, divide=divide, root=root, power=power)

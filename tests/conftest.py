@@ -20,8 +20,8 @@ from fastsam import backends
 from tests.helpers.libraries import with_torchvision
 from tests.helpers.op_cases import parameter
 
-# `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is deep under pytest:
-# half of the time of a short federated run.
+# `make_fx` makes a mode of fake tensors for every value that it records, and each of these keeps the stack, which is
+# deep under pytest: half of the time of a short federated run.
 fake_tensors.traceback = SimpleNamespace(extract_stack=list)  # type: ignore[assignment]
 # So does `torch.manual_seed`, for every kind of device that has not been used: a millisecond or two for each.
 for devices in (torch.cuda, torch.mtia, torch.xpu):
@@ -42,7 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Among several workers, a test that is marked `alone` waits until the others' tests have ended, and they wait for it."""
+    """Among several workers, a test that is marked `alone` waits until the others' tests have ended, and they wait for
+    it."""
     cache = getattr(item.config, "cache", None)  # pytest may have been told to keep none
     if not hasattr(item.config, "workerinput") or cache is None:
         return (yield)

@@ -1,4 +1,5 @@
-"""The Python of README and docs/ runs as the page lets a reader copy it: by itself, or after the page's own first block or blocks."""
+"""The Python of README and docs/ runs as the page lets a reader copy it: by itself, or after the page's own first block
+or blocks."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a pa
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federated run, one client after the other, since nothing is recorded for so few; one epoch of what comes after the rounds."""
+    """Of a federated run, one client after the other, since nothing is recorded for so few; one epoch of what comes
+    after the rounds."""
     run = fed.run
 
     def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:

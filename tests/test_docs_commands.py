@@ -1,4 +1,5 @@
-"""The commands of README and docs/ exist: targets of make, modules of Python, and what `fastsam` understands. None of them is run."""
+"""The commands of README and docs/ exist: targets of make, modules of Python, and what `fastsam` understands. None of
+them is run."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def check_plans(name: str, scale: str | None, flags: tuple[str, ...]) -> None:
 
 
 def example(path: str) -> Path:
-    """The config of a command; in the place of one that the reader makes, or that a run or a comparison leaves, an example."""
+    """The config of a command; in the place of one that the reader makes, or that a run or a comparison leaves, an
+    example."""
     if (ROOT / path).is_file():
         return ROOT / path
     return ROOT / "examples" / ("digits_sharpness.toml" if path.endswith("config.json") else "digits.toml")

@@ -65,6 +65,6 @@ def test_checking_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert wrap.main(["--check", str(page)]) == 1 and page.read_text() == PAGE
-    assert "page.md: has lines of more than 100 columns" in capsys.readouterr().out
+    assert "page.md: has lines of more than 120 columns" in capsys.readouterr().out
     assert wrap.main([str(page)]) == 0 and page.read_text() == wrap.wrapped(PAGE)
     assert wrap.main(["--check", str(page)]) == 0

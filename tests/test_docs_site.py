@@ -66,7 +66,10 @@ def test_a_reader_who_skims_finds_the_example_first(conf: ModuleType) -> None:
 
 
 def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
-    page = "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## Else\n\nText.\n"
+    page = (
+        "# Top\n\n- [No](no.md)\n\n## Guides\n\n- [A b](a.md): with `code`, and [another](c.md)\n- [D](../D.md)\n\n## "
+        "Else\n\nText.\n"
+    )
     made = conf.with_toctrees(page)
     assert made.startswith(page)
     assert " ".join(made[len(page) :].split()) == "```{toctree} :hidden: :caption: Guides A b <a> D <../D> ```"
@@ -76,8 +79,10 @@ def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
     ("docstring", "rst"),
     [
         ("Adds `x*y` to w_, 2*3 and |z|.", r"Adds ``x*y`` to w\_, 2\*3 and \|z\|."),
-        ("A step.\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt `is`.", "A step.\n\n::\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt ``is``."),
-        ("Runs.\n\nrho, eta: radius\n    and more\nseed: of it", "Runs.\n\n- ``rho, eta``: radius\n  and more\n- ``seed``: of it"),
+        ("A step.\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt `is`.",
+            "A step.\n\n::\n\n    w <- w - lr*|g|\n\n    m <- g\n\nIt ``is``."),
+        ("Runs.\n\nrho, eta: radius\n    and more\nseed: of it",
+            "Runs.\n\n- ``rho, eta``: radius\n  and more\n- ``seed``: of it"),
         ("model: a copy. history: a\nlist of dicts.", "model: a copy. history: a\nlist of dicts."),
         ("Takes\n\nlr\n    0 or more\nbetas\n    two numbers", "Takes\n\nlr\n    0 or more\n\nbetas\n    two numbers"),
     ],
@@ -100,7 +105,8 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
     for name in shown:
         at: object = fastsam
         for part in name.split("."):
-            at = getattr(at, part, None) or importlib.import_module(f"{at.__name__}.{part}")  # type: ignore[attr-defined]
+            name = f"{at.__name__}.{part}"  # type: ignore[attr-defined]
+            at = getattr(at, part, None) or importlib.import_module(name)
         assert at.__doc__, f"fastsam.{name} has no docstring"
 
 

@@ -16,8 +16,8 @@ import pytest
 from tests.helpers.places import ROOT
 
 # A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
-# The rooms of `fed` stand on floors, each room only on those below it; `lab` is above them. Only ops and optim run kernels,
-# and only backends knows where they are (`product` and `rowprograms` have what is no backend's).
+# The rooms of `fed` stand on floors, each room only on those below it; `lab` is above them. Only ops and optim run
+# kernels, and only backends knows where they are (`product` and `rowprograms` have what is no backend's).
 BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena")
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
@@ -63,7 +63,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam.lab", ("fastsam.fed", *BELOW_FED, "fastsam.backends", "fastsam.__version__", "fastsam.FusedSAM")),
 )
 OUTER = frozenset({"fastsam", "fastsam.__main__"})  # import what they like, and nobody inside imports them
-# What all agree on, and no implementation: the layout of the device scalars, the dtypes, what update rules are, the words of row programs.
+# What all agree on, and no implementation: the layout of the device scalars, the dtypes, what update rules are, the
+# words of row programs.
 SHARED = tuple(
     f"fastsam_kernels.{name}" for name in ("columns", "conventions", "rule", "rules", "rowprograms.instructions")
 )
@@ -161,7 +162,8 @@ def test_every_module_has_a_rule() -> None:
 
 
 def test_every_module_is_on_the_design_page() -> None:
-    """Those of `fastsam`, `fastsam.lab` and `fastsam.fed`, rooms included; below these, a room's docstring says what is in it."""
+    """Those of `fastsam`, `fastsam.lab` and `fastsam.fed`, rooms included; below these, a room's docstring says what is
+    in it."""
     page = (ROOT / "docs" / "design.md").read_text()
     paths = [p for folder in ("", "fed", "lab") for p in (ROOT / "fastsam" / folder).iterdir()]
     rooms = [

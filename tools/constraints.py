@@ -1,4 +1,5 @@
-"""Print pip constraints that keep the torch of this environment: the given file, less its own pins of torch and what belongs to it.
+"""Print pip constraints that keep the torch of this environment: the given file, less its own pins of torch and what
+belongs to it.
 
     python tools/constraints.py constraints.txt
 

@@ -1,11 +1,13 @@
-"""Which of torch's convolutions write past their memory: forward and backward, in both memory formats, for each instruction set of oneDNN.
+"""Which of torch's convolutions write past their memory: forward and backward, in both memory formats, for each
+instruction set of oneDNN.
 
     python tools/conv_overrun.py            convolutions of every kind that a run on the CPU may meet
     python tools/conv_overrun.py --quick    a few of each kind
 
-Each is tried twice. Under `canary.c`, an allocator that sees every write behind a block, results are compared with float64 besides.
-Under glibc's own check (`MALLOC_CHECK_=3`, `MALLOC_PERTURB_`) a process dies where the heap is damaged, and the next one goes on after it;
-what the rule keeps away from is left out there. The exit status is 1 if the rule of `fastsam.fed` lets such a convolution through.
+Each is tried twice. Under `canary.c`, an allocator that sees every write behind a block, results are compared with
+float64 besides. Under glibc's own check (`MALLOC_CHECK_=3`, `MALLOC_PERTURB_`) a process dies where the heap is
+damaged, and the next one goes on after it; what the rule keeps away from is left out there. The exit status is 1 if the
+rule of `fastsam.fed` lets such a convolution through.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def passes(case: Case, exact: bool) -> list[torch.Tensor]:
-    """Output and gradients of a convolution whose cotangent is its output. exact: in float64, the usual order: without oneDNN."""
+    """Output and gradients of a convolution whose cotangent is its output. exact: in float64, the usual order: without
+    oneDNN."""
     torch.manual_seed(0)
     model, x = case.module(), torch.randn(case.batch, case.channels, case.size, case.size)
     if exact:
@@ -189,7 +192,8 @@ def main() -> int:
             allowed += len(through)
             how = "canary" if canary else "MALLOC_CHECK_=3"
             print(
-                f"{isa}, {threads} threads, {how}: {len(listed)} convolutions, {len(found)} found, {len(through)} let through"
+                f"{isa}, {threads} threads, {how}: {len(listed)} convolutions, {len(found)} found, {len(through)} let "
+                f"through"
             )
             for index, what in found.items():
                 print(f"  {'LET THROUGH ' if index in through else ''}{listed[index]}: {what}")

@@ -1,10 +1,12 @@
-"""Makes the folder of a Hugging Face `kernels` package: the compiled ops alone, in a namespace of their own for every version.
+"""Makes the folder of a Hugging Face `kernels` package: the compiled ops alone, in a namespace of their own for every
+version.
 
     python tools/hub_kernel.py OUT           # what kernel-builder builds and uploads
     python tools/hub_kernel.py OUT --build   # and its CPU variant, compiled here: kernels.get_local_kernel(Path("OUT"))
 
-The format is edition 5 of `build.toml` (https://huggingface.co/docs/kernels/builder/writing-kernels). The sources are copies, with two changes.
-The ops are registered under the name that the builder gives, so that two versions serve one process. And kernel-builder compiles each source
+The format is edition 5 of `build.toml` (https://huggingface.co/docs/kernels/builder/writing-kernels). The sources are
+copies, with two changes. The ops are registered under the name that the builder gives, so that two versions serve one
+process. And kernel-builder compiles each source
 once: `update.cpp` becomes a header, and a source of two lines for every update rule.
 """
 
@@ -61,7 +63,9 @@ PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
 }
 """
 
-PACKAGE = '''"""fastsam's compiled kernels: SAM on flat rows. What each one computes stands in fastsam_kernels/reference.py of the package fastsam."""
+PACKAGE = '''"""fastsam's compiled kernels: SAM on flat rows.
+
+What each one computes is specified in fastsam_kernels/reference.py of the package fastsam."""
 
 import torch
 
@@ -138,7 +142,8 @@ def copies(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def build_toml(out: Path, version: str) -> str:
-    """The build of both backends. The CPU kernels are in the CUDA one too: `ops.cpp`, which has the schemas, registers them."""
+    """The build of both backends. The CPU kernels are in the CUDA one too: `ops.cpp`, which has the schemas, registers
+    them."""
     files = [path.relative_to(out).as_posix() for path in sorted((out / "csrc").rglob("*.*"))]
     cuda = [name for name in files if name.startswith("csrc/cuda/")]
     cpu = [name for name in files if name.startswith("csrc/cpu/")]
@@ -147,14 +152,16 @@ def build_toml(out: Path, version: str) -> str:
     host: dict[str, Any] = {"depends": ["torch"], "include": ["csrc"], "cxx-flags": CXX_FLAGS}
     sections: dict[str, dict[str, Any]] = {
         "general": {
-            "name": NAME, "version": int(version.split(".")[0]), "edition": 5, "license": "MIT", "backends": ["cpu", "cuda"],
+            "name": NAME, "version": int(version.split(".")[0]), "edition": 5, "license": "MIT",
+            "backends": ["cpu", "cuda"],
         },
         "torch": {"src": ["torch-ext/torch_binding.cpp", *common], "include": ["csrc"], "cxx-flags": CXX_FLAGS},
         "torch.stable-abi": {"cpu": STABLE_ABI, "cuda": STABLE_ABI},
         "kernel.cpu": {"backend": "cpu", **host, "src": cpu + headers},
         "kernel.cpu_beside_cuda": {"backend": "cuda", **host, "src": cpu + headers},
         "kernel.cuda": {
-            "backend": "cuda", **host, "cuda-flags": NVCC_FLAGS, "cuda-capabilities": CAPABILITIES, "src": cuda + headers,
+            "backend": "cuda", **host, "cuda-flags": NVCC_FLAGS, "cuda-capabilities": CAPABILITIES,
+            "src": cuda + headers,
         },
     }  # fmt: skip
     return "\n".join(
@@ -167,7 +174,8 @@ def build_toml(out: Path, version: str) -> str:
 
 
 def compile_cpu(out: Path) -> Path:
-    """Compiles what `build.toml` lists for the CPU into a folder of `build/`, with what the builder adds. Raises BuildError."""
+    """Compiles what `build.toml` lists for the CPU into a folder of `build/`, with what the builder adds. Raises
+    BuildError."""
     wanted = tomllib.loads((out / "build.toml").read_text())
     sources = [
         name
@@ -211,7 +219,8 @@ def compile_cpu(out: Path) -> Path:
 
 
 def _digest(out: Path) -> str:
-    """Of everything in the folder but what is built from it: the part of the ops' namespace that is the version's own."""
+    """Of everything in the folder but what is built from it: the part of the ops' namespace that is the version's
+    own."""
     digest = hashlib.sha256()
     for path in sorted(p for p in out.rglob("*") if p.is_file() and "build" not in p.relative_to(out).parts):
         digest.update(f"{path.relative_to(out)}\0".encode() + path.read_bytes())

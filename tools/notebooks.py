@@ -1,4 +1,5 @@
-"""The tutorials as notebooks, made from their pages: `python tools/notebooks.py` writes them, tests/test_docs_site.py holds them to the pages."""
+"""The tutorials as notebooks, made from their pages: `python tools/notebooks.py` writes them, tests/test_docs_site.py
+holds them to the pages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Lets this machine's compiler link for an older glibc: a library then asks for nothing that a manylinux_2_28 machine lacks.
+"""Lets this machine's compiler link for an older glibc: a library then asks for nothing that a manylinux_2_28 machine
+lacks.
 
-A linker takes the newest version of every symbol that it sees: `pow` of glibc 2.29 on a machine with 2.36, where `pow` of 2.2.5 is offered too.
-`link_flags` makes libraries without code that offer each symbol of the machine's own in its newest version that the policy allows, and nothing
-newer. What is linked against them is the same machine code; only the versions that it asks for are others. This is what
-`zig cc -target x86_64-linux-gnu.2.28` does. What libstdc++ got later is copied out of `libstdc++.a`, as gcc's toolsets for manylinux do it.
+A linker takes the newest version of every symbol that it sees: `pow` of glibc 2.29 on a machine with 2.36, where `pow`
+of 2.2.5 is offered too. `link_flags` makes libraries without code that offer each symbol of the machine's own in its
+newest version that the policy allows, and nothing newer. What is linked against them is the same machine code; only the
+versions that it asks for are others. This is what `zig cc -target x86_64-linux-gnu.2.28` does. What libstdc++ got later
+is copied out of `libstdc++.a`, as gcc's toolsets for manylinux do it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 # libc.so.6 took these in with glibc 2.34, where their newest version says so.
 PARTS = {"pthread_": "libpthread.so.0", "sem_": "libpthread.so.0", "dl": "libdl.so.2", "shm_": "librt.so.1"}
 TAKEN_IN = "GLIBC_2.34"
-# Read by the headers of libstdc++ since glibc 2.32. Zero is right on every machine: "there may be other threads", so that counts are atomic.
+# Read by the headers of libstdc++ since glibc 2.32. Zero is right on every machine: "there may be other threads", so
+# that counts are atomic.
 THREADS = '__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;\n'
 
 Symbols = dict[str, tuple[str, str]]  # of a library: version and type, by name
@@ -69,11 +72,15 @@ def assembly(symbols: Symbols) -> Iterator[str]:
     for number, (name, (version, kind)) in enumerate(sorted(symbols.items())):
         what = {"FUNC": "@function", "IFUNC": "@function", "TLS": "@tls_object"}.get(kind, "@object")
         section = '.section .tbss,"awT",@nobits' if kind == "TLS" else ".text"
-        yield f"{section}\n.globl s{number}\n.type s{number}, {what}\n.symver s{number}, {name}@@@{version}\ns{number}: .zero 1"
+        yield (
+            f"{section}\n.globl s{number}\n.type s{number}, {what}\n.symver s{number}, {name}@@@{version}\ns{number}: "
+            f".zero 1"
+        )
 
 
 def link_flags(scratch: Path, cxx: str = "g++") -> str:
-    """Makes the stand-ins in a folder of `scratch`. Returns what `cxx`, which must be gcc, needs on its command line to link against them."""
+    """Makes the stand-ins in a folder of `scratch`. Returns what `cxx`, which must be gcc, needs on its command line to
+    link against them."""
     folder = scratch / "old_glibc"
     folder.mkdir()
     made: dict[str, Symbols] = {}

@@ -1,11 +1,14 @@
-"""Makes what is published, in one folder: the sdist, the pure wheel, and the compiled wheel, checked and tagged by auditwheel.
+"""Makes what is published, in one folder: the sdist, the pure wheel, and the compiled wheel, checked and tagged by
+auditwheel.
 
     python tools/wheels.py dist [--plat auto]
 
-The compiled wheel has the CPU kernels, and those for CUDA where nvcc is (`FASTSAM_CUDA=0` leaves them out). It uses no symbols of Python and only
-torch's stable ABI, so that one serves every Python from 3.10 and every torch from 2.10 on. Its tag says the oldest glibc that its symbols
-allow: manylinux_2_28, in the container of that name (`.github/workflows/wheels.yml`) as on a machine with a newer glibc, where it is linked
-against stand-ins for the older one (`tools/old_glibc.py`). `--plat auto` links as the machine does, and takes the tag that follows.
+The compiled wheel has the CPU kernels, and those for CUDA where nvcc is (`FASTSAM_CUDA=0` leaves them out). It uses no
+symbols of Python and only torch's stable ABI, so that one serves every Python from 3.10 and every torch from 2.10 on.
+Its tag says the oldest glibc that its symbols
+allow: manylinux_2_28, in the container of that name (`.github/workflows/wheels.yml`) as on a machine with a newer
+glibc, where it is linked against stand-ins for the older one (`tools/old_glibc.py`). `--plat auto` links as the machine
+does, and takes the tag that follows.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ def build(kind: str, out: Path, **settings: str) -> None:
 
 
 def compiled(out: Path, plat: str) -> None:
-    """The compiled wheel. Its libraries are stripped of symbols for debugging, and every library that they need is torch's or the platform's."""
+    """The compiled wheel. Its libraries are stripped of symbols for debugging, and every library that they need is
+    torch's or the platform's."""
     cuda = os.environ.get("FASTSAM_CUDA", "1" if shutil.which("nvcc") else "0")
     with tempfile.TemporaryDirectory() as scratch:
         flags = os.environ.get("FASTSAM_LDFLAGS", "")

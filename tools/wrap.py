@@ -1,9 +1,10 @@
-"""Wraps the prose of Markdown pages at 100 columns, by mdformat.
+"""Wraps the prose of Markdown pages at 120 columns, by mdformat.
 
     python tools/wrap.py [--check] PAGE.md ...
 
-Paragraphs and lists with a longer line are given to mdformat, one by one. Code, tables, headings and what is written by a program (from
-`<!-- name:...` to `<!-- /name -->`) stay as they are. A page is written only where it is the same HTML as before.
+Paragraphs and lists with a longer line are given to mdformat, one by one. Code, tables, headings and what is written by
+a program (from `<!-- name:...` to `<!-- /name -->`) stay as they are. A page is written only where it is the same HTML
+as before.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import mdformat
 from markdown_it import MarkdownIt
 
-COLUMNS = 100
+COLUMNS = 120
 PROSE = ("paragraph_open", "bullet_list_open", "ordered_list_open", "blockquote_open")
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 MARKDOWN.add_render_rule("softbreak", lambda *_: " ")
@@ -40,7 +41,8 @@ def _prose(text: str) -> Iterator[tuple[int, int]]:
 
 
 def wrapped(page: str) -> str:
-    """The page with lines of prose of at most 100 columns, but for what cannot be broken. Raises ValueError where it would read differently."""
+    """The page with lines of prose of at most 120 columns, but for what cannot be broken. Raises ValueError where it
+    would read differently."""
     lines = page.splitlines()
     for first, end in reversed(list(_prose(page))):
         while not lines[end - 1].strip():

@@ -1,8 +1,10 @@
-"""SGD, SAM and every variant on small tasks: `python -m bench.accuracy --out results.json`, then `python -m bench.accuracy.report results.json`.
+"""SGD, SAM and every variant on small tasks: `python -m bench.accuracy --out results.json`, then
+`python -m bench.accuracy.report results.json`.
 
-Each contender is tuned per task, by as many trials as everybody else, on seeds and samples that the report does not see. Then it trains with the
-seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into SGD's time (`time`), by measured times of a step. The file
-is written after every contender; the same command goes on where it was stopped, and one with other tasks or variants adds them.
+Each contender is tuned per task, by as many trials as everybody else, on seeds and samples that the report does not
+see. Then it trains with the seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into
+SGD's time (`time`), by measured times of a step. The file is written after every contender; the same command goes on
+where it was stopped, and one with other tasks or variants adds them.
 """
 
 from __future__ import annotations

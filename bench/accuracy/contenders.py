@@ -17,7 +17,8 @@ RHOS = (0.02, 0.05, 0.15)
 
 @dataclass(frozen=True)
 class Contender:
-    """`make`: a variant from the second number of a trial (the radius, or what `second` says); None for SGD, whose second is the weight decay.
+    """`make`: a variant from the second number of a trial (the radius, or what `second` says); None for SGD, whose
+    second is the weight decay.
 
     share: of a task's steps.
     """

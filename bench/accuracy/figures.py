@@ -19,7 +19,8 @@ class Difference:
 
     @classmethod
     def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        """Of `values[i] - others[i]`, the runs with seed i. Raises ValueError for fewer than two pairs, and for unequal numbers."""
+        """Of `values[i] - others[i]`, the runs with seed i. Raises ValueError for fewer than two pairs, and for unequal
+        numbers."""
         pairs = [a - b for a, b in zip(values, others, strict=True)]
         if len(pairs) < 2:
             raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")

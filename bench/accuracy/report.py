@@ -1,4 +1,5 @@
-"""From a results file to the section of docs/variants.md: `python -m bench.accuracy.report FILE.json`. Nothing here trains."""
+"""From a results file to the section of docs/variants.md: `python -m bench.accuracy.report FILE.json`. Nothing here
+trains."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def verdicts(record: Record) -> str:
             lines = [f"{words.capitalize()}, {_number(len(tasks), 'task')}, trained {trained}, on average:\n"]
             lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
             lines.append(
-                f"- {_number(len(single), 'single comparison')}: {single.count('no difference shown')} without a difference, "
+                f"- {_number(len(single), 'single comparison')}: {single.count('no difference shown')} without a "
+                f"difference, "
                 f"{single.count('worse')} worse, {single.count('better')} better."
             )
             parts.append("\n".join(lines))
@@ -107,7 +109,8 @@ def matrix(record: Record, protocol: str) -> str:
 
 
 def claims(record: Record) -> str:
-    """The variants whose papers compare with SAM, in their words' sense, beside the difference to SAM by kind of labels and protocol."""
+    """The variants whose papers compare with SAM, in their words' sense, beside the difference to SAM by kind of labels
+    and protocol."""
     groups = by_labels(record)
     kinds = [(tasks, protocol) for tasks in groups.values() for protocol in PROTOCOLS]
     titles = [f"{words}, {trained}" for words in groups for trained in ("equal steps", "SGD's time")]
@@ -121,7 +124,8 @@ def claims(record: Record) -> str:
 
 
 def runs(task: Record) -> str:
-    """A task: what was chosen, accuracy (mean and sample standard deviation) by either protocol, steps that fit, cost, sharpness."""
+    """A task: what was chosen, accuracy (mean and sample standard deviation) by either protocol, steps that fit, cost,
+    sharpness."""
     rows = [
         "| | chosen | accuracy | sharpness | time a step | steps in SGD's time | accuracy then |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -150,11 +154,15 @@ def provenance(record: Record) -> str:
     )
     trials, seeds = len(next(iter(tried.values()))["grid"]), len(s["tuning_seeds"])
     return (
-        f"Grid, {_number(trials, 'trial')} for everybody, on {_number(seeds, 'seed')} and samples of {'their' if seeds != 1 else 'its'} own: "
-        f"the two rates of a task times {grid}. Momentum {s['momentum']}; weight decay {s['weight_decay']:g}, but SGD's is in the grid. "
+        f"Grid, {_number(trials, 'trial')} for everybody, on {_number(seeds, 'seed')} and samples of "
+        f"{'their' if seeds != 1 else 'its'} own: "
+        f"the two rates of a task times {grid}. Momentum {s['momentum']}; weight decay {s['weight_decay']:g}, but "
+        f"SGD's is in the grid. "
         f"Sharpness: rise of the training loss within a step of {s['radius']} along its gradient.\n\n"
-        f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`; "
-        f"{e['machine']['cpu']}, one of {e['machine']['cores']} cores, which other processes used too; Python {e['versions']['python']}, "
+        f"Made by `{e['command']}` on {e['date'][:10]}, commit "
+        f"`{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`; "
+        f"{e['machine']['cpu']}, one of {e['machine']['cores']} cores, which other processes used too; Python "
+        f"{e['versions']['python']}, "
         f"torch {e['versions']['torch']}.{_continued(record)}"
     )
 

@@ -1,6 +1,8 @@
-"""The tasks: small enough for a run of a second on one core, with so few training samples that generalisation is what differs.
+"""The tasks: small enough for a run of a second on one core, with so few training samples that generalisation is what
+differs.
 
-What can be had without a network: two sets that ship inside scikit-learn, and two that are made here from a fixed generator.
+What can be had without a network: two sets that ship inside scikit-learn, and two that are made here from a fixed
+generator.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ Pair = tuple[Tensor, Tensor]
 class Task:
     """`load` gives all samples and the number of the last ones that are the test set, which no tuning sees.
 
-    train: samples of a run, drawn anew for each seed from those before the test set. noise: share of them whose label is drawn anew from the
-    other classes.
+    train: samples of a run, drawn anew for each seed from those before the test set. noise: share of them whose label
+    is drawn anew from the other classes.
     """
 
     title: str
@@ -34,7 +36,8 @@ class Task:
     batch: int = 32
 
     def split(self, seed: int, tuning: bool) -> tuple[Pair, Pair]:
-        """The training samples of a seed, and what to evaluate on: when tuning, the pool's other samples (500 at most), with clean labels."""
+        """The training samples of a seed, and what to evaluate on: when tuning, the pool's other samples (500 at most),
+        with clean labels."""
         x, y, test = self.load()
         pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
         order = torch.randperm(pool, generator=rng)
@@ -44,7 +47,8 @@ class Task:
 
 
 def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
-    """`labels` (`[n]`, integers), of which round(share * n), chosen at random, are drawn anew, each uniformly from the other classes."""
+    """`labels` (`[n]`, integers), of which round(share * n), chosen at random, are drawn anew, each uniformly from the
+    other classes."""
     made = labels.clone()
     if not share:
         return made
@@ -73,7 +77,8 @@ def cancer() -> tuple[Tensor, Tensor, int]:
 
 @functools.cache
 def images() -> tuple[Tensor, Tensor, int]:
-    """2000 images `[1, 12, 12]` of ten smooth templates, shifted by up to two pixels, with noise as strong as they are; 1000 the test set."""
+    """2000 images `[1, 12, 12]` of ten smooth templates, shifted by up to two pixels, with noise as strong as they are;
+    1000 the test set."""
     rng = np.random.default_rng(7)
     templates = np.kron(rng.standard_normal((10, 4, 4)), np.ones((3, 3)))
     y = rng.integers(10, size=2000)
@@ -96,7 +101,8 @@ _WORDS = {
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Pieces of 16 characters of sentences whose verbs agree with their subjects, and the characters that follow each; 150 of 600 the test set."""
+    """Pieces of 16 characters of sentences whose verbs agree with their subjects, and the characters that follow each;
+    150 of 600 the test set."""
     rng = np.random.default_rng(11)
     made = ""
     while len(made) < 600 * (LENGTH + 1):

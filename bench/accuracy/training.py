@@ -35,7 +35,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Share of the evaluated labels that are right; how far the training loss rises within a step of length RADIUS along its gradient."""
+    """Share of the evaluated labels that are right; how far the training loss rises within a step of length RADIUS
+    along its gradient."""
 
     accuracy: float
     sharpness: float | None = None
@@ -62,7 +63,8 @@ def run(
 
 
 def tune(task: Task, contender: Contender, seeds: list[int], steps: int) -> list[dict[str, Any]]:
-    """Every trial of the grid with its mean validation accuracy over the seeds, the best first; of equals the first of the grid."""
+    """Every trial of the grid with its mean validation accuracy over the seeds, the best first; of equals the first of
+    the grid."""
     trials = [Trial(lr, value) for lr, value in itertools.product(task.lrs, contender.values)]
     scored = []
     for trial in trials:
@@ -93,7 +95,8 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
 
 
 def steps_in_equal_time(steps: int, cost: float) -> int:
-    """How many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and no more than `steps`."""
+    """How many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and no more
+    than `steps`."""
     return max(1, min(steps, int(steps / cost)))
 
 

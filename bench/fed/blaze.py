@@ -14,7 +14,8 @@ from bench.fed.workload import BATCH, LR, Workload
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: none. As many clients at a time as torch has threads, one each: faster than one after the other with all of them."""
+    """option: none. As many clients at a time as torch has threads, one each: faster than one after the other with all
+    of them."""
     from blazefl import contrib
 
     slots = torch.get_num_threads()

@@ -39,7 +39,8 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
 
 
 def _without_torchvision() -> None:
-    """FedLab imports torchvision for data sets that are not used here; an empty module does where none fits the installed torch."""
+    """FedLab imports torchvision for data sets that are not used here; an empty module does where none fits the
+    installed torch."""
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):

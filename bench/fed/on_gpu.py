@@ -1,8 +1,8 @@
-"""Federated rounds on one GPU, within a time: executors by number of clients, FedLESAM's Table 8 setting, how busy a round keeps the
-device, and where client states live.
+"""Federated rounds on one GPU, within a time: executors by number of clients, FedLESAM's Table 8 setting, how busy a
+round keeps the device, and where client states live.
 
-Everything runs in this process: a GPU's times are steady, and it is ours alone while it is lent. What decides comes first: most clients,
-and FedLESAM. A series that would not be done in time is left out, and named.
+Everything runs in this process: a GPU's times are steady, and it is ours alone while it is lent. What decides comes
+first: most clients, and FedLESAM. A series that would not be done in time is left out, and named.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Until:
 
 
 def measure(device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All of it. `write` is given what there is after every series, so that nothing is lost with a run that is cut short."""
+    """All of it. `write` is given what there is after every series, so that nothing is lost with a run that is cut
+    short."""
     found: dict[str, Any] = {"series": [], "busy": []}
     until = Until(seconds)
 
@@ -106,7 +107,8 @@ def executors(device: str) -> tuple[str, ...]:
 
 
 def by_clients(device: str, until: Until) -> Iterator[Series]:
-    """A round of n clients, beside the bare loop under the settings that give the same bits every time, as ours has them."""
+    """A round of n clients, beside the bare loop under the settings that give the same bits every time, as ours has
+    them."""
     for n in CLIENTS:
         for model in ("cnn", "mlp"):
             for algorithm in ("fedavg", "fedsam"):
@@ -122,16 +124,19 @@ def by_clients(device: str, until: Until) -> Iterator[Series]:
 
 
 def how(executor: str, clients: int) -> dict[str, Any]:
-    """Its keywords: every client at once, where each has a stream of its own no more than there are; "auto" chooses for itself."""
+    """Its keywords: every client at once, where each has a stream of its own no more than there are; "auto" chooses for
+    itself."""
     if executor in ("auto", "sequential"):
         return {"executor": executor}
     return {"executor": executor, "slots": clients if executor == "vmap" else min(clients, STREAMS)}
 
 
 def client_states(device: str, until: Until) -> Iterator[Series]:
-    """A round of 100 clients of SCAFFOLD with their states on the device and in host memory, small and large models, one step each.
+    """A round of 100 clients of SCAFFOLD with their states on the device and in host memory, small and large models,
+    one step each.
 
-    One batch a client: as little work as there can be to hide the copies behind. A round reads and writes one state per client.
+    One batch a client: as little work as there can be to hide the copies behind. A round reads and writes one state per
+    client.
     """
     for width in STATE_WIDTHS:
         model, data = _parts(Workload(f"mlp:{width}", clients=100, device=device))
@@ -146,7 +151,8 @@ def client_states(device: str, until: Until) -> Iterator[Series]:
 
 
 def table8(device: str, until: Until) -> Iterator[Series]:
-    """ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time taken five times.
+    """ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time taken
+    five times.
 
     Random images: how long a step takes does not depend on what is on them.
     """
@@ -197,7 +203,8 @@ def _rounds(
         ticks.append(time.perf_counter())
 
     fed.run(
-        model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10, sampler="fixed",
+        model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10,
+        sampler="fixed",
         participation=cohort, eval_every=rounds + 1, progress=tick, **how,
     )  # fmt: skip
     return median(b - a for a, b in pairwise(ticks))
@@ -255,8 +262,8 @@ def busy(device: str, executor: str) -> dict[str, Any]:
 
 
 def occupation(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """busy: the fraction of the time from the first kernel to the last in which some kernel runs. at_once: how many run, on average over
-    that fraction. streams: on how many. Events as in a Chrome trace."""
+    """busy: the fraction of the time from the first kernel to the last in which some kernel runs. at_once: how many
+    run, on average over that fraction. streams: on how many. Events as in a Chrome trace."""
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels)
     if not spans:
         return {"kernels": 0, "streams": 0, "busy": 0.0, "at_once": 0.0}
@@ -274,6 +281,7 @@ def busy_line(found: dict[str, Any]) -> str:
     if "problem" in found:
         return f"{found['executor']} was not traced: {found['problem']}"
     return (
-        f"{found['executor']}, {found['clients']} small CNNs: the device is busy {found['busy']:.0%} of the time, then with "
+        f"{found['executor']}, {found['clients']} small CNNs: the device is busy {found['busy']:.0%} of the time, then "
+        f"with "
         f"{found['at_once']:.1f} kernels at once on average"
     )

@@ -1,7 +1,8 @@
 """What an algorithm costs beside FedAvg: of a local step, and of a round. Both train in this process and take turns.
 
-A local step's cost is a marginal one: the time of a round with `LONG` local epochs less that of a round with one, over the steps between.
-What a round costs besides (constants, states, uploads, sums, the server's step) is in neither side of that difference, and in the round's.
+A local step's cost is a marginal one: the time of a round with `LONG` local epochs less that of a round with one, over
+the steps between. What a round costs besides (constants, states, uploads, sums, the server's step) is in neither side
+of that difference, and in the round's.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ LR = 0.05  # with the workload's, five epochs of so few clients diverge under SC
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
 ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
-# Of the MLP with noise: as many as it is made for at once, and turns for one of the others', for its cost is as small as what the machine adds.
+# Of the MLP with noise: as many as it is made for at once, and turns for one of the others', for its cost is as small
+# as what the machine adds.
 BLOCK, OFTEN = 64, 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an algorithm relative to FedAvg's. seconds: of one of its local steps; with step None where rounds alone are looked at.
+    """Seconds of an algorithm relative to FedAvg's. seconds: of one of its local steps; with step None where rounds
+    alone are looked at.
 
     problem: why there is none of this.
     """
@@ -112,7 +115,8 @@ def against_unit(workload: Workload, executor: str, turns: int) -> Cost:
 
 
 def beside(own: Runs, unit: Runs, first: bool) -> tuple[Times, Times]:
-    """A turn of both: some rounds of each run, one after the other as in a run by itself, then of its like. first: who begins.
+    """A turn of both: some rounds of each run, one after the other as in a run by itself, then of its like. first: who
+    begins.
 
     Raises RuntimeError when a run has ended.
     """
@@ -133,7 +137,8 @@ def cost(label: str, pairs: Pairs, problem: str | None) -> Cost:
 
 
 class Runs:
-    """An algorithm's runs: of the workload as it is, and of two with fewer clients whose rounds differ in their local epochs alone.
+    """An algorithm's runs: of the workload as it is, and of two with fewer clients whose rounds differ in their local
+    epochs alone.
 
     chunk: rounds of each in a turn. alone: the workload's own alone; a local step then counts as 1.
     """
@@ -162,7 +167,8 @@ class Runs:
 class Paused:
     """A run in a thread of its own, which trains a round when it is told to and only then.
 
-    Clock: CPU seconds of the process where one thread trains, for what else the machine does is then not in them; else the wall's.
+    Clock: CPU seconds of the process where one thread trains, for what else the machine does is then not in them; else
+    the wall's.
     """
 
     def __init__(self, workload: Workload, executor: str, rounds: int) -> None:
@@ -186,7 +192,8 @@ class Paused:
         return self.seconds
 
     def close(self) -> str | None:
-        """Ends the run. One that has taken all its turns trains a last round, which is evaluated; says what is wrong with it, if anything is."""
+        """Ends the run. One that has taken all its turns trains a last round, which is evaluated; says what is wrong
+        with it, if anything is."""
         self._leave = self._done < self.rounds
         self._go.release()
         self._thread.join()

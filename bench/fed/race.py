@@ -26,7 +26,8 @@ PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after
 class Entry:
     """One that takes part. label: in tables. python: whose environment has it. ranks: processes, by torchrun.
 
-    longer: times as many rounds a chunk, for who would be done before a processor that has waited is at its speed again.
+    longer: times as many rounds a chunk, for who would be done before a processor that has waited is at its speed
+    again.
     """
 
     label: str
@@ -53,7 +54,9 @@ class Figure:
 @dataclass(frozen=True)
 class Result:
     figures: list[Figure]
-    busy: float  # processors' worth of time that all processes used; more than one: the machine was not calm, or threads were asked for
+    # processors' worth of time that all processes used; more than one: the machine was not calm, or threads were asked
+    # for
+    busy: float
 
 
 class Worker:
@@ -77,7 +80,8 @@ class Worker:
         )
 
     def answer(self) -> Any:
-        """Its next word. Raises RuntimeError with the end of its log when it died, or said nothing for `PATIENCE` seconds."""
+        """Its next word. Raises RuntimeError with the end of its log when it died, or said nothing for `PATIENCE`
+        seconds."""
         assert self.process.stdout is not None
         timer = threading.Timer(PATIENCE, self.process.terminate)
         timer.start()
@@ -120,8 +124,8 @@ def _pools(threads: int) -> dict[str, str]:
 def race(entries: Sequence[Entry], chunks: int, rounds: int) -> Result:
     """All of them, interleaved; the first is the unit. One that dies is left out from then on, with its last words.
 
-    A figure counts only if training worked: the loss over all data, after as many rounds or more, is near that of the unit; where the
-    unit trains on other data or another model, it is better than a guess.
+    A figure counts only if training worked: the loss over all data, after as many rounds or more, is near that of the
+    unit; where the unit trains on other data or another model, it is better than a guess.
     """
     workers: dict[str, Worker] = {}
     problems: dict[str, str] = {}

@@ -1,4 +1,5 @@
-"""Tables and plots of federated.json: `python -m bench.fed.report bench/results/federated.json [--into docs/benchmarks.md]`.
+"""Tables and plots of federated.json:
+`python -m bench.fed.report bench/results/federated.json [--into docs/benchmarks.md]`.
 
 Writes federated.md and federated.png beside the JSON; with --into, the tables between the page's markers too.
 """
@@ -22,7 +23,8 @@ def file_name(content: Mapping[str, Any]) -> str:
 
 
 def table(case: Mapping[str, Any]) -> str:
-    """One race as Markdown: speed relative to its first line, median and quartiles; or what algorithms cost beside FedAvg."""
+    """One race as Markdown: speed relative to its first line, median and quartiles; or what algorithms cost beside
+    FedAvg."""
     if "costs" in case:
         return costs_table(case)
     lines = [

@@ -1,7 +1,8 @@
-"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of the sums).
+"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of
+the sums).
 
-Strictly: the loop's are also the gathers of batches, the copies of the global weights into a client's row, and the server's step, which torch's
-own operations do and any loop has.
+Strictly: the loop's are also the gathers of batches, the copies of the global weights into a client's row, and the
+server's step, which torch's own operations do and any loop has.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (For
 
 
 def measure(device: str, rounds: int) -> dict[str, float]:
-    """Seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation, the server's step, records): medians.
+    """Seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation, the server's
+    step, records): medians.
 
     On a GPU the host's time says nothing about where the device's goes: there it is the host's share.
     """

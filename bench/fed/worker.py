@@ -1,9 +1,10 @@
-"""One contender in a process of its own: `python -m bench.fed.worker NAME WORKLOAD CHUNKS ROUNDS THREADS`; WORKLOAD is JSON.
+"""One contender in a process of its own: `python -m bench.fed.worker NAME WORKLOAD CHUNKS ROUNDS THREADS`; WORKLOAD is
+JSON.
 
-It gets ready, trains one chunk of rounds that nobody times, and then a chunk whenever a line comes in on standard input, answering with
-the seconds of a round. After the last chunk it says the loss over all data and its peak memory. Answers go to the standard output's own
-file descriptor; whatever the libraries print goes to standard error. Several processes of a launcher (torchrun) begin every chunk together;
-rank 0 hears and speaks.
+It gets ready, trains one chunk of rounds that nobody times, and then a chunk whenever a line comes in on standard
+input, answering with the seconds of a round. After the last chunk it says the loss over all data and its peak memory.
+Answers go to the standard output's own file descriptor; whatever the libraries print goes to standard error. Several
+processes of a launcher (torchrun) begin every chunk together; rank 0 hears and speaks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 
 from bench.fed.workload import Workload
 
-# The module of each contender. It has `train(workload, rounds, tick, option) -> model`, which calls `tick()` after every round.
+# The module of each contender. It has `train(workload, rounds, tick, option) -> model`, which calls `tick()` after
+# every round.
 CONTENDERS = {
     "bare": ("bare", "tensors"),
     "bare-flat": ("bare", "flat"),
@@ -79,7 +81,8 @@ def _first() -> bool:
 
 
 def apart() -> Callable[[], None]:
-    """Makes strangers of a launcher's processes: each is one alone from now on. Returns what waits until all of them are there."""
+    """Makes strangers of a launcher's processes: each is one alone from now on. Returns what waits until all of them
+    are there."""
     from torch import distributed
 
     store, _, size = next(distributed.rendezvous("env://"))
@@ -121,7 +124,8 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """The most memory that this program had. Not `ru_maxrss`: that begins with the memory of the process that started this one."""
+    """The most memory that this program had. Not `ru_maxrss`: that begins with the memory of the process that started
+    this one."""
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 

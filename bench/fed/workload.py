@@ -1,4 +1,5 @@
-"""One workload for all: 100 clients with 64 samples in 10 classes, 20 of them a round, one local epoch, batch 16, lr 0.1, no evaluation.
+"""One workload for all: 100 clients with 64 samples in 10 classes, 20 of them a round, one local epoch, batch 16, lr
+0.1, no evaluation.
 
 numpy and torch only: the other simulators run in environments of their own, without fastsam.
 """
@@ -55,7 +56,8 @@ def digits() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "digits", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its own choice of slots.
+    """model: "cnn", "digits", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its
+    own choice of slots.
     options: others of ours.
 
     device: of the model and the data (the other simulators take the CPU).

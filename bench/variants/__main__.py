@@ -1,7 +1,8 @@
-"""Measures the variants beside today's kernels: `python -m bench.variants --device cuda --out DIR` (part of `make gpu`).
+"""Measures the variants beside today's kernels: `python -m bench.variants --device cuda --out DIR` (part of
+`make gpu`).
 
-Each variant first has to agree with the reference in float64, and with today's kernels bit for bit. Then both are replayed from CUDA graphs
-in turn, on sets of operands that no cache holds. Writes `variants.json` after every case.
+Each variant first has to agree with the reference in float64, and with today's kernels bit for bit. Then both are
+replayed from CUDA graphs in turn, on sets of operands that no cache holds. Writes `variants.json` after every case.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Race:
         self.operator = Operator(case.kernels, machine.device, machine.cache_bytes)
 
     def run(self, rounds: int, multiprocessors: int) -> dict[str, Any]:
-        """Gate and figures of the case; `ratio` is the variant's time over today's of the same round, `gate` green, red or not served."""
+        """Gate and figures of the case; `ratio` is the variant's time over today's of the same round, `gate` green, red
+        or not served."""
         case, size = self.case, self.case.kernels.size
         result: dict[str, Any] = {
             "name": case.name, "group": case.group, "title": size.title, "rows": size.rows, "tensors": len(size.shapes),

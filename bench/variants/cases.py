@@ -67,16 +67,18 @@ def one_read_ratio(size: KernelSize, device: Device) -> float:
 
 
 def dependent_ratio(size: KernelSize, device: Device) -> float:
-    """The same bytes, and of the two launches half of one: blocks are placed early, but what they wait for is the norm's end."""
+    """The same bytes, and of the two launches half of one: blocks are placed early, but what they wait for is the
+    norm's end."""
     today = _today(size, device)
     return (today - LAUNCH / 2) / today
 
 
 def _today(size: KernelSize, device: Device) -> float:
-    """Seconds: two launches, 12 bytes from memory, and the gradients' second read, the first `reused` of them from the cache.
+    """Seconds: two launches, 12 bytes from memory, and the gradients' second read, the first `reused` of them from the
+    cache.
 
-    The perturbation reads them from their end, where the norm stopped. Beside each of them it writes a weight into the cache, and reads one
-    that is the first to leave it: half of the cache is gradients that are still wanted.
+    The perturbation reads them from their end, where the norm stopped. Beside each of them it writes a weight into the
+    cache, and reads one that is the first to leave it: half of the cache is gradients that are still wanted.
     """
     n = size.parameters
     reused = min(4 * n, device.cache_bytes / 2)

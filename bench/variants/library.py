@@ -1,7 +1,7 @@
 """The variants as functions with the names and the meaning of `fastsam_kernels.reference`, on float32 operands.
 
-`build` compiles the sources beside this file with nvcc for one architecture; `OneRead` and `Dependent` call them. No torch in the library: a
-call is a `Frame` (frame.h) of addresses, on the current stream.
+`build` compiles the sources beside this file with nvcc for one architecture; `OneRead` and `Dependent` call them. No
+torch in the library: a call is a `Frame` (frame.h) of addresses, on the current stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def place(arch: str) -> Path:
 
 
 def build(arch: str, folder: Path | None = None) -> Path:
-    """The compiled library for `arch` (such as "90"), in `folder` (default: that of `place`), where a later call compiles only what changed.
+    """The compiled library for `arch` (such as "90"), in `folder` (default: that of `place`), where a later call
+    compiles only what changed.
 
     Raises `BuildError` without nvcc, or with the compiler's words.
     """
@@ -94,7 +95,8 @@ def frame_of(
 
 
 def places(tensors: Sequence[Tensor], table: Tensor, rows: int) -> tuple[Any, Any]:
-    """Address of each segment in row 0, and elements from one row to the next, as arrays; of a list of tensors, or of one field."""
+    """Address of each segment in row 0, and elements from one row to the next, as arrays; of a list of tensors, or of
+    one field."""
     for tensor in tensors:
         _float32("a list operand", tensor)
     n = len(table)
@@ -126,7 +128,8 @@ class Variant(ABC):
     def norm_perturb_(
         self, z: Sequence[Tensor], origin: Tensor, grads: Sequence[Tensor], table: Tensor, hyper: Tensor, sumsq: Tensor
     ) -> None:
-        """`norm_(sumsq, grads, [], ...)`, then `perturb_(..., sumsq, save=False)`: the same bits. Raises NotServed where it cannot."""
+        """`norm_(sumsq, grads, [], ...)`, then `perturb_(..., sumsq, save=False)`: the same bits. Raises NotServed
+        where it cannot."""
 
     def _run(self, frame: Frame) -> None:
         error = getattr(self.loaded, f"fastsam_{self.NAME}")(ctypes.byref(frame))
@@ -171,7 +174,8 @@ class Dependent(Variant):
         del held
 
     def _memory_of(self, frame: Frame, sumsq: Tensor) -> tuple[Tensor, Tensor]:
-        """Kept from call to call: tickets are zeros again after each, and a graph that was captured needs them to stay."""
+        """Kept from call to call: tickets are zeros again after each, and a graph that was captured needs them to
+        stay."""
         count = self.loaded.fastsam_dependent_partials(ctypes.byref(frame))
         return self._memory.setdefault(
             (count, len(sumsq)),

@@ -1,4 +1,5 @@
-"""What the figures of `python -m bench.variants` say: a line, a table, and a verdict by a rule that was there before them.
+"""What the figures of `python -m bench.variants` say: a line, a table, and a verdict by a rule that was there before
+them.
 
 Standard library only: `bench/gpu.py` reads it.
 """
@@ -16,7 +17,8 @@ DECISIVE_ROWS = 100  # of 50 k, for one read
 def verdict(group: str, results: list[dict[str, Any]]) -> str:
     """`keep` where the group's first case takes at most WINS of today's time and no case more than LOSES; else `drop`.
 
-    One read: its first case is 100 rows of 50 k, and it is kept from the number of rows on from which no case takes more than LOSES.
+    One read: its first case is 100 rows of 50 k, and it is kept from the number of rows on from which no case takes
+    more than LOSES.
     """
     ours = [r for r in results if r["group"] == group]
     measured = [(r["rows"], r["ratio"]["median"]) for r in ours if r["ratio"]]

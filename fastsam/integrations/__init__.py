@@ -1,1 +1,2 @@
-"""What other people's trainers need around `FusedSAM`: a file for each library, which it imports in the functions that need it."""
+"""What other people's trainers need around `FusedSAM`: a file for each library, which it imports in the functions that
+need it."""

@@ -8,10 +8,12 @@ from fastsam.optim import FusedSAM
 
 
 def sam_of(optimizer: Any) -> FusedSAM:
-    """The `FusedSAM` that `accelerator.prepare` wrapped, with both halves of a step; a `FusedSAM` itself is returned as it is.
+    """The `FusedSAM` that `accelerator.prepare` wrapped, with both halves of a step; a `FusedSAM` itself is returned as
+    it is.
 
-    Make the first half with it, `sam_of(optimizer).first_step(zero_grad=True)`, and the second with the prepared `optimizer.step()`, which goes
-    through Accelerate's GradScaler where there is one. Raises TypeError for an optimizer without a FusedSAM in it.
+    Make the first half with it, `sam_of(optimizer).first_step(zero_grad=True)`, and the second with the prepared
+    `optimizer.step()`, which goes through Accelerate's GradScaler where there is one. Raises TypeError for an optimizer
+    without a FusedSAM in it.
     """
     inner = optimizer
     while not isinstance(inner, FusedSAM):

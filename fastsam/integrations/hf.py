@@ -23,20 +23,22 @@ OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
 class SAMTraining(Base):
-    """What `SAMTrainer` has before `transformers.Trainer`; for another trainer `class Mine(SAMTraining, Seq2SeqTrainer)`.
+    """What `SAMTrainer` has before `transformers.Trainer`; for another trainer
+    `class Mine(SAMTraining, Seq2SeqTrainer)`.
 
     sam
-        the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)` names becomes the base of a
-        `FusedSAM`, with the learning rate, weight decay and parameter groups of the arguments. In its place a FusedSAM of one's own may be given:
-        `optimizers=(FusedSAM(...), None)`, `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
+        the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)`
+        names becomes the base of a `FusedSAM`, with the learning rate, weight decay and parameter groups of the
+        arguments. In its place a FusedSAM of one's own may be given: `optimizers=(FusedSAM(...), None)`,
+        `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
 
-    A step's micro-batches are passed once more (with `Lookbehind` k times) when the gradients of the last of them are there and the weights have
-    moved to the perturbed point; running statistics stay as they are then.
-    The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's. Checkpoints are the
-    trainer's own: training goes on from them bit for bit.
+    A step's micro-batches are passed once more (with `Lookbehind` k times) when the gradients of the last of them are
+    there and the weights have moved to the perturbed point; running statistics stay as they are then.
+    The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's.
+    Checkpoints are the trainer's own: training goes on from them bit for bit.
 
-    Raises ValueError for `sam` beside an optimizer, and as the training starts for DeepSpeed and for an optimizer that is no FusedSAM or cannot be
-    its base.
+    Raises ValueError for `sam` beside an optimizer, and as the training starts for DeepSpeed and for an optimizer that
+    is no FusedSAM or cannot be its base.
     """
 
     def __init__(self, *arguments: Any, sam: SAM | None = None, **options: Any) -> None:
@@ -53,7 +55,8 @@ class SAMTraining(Base):
         if by_itself or any(name in options for name in OWN_PARAMETERS):
             name = getattr(args.optim, "value", args.optim)
             raise ValueError(
-                f"optim={name!r} chooses its parameters itself, so it cannot be the base of a FusedSAM. Take another one, such as 'adamw_torch', or "
+                f"optim={name!r} chooses its parameters itself, so it cannot be the base of a FusedSAM. Take another "
+                f"one, such as 'adamw_torch', or "
                 "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
             )
         return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "sam": self._sam}
@@ -72,7 +75,8 @@ class SAMTraining(Base):
         return optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first pass's loss."""
+        """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first
+        pass's loss."""
         sam = sam_of(self.optimizer)
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -92,7 +96,8 @@ class SAMTraining(Base):
         return loss
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
-        """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point, the clean ones."""
+        """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point,
+        the clean ones."""
         with nullcontext() if self.optimizer is None else sam_of(self.optimizer).evaluating():
             super().save_model(*arguments, **options)
 

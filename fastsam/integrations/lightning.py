@@ -12,11 +12,13 @@ from fastsam.optim.statistics import Statistics
 def sam_callback() -> Any:
     """A `lightning.pytorch.Callback` for modules whose `configure_optimizers` returns one `FusedSAM`.
 
-    `self.log` writes in the first pass alone, and the second pass leaves the module's running statistics as they are (as `FusedSAM(..., model=self)`
-    does). What cannot work is refused as `fit` begins, with ValueError: gradients accumulated over batches, which `step(closure)` does not see;
-    float16 with a GradScaler, which unscales before the closure makes its gradients; a FusedSAM beside other optimizers. With a variant of one
-    pass, whose weights rest at the perturbed point, checkpoints have the clean ones, and so has the model after `fit`. Manual optimization needs
-    the callback for this alone; such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's closure.
+    `self.log` writes in the first pass alone, and the second pass leaves the module's running statistics as they are
+    (as `FusedSAM(..., model=self)` does). What cannot work is refused as `fit` begins, with ValueError: gradients
+    accumulated over batches, which `step(closure)` does not see; float16 with a GradScaler, which unscales before the
+    closure makes its gradients; a FusedSAM beside other optimizers. With a variant of one pass, whose weights rest at
+    the perturbed point, checkpoints have the clean ones, and so has the model after `fit`. Manual optimization needs
+    the callback for this alone; such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's
+    closure.
     """
     from lightning.pytorch import Callback
 
@@ -80,11 +82,14 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
         type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
     ):
         raise ValueError(
-            f"accumulate_grad_batches={batches} with FusedSAM: step(closure) would see the last batch alone. Make the batches larger, or accumulate "
-            "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, second_step(zero_grad=True)"
+            f"accumulate_grad_batches={batches} with FusedSAM: step(closure) would see the last batch alone. Make the "
+            f"batches larger, or accumulate "
+            "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, "
+            "second_step(zero_grad=True)"
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise ValueError(
-            f"precision={trainer.precision!r} with FusedSAM in automatic optimization: its GradScaler unscales before the closure makes its "
+            f"precision={trainer.precision!r} with FusedSAM in automatic optimization: its GradScaler unscales before "
+            f"the closure makes its "
             "gradients. Take precision='bf16-mixed', or manual optimization with first_step() and second_step()"
         )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 BUILD = "python -m fastsam_kernels.build"
 START = (
-    "begin: opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1) in a loop of your own, or `fastsam reproduce --list` for\n"
+    "begin: opt = fastsam.FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1) in a loop of your own, or "
+    "`fastsam reproduce --list` for\n"
     "       federated runs on data that come along"
 )
 
@@ -22,7 +23,8 @@ def steps(
 ) -> list[str]:
     """At most two lines, or paragraphs: the one thing worth doing first, where there is one, and where to begin.
 
-    unavailable: why backends cannot serve, by (name, device). torch_cuda: the CUDA that torch is built for; gpu: whether it sees one.
+    unavailable: why backends cannot serve, by (name, device). torch_cuda: the CUDA that torch is built for; gpu:
+    whether it sees one.
     """
     native, cuda = (unavailable.get(("native", device)) for device in ("cpu", "cuda"))
     if native is not None:
@@ -34,7 +36,8 @@ def steps(
         return [f"next:  {todo}; without them steps are the same, and slower", START]
     if not gpu and torch_cuda is None and which("nvidia-smi"):
         return [
-            "next:  this torch is built without CUDA, and there is a GPU: https://pytorch.org/get-started has the one for it",
+            "next:  this torch is built without CUDA, and there is a GPU: https://pytorch.org/get-started has the one "
+            "for it",
             START,
         ]
     if gpu and cuda is not None:

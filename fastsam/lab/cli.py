@@ -1,7 +1,7 @@
 """The `fastsam` command: `info`, `run`, `compare`, `reproduce` and `plots`.
 
-Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is missing.
-Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
+Heavy modules (torch first of all) are imported inside the commands, so that `fastsam info` can say that torch is
+missing. Exit codes: 0 done; 1 an error, shown in one message; 2 wrong usage; 130 interrupted with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,24 +62,52 @@ def parser() -> argparse.ArgumentParser:
     plots.add_argument(
         "--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one"
     )
-    # fmt: off
     for command in (run, compare):
         command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
-    compare.add_argument("--algorithms", metavar="A,B", help="what to compare, or all; default: the file's [compare] table")
-    compare.add_argument("--sweep", metavar="KEY=A,B", action="append", help="run every value of a key; given again: all combinations")
-    compare.add_argument("--surface", metavar="POINTS", type=int, nargs="?", const=51, help="loss surfaces of the final models on a grid [51]")
+    compare.add_argument(
+        "--algorithms", metavar="A,B", help="what to compare, or all; default: the file's [compare] table"
+    )
+    compare.add_argument(
+        "--sweep", metavar="KEY=A,B", action="append", help="run every value of a key; given again: all combinations"
+    )
+    compare.add_argument(
+        "--surface",
+        metavar="POINTS",
+        type=int,
+        nargs="?",
+        const=51,
+        help="loss surfaces of the final models on a grid [51]",
+    )
     reproduce.add_argument("table", metavar="TABLE", nargs="?", help="its name, such as fedlesam-table2")
     reproduce.add_argument("--list", action="store_true", help="the tables and figures, and what each needs")
-    reproduce.add_argument("--scale", metavar="NAME", nargs="?", const="digits", help="run it in small, on the digits [digits]")
+    reproduce.add_argument(
+        "--scale", metavar="NAME", nargs="?", const="digits", help="run it in small, on the digits [digits]"
+    )
     text = "before, the best value of a key for each method, on held-out samples; alone: of lr and rho"
     reproduce.add_argument("--tune", metavar="KEY=A,B", nargs="?", const="", action="append", help=text)
     for command in (compare, reproduce):
-        command.add_argument("--seeds", metavar="0,1", help="each algorithm once per seed; default: those of the file or table")
+        command.add_argument(
+            "--seeds", metavar="0,1", help="each algorithm once per seed; default: those of the file or table"
+        )
     for command in (run, compare, reproduce):
-        command.add_argument("--run-dir", type=Path, metavar="DIR", help="where results go; default: a new numbered directory under runs/")
-        command.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help="an installed package that the config may import")
-        command.add_argument("--resume", action="store_true", help="continue an interrupted run; without --run-dir: in the last numbered directory")
-    # fmt: on
+        command.add_argument(
+            "--run-dir",
+            type=Path,
+            metavar="DIR",
+            help="where results go; default: a new numbered directory under runs/",
+        )
+        command.add_argument(
+            "--trust",
+            action="append",
+            default=[],
+            metavar="PACKAGE",
+            help="an installed package that the config may import",
+        )
+        command.add_argument(
+            "--resume",
+            action="store_true",
+            help="continue an interrupted run; without --run-dir: in the last numbered directory",
+        )
     for command in (*commands.choices.values(), top):
         command.add_argument(
             "--debug", action="store_true", default=argparse.SUPPRESS, help="show an error's traceback"
@@ -150,7 +178,8 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Versions, those of the optional packages too, and the table of backends, and what to do next. 1 when torch cannot be imported."""
+    """Versions, those of the optional packages too, and the table of backends, and what to do next. 1 when torch cannot
+    be imported."""
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {"fastsam": _version("fastsam"), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
@@ -167,7 +196,8 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for backend in backends.table():
         print(
-            f"{backend.name:<11}{backend.device:<8}{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
+            f"{backend.name:<11}{backend.device:<8}"
+            f"{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
         )
     print(f"\n`auto` on this machine: {backends.backend()}\n")
     unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
@@ -278,7 +308,8 @@ def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
-    """Before a run is resumed, and so before anything is imported: what its config imports. Raises ConfigError, see `show_imports`."""
+    """Before a run is resumed, and so before anything is imported: what its config imports. Raises ConfigError, see
+    `show_imports`."""
     if not arguments.resume:
         return
     from fastsam.lab.config import show_imports
@@ -294,7 +325,8 @@ def _trust(arguments: argparse.Namespace) -> str:
 
 
 def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
-    """``runs/<stem>-001``: the next number for every start, so that nothing is overwritten; with `resume` the last one that exists."""
+    """``runs/<stem>-001``: the next number for every start, so that nothing is overwritten; with `resume` the last one
+    that exists."""
     pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
     taken = [
         int(m.group(1)) for path in (parent.iterdir() if parent.is_dir() else ()) if (m := pattern.fullmatch(path.name))

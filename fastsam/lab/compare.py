@@ -1,4 +1,5 @@
-"""A comparison: several algorithms (times seeds, times the values of a sweep), each run in a sub-directory of one directory."""
+"""A comparison: several algorithms (times seeds, times the values of a sweep), each run in a sub-directory of one
+directory."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a comparison, all checked: through the algorithms, within each the points of the sweep, within each the seeds."""
+    """The runs of a comparison, all checked: through the algorithms, within each the points of the sweep, within each
+    the seeds."""
 
     name: str
     algorithms: tuple[str, ...]
@@ -99,18 +101,20 @@ def plan(
 ) -> Plan:
     """All runs of a comparison, resolved and checked before the first one starts.
 
-    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and no sweep.
-    algorithms: `ALL` alone for every one there is. sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are
-    combined. An algorithm that does not take a key runs without it, once.
-    Raises ConfigError as `fastsam.lab.config.resolve` does, for an algorithm or seed named twice, for a sweep that no algorithm takes, and
-    for runs that would not share their data (a swept key of the data aside).
+    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and
+    no sweep.
+    algorithms: `ALL` alone for every one there is. sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false";
+    several of them are combined. An algorithm that does not take a key runs without it, once.
+    Raises ConfigError as `fastsam.lab.config.resolve` does, for an algorithm or seed named twice, for a sweep that no
+    algorithm takes, and for runs that would not share their data (a swept key of the data aside).
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
     if names == [ALL]:
         names = list(registry)
     if not names:
         raise ConfigError(
-            "what shall be compared? Name algorithms with --algorithms fedavg,fedsam or in a table [compare] of the config file"
+            "what shall be compared? Name algorithms with --algorithms fedavg,fedsam or in a table [compare] of the "
+            "config file"
         )
     _unique([short_name(str(name)) for name in names], "algorithm")
     if "algorithm" in source.flags:
@@ -183,8 +187,9 @@ def _unique(names: Sequence[str], what: str) -> None:
 
 
 def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
-    """Raises RunDirectoryError unless the comparison can run in `directory`: it is new or empty, or, with `resume`, that of a
-    comparison whose runs had these configs (what `fastsam.fed.run` lets a resumed run change may differ). Writes nothing.
+    """Raises RunDirectoryError unless the comparison can run in `directory`: it is new or empty, or, with `resume`,
+    that of a comparison whose runs had these configs (what `fastsam.fed.run` lets a resumed run change may differ).
+    Writes nothing.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
@@ -229,8 +234,8 @@ def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
 
 
 def facts(plan: Plan, data: Data) -> dict[str, Any]:
-    """What a reader of the report must know: the data, the split, and the keys of the run that count. What differs between swept values of
-    the data has a line for each, with the value in its name."""
+    """What a reader of the report must know: the data, the split, and the keys of the run that count. What differs
+    between swept values of the data has a line for each, with the value in its name."""
     config = plan.configs[0]
     swept = {axis.key for axis in plan.sweep}
     keys = ("rounds", "participation", "local_epochs", "batch_size", "model", "validation")
@@ -296,7 +301,8 @@ def train(
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise OSError(
-            f"no space is left for {directory} ({error.strerror}). Its last checkpoint is whole; make room, and continue with:\n  "
+            f"no space is left for {directory} ({error.strerror}). Its last checkpoint is whole; make room, and "
+            f"continue with:\n  "
             f"{resume_command}"
         ) from error
     short, config = short_name(built.config.algorithm), built.config

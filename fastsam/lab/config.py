@@ -1,8 +1,8 @@
 """The config of a run: one TOML or JSON file, each key also a flag; every key typed and checked.
 
 Layers, the later wins: defaults, the file, the file's table for the algorithm, flags, flags for the algorithm
-(``--fedsam.rho 0.1``). An algorithm's table holds its own options and any key of a run that shall differ for it; an option
-may also stand outside the table, for every algorithm of the run that takes it.
+(``--fedsam.rho 0.1``). An algorithm's table holds its own options and any key of a run that shall differ for it; an
+option may also stand outside the table, for every algorithm of the run that takes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Source:
 
 
 def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
-    """The config file (.toml, or .json such as a run directory's config.json) with flags over it. Raises ConfigError, FileNotFoundError."""
+    """The config file (.toml, or .json such as a run directory's config.json) with flags over it. Raises ConfigError,
+    FileNotFoundError."""
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run directory's config is {path / 'config.json'}")
@@ -92,7 +93,8 @@ def imports(source: Source) -> list[tuple[str, str]]:
 def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
     """What a run directory's config will import, in lines to be read before it is resumed.
 
-    places: the directory and its config. Raises ConfigError where somebody else made one of them and what is imported was not named by --trust.
+    places: the directory and its config. Raises ConfigError where somebody else made one of them and what is imported
+    was not named by --trust.
     """
     found = imports(source)
     lines = [f"{key} imports {path}" for key, path in found]
@@ -108,7 +110,8 @@ def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
 
 
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """``["--lr", "0.1", "--fedsam.rho=0.2"]`` as ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}); dashes in keys become underscores.
+    """``["--lr", "0.1", "--fedsam.rho=0.2"]`` as ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}); dashes in keys become
+    underscores.
 
     A key without a value means "true". Raises ConfigError for anything else.
     """
@@ -252,7 +255,8 @@ def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = Fals
 
 
 def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
-    """A flag's text as the first of its key's types that reads it; the text itself when none does (the type check then complains)."""
+    """A flag's text as the first of its key's types that reads it; the text itself when none does (the type check then
+    complains)."""
     if type(None) in allowed and value.lower() in ("none", "null"):
         return None
     for kind in allowed:
@@ -273,7 +277,8 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of an algorithm that is a dataclass, defaults included; its own checks speak now, before anything runs."""
+    """All options of an algorithm that is a dataclass, defaults included; its own checks speak now, before anything
+    runs."""
     try:
         made = algorithm_class(name)(**options)
     except ValueError as error:
@@ -286,7 +291,8 @@ def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tables(source: Source, used: Sequence[str]) -> None:
-    """Tables must belong to an algorithm that exists, and hold keys that it or the run takes, also when it does not run this time."""
+    """Tables must belong to an algorithm that exists, and hold keys that it or the run takes, also when it does not run
+    this time."""
     names = {short_name(name): name for name in [*registry, *used]}
     for tables in (source.tables, source.flag_tables):
         for table, content in tables.items():
@@ -309,6 +315,9 @@ def _unknown(key: str, algorithm: str, own: Iterable[str]) -> str:
     takers = takers_of(key)
     if takers:
         options = f"its options are {', '.join(own)}" if own else "it has no options"
-        return f"{key} is an option of {', '.join(takers)}, not of {algorithm} ({options}); remove it or put it into the table of one of these"
+        return (
+            f"{key} is an option of {', '.join(takers)}, not of {algorithm} ({options}); remove it or put it into the "
+            f"table of one of these"
+        )
     others = {option for name in registry for option in algorithm_options(name)}
     return f"unknown key {key!r}{nearest(key, [*KEYS, *own, *others])}; `fastsam run --help` lists all keys"

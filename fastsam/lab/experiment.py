@@ -1,4 +1,5 @@
-"""From a resolved config to a finished run: load the data, build the model and the algorithm, call `fastsam.fed.run`."""
+"""From a resolved config to a finished run: load the data, build the model and the algorithm, call
+`fastsam.fed.run`."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _load_set(config: RunConfig) -> data_sets.FederatedData:
     foreign = set(config.data_options) - set_options(config.data)
     if foreign:
         raise ConfigError(
-            f"data_options of {config.data!r} has no {', '.join(sorted(foreign))}; it takes {', '.join(sorted(set_options(config.data)))}"
+            f"data_options of {config.data!r} has no {', '.join(sorted(foreign))}; it takes "
+            f"{', '.join(sorted(set_options(config.data)))}"
         )
     split = _split(config) if "split" in taken else {}
     return data_sets.SETS[config.data](**arguments | split | config.data_options)
@@ -102,7 +104,8 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         model.load_state_dict(safetensors.torch.load(read_bytes(file)))
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"weights must be a .safetensors file, or the directory of a run that is finished; {file} cannot be read ({error})"
+            f"weights must be a .safetensors file, or the directory of a run that is finished; {file} cannot be read "
+            f"({error})"
         ) from error
     except RuntimeError as error:
         raise ConfigError(f"weights: {file} does not fit the model: {error}") from error

@@ -1,4 +1,5 @@
-"""The keys of a run's config: the options of `fastsam.fed.run`, what a file says besides, and which have a meaning in which run."""
+"""The keys of a run's config: the options of `fastsam.fed.run`, what a file says besides, and which have a meaning in
+which run."""
 
 from __future__ import annotations
 
@@ -21,28 +22,36 @@ class DataKeys:
 
     # fmt: off
     data: str = option("digits",
-        f"{', '.join(map(repr, SETS))}; a .npz file; a pattern of them, one per client; 'package.module:function' or 'file.py:function'")
-    data_options: dict[str, Any] = option({}, "keyword arguments of the data function, or further options of a built-in data set")
+        f"{', '.join(map(repr, SETS))}; a .npz file; a pattern of them, one per client; 'package.module:function' or "
+        f"'file.py:function'")
+    data_options: dict[str, Any] = option({}, "keyword arguments of the data function, or further options of a "
+                                              "built-in data set")
     data_dir: str = option("data", "where the archive or image folders of a built-in data set are")
     download: bool = option(False, "fetch the archive into data_dir when it is not there")
     test_data: str | None = option(None, "the test set's .npz file, for data in one file per client")
     classes: int | None = option(None, "number of classes of .npz data; none: the largest label + 1")
-    test_fraction: float = option(0.2, "share of the digits, or of .npz data without a test set, that becomes the test set")
+    test_fraction: float = option(0.2, "share of the digits, or of .npz data without a test set, that becomes the test "
+                                       "set")
     clients: int = option(50, "number of clients")
-    split: str = option("dirichlet", "how the training set is dealt out to the clients", choices=tuple(partition.SPLITS))
+    split: str = option("dirichlet", "how the training set is dealt out to the clients",
+        choices=tuple(partition.SPLITS))
     split_seed: int = option(20, "seed of the split; 20 is that of the papers' simulators")
     alpha: float = option(0.3, "concentration of the Dirichlet splits: small is heterogeneous")
     exhausted: str = option("reset",
-        "when a class has run out in a Dirichlet or pathological split: start its samples anew, or draw another class", choices=dealing.EXHAUSTED)
+        "when a class has run out in a Dirichlet or pathological split: start its samples anew, or draw another class",
+        choices=dealing.EXHAUSTED)
     balanced: bool = option(False, "iid split: the same number of samples of each class for every client")
     classes_per_client: int = option(3, "pathological split: classes of each client")
     min_samples: int = option(10, "per-class Dirichlet split: samples that each client gets at least")
-    indices: str | None = option(None, "own split: a JSON file with one list of positions in the training set per client")
+    indices: str | None = option(None, "own split: a JSON file with one list of positions in the training set per "
+                                       "client")
     duplicates: bool = option(False, "own split: a sample may be named more than once")
-    held_out: str | None = option(None, "data with domains: the domain that is the test set; none: a part of every domain is")
+    held_out: str | None = option(None, "data with domains: the domain that is the test set; none: a part of every "
+                                        "domain is")
     clients_per_domain: int = option(1, "data with domains: how many clients share each domain (IID)")
     augment: str = option("auto",
-        "'none', 'flip_crop', 'flip_crop_always', or the import path of a callable (x, generator) -> x; auto: that of the data set")
+        "'none', 'flip_crop', 'flip_crop_always', or the import path of a callable (x, generator) -> x; auto: that of "
+        "the data set")
     # fmt: on
 
 
@@ -52,19 +61,24 @@ class ModelKeys:
 
     # fmt: off
     model: str = option("cnn",
-        f"{', '.join(map(repr, MODELS))}, or the import path of a module class, of a function that makes a module, or of a module")
+        f"{', '.join(map(repr, MODELS))}, or the import path of a module class, of a function that makes a module, or "
+        f"of a module")
     model_options: dict[str, Any] = option({}, "keyword arguments of the model")
-    dtype: str = option("float32", "of the model's weights and of floating-point inputs", choices=("float32", "float64"))
-    weights: str | None = option(None, "the initial weights: a .safetensors file, or the directory of a finished run; none: by the seed")
+    dtype: str = option("float32", "of the model's weights and of floating-point inputs",
+        choices=("float32", "float64"))
+    weights: str | None = option(None, "the initial weights: a .safetensors file, or the directory of a finished run; "
+                                       "none: by the seed")
     algorithm: str = option("fedavg", "a built-in algorithm, or the import path of a class")
     # fmt: on
 
 
 @dataclass(frozen=True)
 class RunConfig(Settings, ModelKeys, DataKeys):
-    """All keys of one run, resolved. Raises ValueError for a value out of range; what an import path names is looked at later.
+    """All keys of one run, resolved. Raises ValueError for a value out of range; what an import path names is looked at
+    later.
 
-    `options` are the algorithm's own (its hyper-parameters): no key of this name exists, they stand in the algorithm's table.
+    `options` are the algorithm's own (its hyper-parameters): no key of this name exists, they stand in the algorithm's
+    table.
     """
 
     # fmt: off
@@ -98,7 +112,8 @@ def short_name(algorithm: str) -> str:
 
 @functools.cache
 def foreign_keys(data: str, split: str) -> dict[str, str]:
-    """The keys without meaning in this run, and why: data's own keys depend on where the data come from, the split's on the split."""
+    """The keys without meaning in this run, and why: data's own keys depend on where the data come from, the split's on
+    the split."""
     known, why = _data_keys(data)
     out = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in known}
     if "split" in known:

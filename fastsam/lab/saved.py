@@ -22,10 +22,11 @@ _SEED = re.compile(r"-seed\d+$")
 
 
 def runs_in(directory: str | Path) -> list[FinishedRun]:
-    """The run of a run directory, or all runs below another one (a comparison's, a folder of run directories), by their paths.
+    """The run of a run directory, or all runs below another one (a comparison's, a folder of run directories), by their
+    paths.
 
-    A run alone is called by its algorithm, one of several by its directory, without its seed. One that is not finished has an empty summary.
-    Raises ValueError where there is none.
+    A run alone is called by its algorithm, one of several by its directory, without its seed. One that is not finished
+    has an empty summary. Raises ValueError where there is none.
     """
     top = Path(directory)
     places = [top] if (top / "metrics.jsonl").is_file() else sorted(p.parent for p in top.rglob("metrics.jsonl"))
@@ -49,7 +50,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def to_pandas(directory: str | Path) -> pandas.DataFrame:
-    """The records of all runs of a directory (see `runs_in`) in one data frame, with the columns `run` and `seed`. Needs pandas."""
+    """The records of all runs of a directory (see `runs_in`) in one data frame, with the columns `run` and `seed`.
+    Needs pandas."""
     import pandas
 
     rows = [{"run": run.label, "seed": run.seed, **record} for run in runs_in(directory) for record in run.history]
@@ -57,7 +59,8 @@ def to_pandas(directory: str | Path) -> pandas.DataFrame:
 
 
 def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
-    """curves.png and, where something was measured, measures.png and metrics.png, each as SVG and PDF too, of all runs of the directories.
+    """curves.png and, where something was measured, measures.png and metrics.png, each as SVG and PDF too, of all runs
+    of the directories.
 
     out: where they go; by default into the directory, if it is one. Raises ValueError.
     """

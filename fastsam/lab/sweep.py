@@ -31,7 +31,8 @@ class Axis:
         return f"{self.name}={','.join(self.values)}"
 
     def is_option_of(self, algorithm: str) -> bool:
-        """Whether the key is the algorithm's own option here, and not one of the run (outside its table a run's key goes first)."""
+        """Whether the key is the algorithm's own option here, and not one of the run (outside its table a run's key
+        goes first)."""
         return self.key in algorithm_options(algorithm) and (self.table is not None or self.key not in KEYS)
 
     def applies_to(self, algorithm: str) -> bool:
@@ -42,7 +43,8 @@ class Axis:
 
 
 def parse_axis(text: str) -> Axis:
-    """``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``; commas inside brackets do not separate. Raises ConfigError for anything else."""
+    """``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``; commas inside brackets do not separate. Raises ConfigError
+    for anything else."""
     name, equals, listed = str(text).partition("=")
     values = tuple(_split(listed))
     if not equals or not name.strip() or not values:
@@ -71,7 +73,8 @@ def _split(text: str) -> Iterator[str]:
 
 
 def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
-    """Raises ConfigError for a key that none of the algorithms takes, with the algorithms that do or the nearest good key."""
+    """Raises ConfigError for a key that none of the algorithms takes, with the algorithms that do or the nearest good
+    key."""
     for axis in axes:
         if any(axis.applies_to(name) for name in algorithms):
             continue

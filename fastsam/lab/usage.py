@@ -11,7 +11,8 @@ INDENT = 22  # columns before a meaning: what the longest key, and two blanks, l
 
 
 class Parser(argparse.ArgumentParser):
-    """With `shows_keys`, help ends with the keys of a config. They need `fastsam.fed`, which is imported only when help is asked for."""
+    """With `shows_keys`, help ends with the keys of a config. They need `fastsam.fed`, which is imported only when help
+    is asked for."""
 
     def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
         def layout(prog: str) -> argparse.HelpFormatter:

@@ -30,14 +30,15 @@ OURS = (
 )
 # What other libraries call torch's options.
 ELSEWHERE = {
-    "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay", "mom": "momentum",
+    "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay",
+    "mom": "momentum",
     "beta": "betas", "beta1": "betas", "beta2": "betas", "beta_1": "betas", "beta_2": "betas",
 }  # fmt: skip
 
 
 def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError for what is none,
-    for an option that it does not have and for one that is not a number."""
+    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError
+    for what is none, for an option that it does not have and for one that is not a number."""
     if any(factory in rule.serves for rule in RULES.values()):
         # they compare before they look; others may take what they like
         for number, group in enumerate(groups):
@@ -52,12 +53,14 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
     taken = sorted(set(OWN_OPTIONS) & set(base.defaults))
     if taken:
         raise ValueError(
-            f"{type(base).__name__} has options of its own called {', '.join(taken)}, which are SAM's here; it cannot be the base"
+            f"{type(base).__name__} has options of its own called {', '.join(taken)}, which are SAM's here; it cannot "
+            f"be the base"
         )
     closure = inspect.signature(unhooked_step(base)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
-            f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with two passes"
+            f"{type(base).__name__} calls a closure several times per step, so it cannot be the base of a step with "
+            f"two passes"
         )
     return base
 
@@ -69,16 +72,23 @@ def _refuse_wrapper(base: Optimizer) -> None:
     name = type(base).__name__
     inner = next((type(v).__name__ for v in vars(base).values() if isinstance(v, Optimizer)), "")
     if "DPOptimizer" in [kind.__name__ for kind in type(base).__mro__]:
-        remedy = "it makes gradients private in its own step, which the gradient of the first pass would never see. SAM under Opacus is not served"
+        remedy = (
+            "it makes gradients private in its own step, which the gradient of the first pass would never see. SAM "
+            "under Opacus is not served"
+        )
     else:
-        remedy = f"an optimizer that hands closures on goes around: {name}(FusedSAM(params, {inner or 'torch.optim.SGD'}, ...)), and step(closure)"
+        remedy = (
+            f"an optimizer that hands closures on goes around: {name}(FusedSAM(params, {inner or 'torch.optim.SGD'}, "
+            f"...)), and step(closure)"
+        )
     raise ValueError(
         f"{name} wraps another optimizer{f' ({inner})' if inner else ''}, so it cannot be the base; {remedy}"
     )
 
 
 def options_of_base(keywords: dict[str, Any], in_a_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What goes to the base optimizer: keywords, and `base_kwargs`. Raises TypeError for one that is given twice, and for SAM's own in the dict."""
+    """What goes to the base optimizer: keywords, and `base_kwargs`. Raises TypeError for one that is given twice, and
+    for SAM's own in the dict."""
     if in_a_dict is None:
         return keywords
     if not isinstance(in_a_dict, Mapping):
@@ -94,7 +104,8 @@ def options_of_base(keywords: dict[str, Any], in_a_dict: Mapping[str, Any] | Non
 
 
 def _refuse_unknown(factory: Callable[..., Optimizer], options: dict[str, Any]) -> None:
-    """Raises TypeError for an option that neither SAM nor the base optimizer has. One that takes any options decides itself."""
+    """Raises TypeError for an option that neither SAM nor the base optimizer has. One that takes any options decides
+    itself."""
     taken = inspect.signature(factory).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         return
@@ -106,7 +117,8 @@ def _refuse_unknown(factory: Callable[..., Optimizer], options: dict[str, Any]) 
             hint = f"; did you mean {close[0]}?" if close else ""
             base = getattr(factory, "__name__", "the base optimizer")
             raise TypeError(
-                f"unexpected keyword {name!r}: neither FusedSAM nor {base} has such an option (there are {', '.join(known)}){hint}"
+                f"unexpected keyword {name!r}: neither FusedSAM nor {base} has such an option (there are "
+                f"{', '.join(known)}){hint}"
             )
 
 

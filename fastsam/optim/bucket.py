@@ -1,4 +1,5 @@
-"""The parameters of one dtype: where they lie in the flat index space, what is saved of them, and the kernels' calls on them."""
+"""The parameters of one dtype: where they lie in the flat index space, what is saved of them, and the kernels' calls on
+them."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 
 class Bucket:
-    """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for messages.
+    """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for
+    messages.
 
-    `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused update) it is their
-    float32 master copy, in every phase. In a step that is made `in_place` the parameters' own memory keeps the unperturbed weights, and the
-    perturbed ones have the first gradient's memory or, where that is not to be had, that of `origin`. A step `in_saved` weights updates
-    `origin` alone, and leaves the parameters to a perturbation that follows.
+    `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused
+    update) it is their float32 master copy, in every phase. In a step that is made `in_place` the parameters' own
+    memory keeps the unperturbed weights, and the perturbed ones have the first gradient's memory or, where that is not
+    to be had, that of `origin`. A step `in_saved` weights updates `origin` alone, and leaves the parameters to a
+    perturbation that follows.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class Bucket:
     # --- where the parameters are ---
 
     def _attach(self) -> None:
-        """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's dispatch."""
+        """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's
+        dispatch."""
         self.aliases = [local(p).detach() for p in self.params]
         self.z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases]
         self._strides = [z.stride() for z in self.z]
@@ -141,8 +145,8 @@ class Bucket:
         return self.select(slots), grads
 
     def raw_calls(self, selection: Selection) -> Any:
-        """The shorter way to the kernels on these weights (`fastsam_kernels.raw_calls`), where the backend has one and nobody watches torch's calls;
-        else None."""
+        """The shorter way to the kernels on these weights (`fastsam_kernels.raw_calls`), where the backend has one and
+        nobody watches torch's calls; else None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
         apart = self.in_place and self.exchanges
@@ -158,7 +162,8 @@ class Bucket:
         return None if found is None or found.watched() else found
 
     def _bare(self, grads: Sequence[Tensor]) -> bool:
-        """True for tensors of torch's own class, and no views whose signs are still to be changed: their elements are what lies at their address."""
+        """True for tensors of torch's own class, and no views whose signs are still to be changed: their elements are
+        what lies at their address."""
         return list(map(type, grads)).count(Tensor) == len(grads) and not any(grads[i].is_neg() for i in self._single)
 
     def field(self, name: str) -> Tensor:
@@ -168,7 +173,8 @@ class Bucket:
     # --- first gradients that the update reads ---
 
     def keep_first_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Copies these gradients, which their owner may overwrite in the second pass; zeros for the other parameters."""
+        """Copies these gradients, which their owner may overwrite in the second pass; zeros for the other
+        parameters."""
         kept = self.arena.field(FIRST, self.dtype)
         if selection is not self.whole:
             kept.zero_()
@@ -200,7 +206,8 @@ class Bucket:
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
     ) -> list[Tensor]:
-        """What to perturb these parameters along: `choose(g, memory, after)`, see `SAM.direction`. The others' memory stays. factor: None for 1."""
+        """What to perturb these parameters along: `choose(g, memory, after)`, see `SAM.direction`. The others' memory
+        stays. factor: None for 1."""
         memory, after = self.field(MEMORY), self.field(NEXT)
         g = self._gathered(selection, grads)
         if factor is not None:
@@ -246,8 +253,8 @@ class Bucket:
     # --- what an exclusive owner allows ---
 
     def begin(self, saved: bool = False) -> None:
-        """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written. saved: `origin` has the
-        weights already."""
+        """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written.
+        saved: `origin` has the weights already."""
         self.in_place = self.in_saved = False
         self._away = None
         self._save = not saved and (
@@ -271,8 +278,9 @@ class Bucket:
         return not torch.compiler.is_compiling() and hasattr(self.kernels, "update_calls")
 
     def leave(self, selection: Selection, grads: Sequence[Tensor], lent: bool) -> Any:
-        """Where these parameters may exchange their memory: says that they are about to, and returns the `raw_calls` that do; else None. Where it
-        is interrupted, `come_home` ends it. lent: the caller needs these gradients no more, whose memory then is taken, and they from the parameters.
+        """Where these parameters may exchange their memory: says that they are about to, and returns the `raw_calls`
+        that do; else None. Where it is interrupted, `come_home` ends it. lent: the caller needs these gradients no
+        more, whose memory then is taken, and they from the parameters.
         """
         if selection.exchange is None or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None  # nobody exchanges memory when a graph is replayed
@@ -291,7 +299,8 @@ class Bucket:
         return self._away is not None
 
     def bring(self, slot: int) -> bool:
-        """Gives one parameter its own memory back, for its update. False where it has it, or where somebody moved it."""
+        """Gives one parameter its own memory back, for its update. False where it has it, or where somebody moved
+        it."""
         return self._away is not None and self._away.bring(slot)
 
     def come_home(self) -> None:
@@ -311,11 +320,13 @@ class Bucket:
         accumulate: bool,
         onward: bool = False,
     ) -> None:
-        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model. onward: for `climb_`."""
+        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model. onward:
+        for `climb_`."""
         selection.load()
         weights = selection.z if adaptive else []
         if adaptive and self.masters and not onward:
-            # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the weights.
+            # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the
+            # weights.
             if self._save:
                 self.save_(selection, grads)
             masters = self.layout.views(self.origin[0])
@@ -332,7 +343,8 @@ class Bucket:
         self.held = selection
 
     def climb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None) -> None:
-        """Moves the weights, after `norm_`, from the perturbed point to a further one; `origin` keeps where all of it began."""
+        """Moves the weights, after `norm_`, from the perturbed point to a further one; `origin` keeps where all of it
+        began."""
         held = set(self.held.slots)
         late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
         if late:  # they had no gradient before
@@ -345,7 +357,8 @@ class Bucket:
     def norm_perturb_(
         self, raw: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
-        """`norm_` and `perturb_` by the shorter way. Parameters that `leave` named get other memory for the perturbed weights."""
+        """`norm_` and `perturb_` by the shorter way. Parameters that `leave` named get other memory for the perturbed
+        weights."""
         self.held = selection
         if not self.in_place:
             raw.norm_perturb_(grads, sumsq, adaptive, self._save)
@@ -368,7 +381,8 @@ class Bucket:
             selection.store()
 
     def restore_fitting_(self) -> None:
-        """`restore_` where some parameters are not what they were: those that have their shape and their memory get their saved weights back."""
+        """`restore_` where some parameters are not what they were: those that have their shape and their memory get
+        their saved weights back."""
         if self.in_place:
             self.come_home()
             return
@@ -383,8 +397,8 @@ class Bucket:
     ) -> None:
         """Takes back a perturbation that was interrupted: it may have happened to all, some or none of the parameters.
 
-        Where it has not, `origin` holds older weights. The perturbed point is a function of `origin`, so it is computed again: weights
-        that are there bit for bit have been perturbed, all others are untouched.
+        Where it has not, `origin` holds older weights. The perturbed point is a function of `origin`, so it is computed
+        again: weights that are there bit for bit have been perturbed, all others are untouched.
         """
         if self.in_place:
             self.come_home()
@@ -401,8 +415,8 @@ class Bucket:
         return tuple(i for i, z in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], z))
 
     def saved(self, slot: int, perturbed: bool) -> Tensor:
-        """A parameter's master copy, or where there is none the weights that a step has saved. perturbed: the parameter is elsewhere now, if it is
-        held."""
+        """A parameter's master copy, or where there is none the weights that a step has saved. perturbed: the parameter
+        is elsewhere now, if it is held."""
         if self.in_place and not self.masters:
             return self.aliases[slot]
         return self._one(self.origin, slot)

@@ -1,6 +1,7 @@
 """Which parameters there are: their buffers, and what happened to them since the last step.
 
-A parameter that needs no gradient has no buffers, and no kernel sees it, until its first gradient; one that has them keeps them.
+A parameter that needs no gradient has no buffers, and no kernel sees it, until its first gradient; one that has them
+keeps them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Buffers:
         mix: Mix | None,
         compact: torch.dtype | None = None,
     ) -> None:
-        """mix: None where an update sees the last gradient alone. compact: the momenta's dtype beside compact masters, None without them."""
+        """mix: None where an update sees the last gradient alone. compact: the momenta's dtype beside compact masters,
+        None without them."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._mix, self.compact = mix, compact
         # So many were made: the seed of the next one's rounding.
@@ -76,8 +78,9 @@ class Buffers:
         return self.sumsq
 
     def look(self) -> list[Call]:
-        """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that are there. Raises RuntimeError
-        for unusable ones and, in a first pass, when the model was given other parameters."""
+        """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that
+        are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
+        parameters."""
         groups, state = self.base.param_groups, self.base.state
         self._come_home()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
@@ -96,8 +99,10 @@ class Buffers:
         first = self.one_pass or self.phase in (Phase.IDLE, Phase.SAMPLED)
         if first and (abandoned := watch.abandoned()):
             raise RuntimeError(
-                f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other ones, as "
-                "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over model.parameters() and "
+                f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other "
+                f"ones, as "
+                "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
+                "model.parameters() and "
                 "load this one's state_dict() into it"
             )
         self._refresh_options(groups)
@@ -114,7 +119,8 @@ class Buffers:
             self.rebuild()
 
     def _come_home(self) -> None:
-        """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they are."""
+        """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they
+        are."""
         if self.phase is not Phase.IDLE:
             for bucket in self.buckets:
                 bucket.come_home()
@@ -171,7 +177,8 @@ class Buffers:
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
-        """New buffers for the parameters as they are now. All state that still fits moves along, converted where the parameters were."""
+        """New buffers for the parameters as they are now. All state that still fits moves along, converted where the
+        parameters were."""
         groups = self.base.param_groups
         params = parameters_of(groups)
         parameters.check(params)
@@ -233,7 +240,8 @@ class Buffers:
                 shape = local(p).shape
                 if shape != segment.shape:
                     raise RuntimeError(
-                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has {tuple(shape)} now; its state "
+                        f"parameter {number} had shape {tuple(segment.shape)} when it was last stepped and has "
+                        f"{tuple(shape)} now; its state "
                         "does not fit. Build a new FusedSAM"
                     )
 
@@ -252,8 +260,8 @@ class Buffers:
         return saved_weights(self.buckets, self.phase is not Phase.IDLE)
 
     def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
-        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next step. left_out: the numbers of
-        parameters that had none, None where it is not known."""
+        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next
+        step. left_out: the numbers of parameters that had none, None where it is not known."""
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         self._carried, self._watch, self._steady = weights, None, None
         self.buckets, self._updates = [], []
@@ -263,8 +271,8 @@ class Buffers:
 
     @torch._disable_dynamo
     def make_state_(self) -> None:
-        """The state that the base optimizer has after its first step, as it is before it: for those who fill it with one that was saved. Of the
-        parameters that have a gradient."""
+        """The state that the base optimizer has after its first step, as it is before it: for those who fill it with
+        one that was saved. Of the parameters that have a gradient."""
         self._follow()
         self._admit()
         for update in self._updates:

@@ -4,12 +4,13 @@
      "param_groups": [...],
      "fastsam": {"format": 1, "perturbed": False, "left_out": [1]}}
 
-`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes (and, with a variant of
-one pass, between steps, where "fastsam" has `training`, too; with bSAM from `sample()` on, "fastsam" saying `sampled` before the first pass),
-`first_gradient` there where the update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes,
-what a direction will have made of it. Between the passes of a variant that climbs several times "fastsam" has `ascents`, those made. `left_out` are
-the numbers of parameters without buffers, which have no entry at all. torch's own optimizers ignore what they do not know, so such a dict loads into
-torch.optim.SGD, and one of torch.optim.SGD loads here.
+`master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes
+(and, with a variant of one pass, between steps, where "fastsam" has `training`, too; with bSAM from `sample()` on,
+"fastsam" saying `sampled` before the first pass), `first_gradient` there where the update reads it, `sam_memory` where
+the variant keeps a vector, and `sam_memory_next` between the two passes, what a direction will have made of it. Between
+the passes of a variant that climbs several times "fastsam" has `ascents`, those made. `left_out` are the numbers of
+parameters without buffers, which have no entry at all. torch's own optimizers ignore what they do not know, so such a
+dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
 T = TypeVar("T")
 OURS = (MASTER, UNPERTURBED, FIRST, MEMORY, NEXT)
-# What the SAM class that everyone copies keeps in its state: weights and perturbation of the last step. Its base optimizer's state is not there.
+# What the SAM class that everyone copies keeps in its state: weights and perturbation of the last step. Its base
+# optimizer's state is not there.
 COPIED = ("old_p", "e_w")
 COPIED_ALONE = (
-    "this is the state dict of a SAM class that does not save its base optimizer's state: the options were taken over, and {} starts anew. "
+    "this is the state dict of a SAM class that does not save its base optimizer's state: the options were taken over, "
+    "and {} starts anew. "
     "Load the old optimizer's base_optimizer.state_dict() instead, which has both"
 )
 Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, unperturbed weights, first gradient, memory
@@ -75,7 +78,8 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
                     bucket.arena.field(FIRST, bucket.dtype)
                 bucket.arena.views(FIRST)[slot].copy_(found[FIRST])
             unperturbed = found[UNPERTURBED].to(bucket.device, bucket.dtype)
-            # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded them otherwise.
+            # Of a master copy, what rounds to the weights: a conversion from another half precision may have rounded
+            # them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
             bucket.take_(slot, weights, slot in held)
@@ -87,8 +91,8 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, own: dict[str, Any]) -> dict[str, Any]:
-    """Completes a state dict of the base optimizer; `own` is what it gets besides tensors. These become copies, so that later steps do not change
-    it."""
+    """Completes a state dict of the base optimizer; `own` is what it gets besides tensors. These become copies, so that
+    later steps do not change it."""
     state = {
         key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in packed["state"].items()
@@ -115,7 +119,8 @@ class Loaded:
         ours = state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})
         if ours.get("format") != FORMAT:
             raise ValueError(
-                f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; update fastsam"
+                f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; "
+                f"update fastsam"
             )
         self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
         self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
@@ -137,7 +142,8 @@ class Loaded:
         self._refuse_other(saved, variant, state_dict["state"], midway)
         if self.perturbed and not 1 <= self.ascents <= sam.ascents:
             raise ValueError(
-                f"this state was saved after {self.ascents} ascents of a step, and this optimizer's {variant} makes {sam.ascents}; build it with as "
+                f"this state was saved after {self.ascents} ascents of a step, and this optimizer's {variant} makes "
+                f"{sam.ascents}; build it with as "
                 "many as the one that was saved, or save after a step"
             )
         self.groups = _merged(state_dict["param_groups"], groups, rule)
@@ -158,8 +164,10 @@ class Loaded:
         keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in state.values())
         if saved != variant and (keeps or self.perturbed):
             raise ValueError(
-                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and this "
-                f"optimizer's is {variant}. Build it with sam={saved}(...), or load the state dict of that one's base_optimizer, which starts anew"
+                f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
+                f"this "
+                f"optimizer's is {variant}. Build it with sam={saved}(...), or load the state dict of that one's "
+                f"base_optimizer, which starts anew"
             )
 
     def _expected(self, rule: Rule | None) -> str:
@@ -193,7 +201,8 @@ class Loaded:
         return {"state": self._state, "param_groups": groups}
 
     def for_fused(self, rule: Rule) -> dict[Any, Any]:
-        """The state per parameter, copied to its device; momenta keep the dtype of the arithmetic (torch would round them to the parameter's)."""
+        """The state per parameter, copied to its device; momenta keep the dtype of the arithmetic (torch would round
+        them to the parameter's)."""
         state = {}
         for key, entry in self._state.items():
             p = self._params.get(key)
@@ -242,7 +251,8 @@ def _check_form(state_dict: Any) -> None:
         for key in _is(list, params, f"'params' of parameter group {number}", "a list"):
             if not isinstance(key, (int, str)):  # names: of torch.distributed.checkpoint
                 raise ValueError(
-                    f"not a state dict of an optimizer: 'params' of parameter group {number} must hold numbers of parameters, got {key!r}"
+                    f"not a state dict of an optimizer: 'params' of parameter group {number} must hold numbers of "
+                    f"parameters, got {key!r}"
                 )
 
 
@@ -252,12 +262,14 @@ def _check_field(value: Any, parameter: Tensor, what: str) -> None:
         raise ValueError(f"not a state dict of an optimizer: {what} must be a tensor, got {type(value).__name__}")
     if value.shape != parameter.shape:
         raise ValueError(
-            f"this is the state of another model: {what} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            f"this is the state of another model: {what} has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(parameter.shape)}"
         )
     if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else f"{value.layout}, {value.dtype}"
         raise ValueError(
-            f"{what} must be a dense tensor of real numbers, got one that is {kind}; of a sparse one take value.to_dense()"
+            f"{what} must be a dense tensor of real numbers, got one that is {kind}; of a sparse one take "
+            f"value.to_dense()"
         )
 
 
@@ -275,12 +287,14 @@ def _merged(saved: list[Group], groups: list[Group], rule: Rule | None) -> list[
     found = [len(g["params"]) for g in saved]
     if sizes != found:
         raise ValueError(
-            f"this is the state of another model: its parameter groups have {found} parameters, those of this optimizer {sizes}"
+            f"this is the state of another model: its parameter groups have {found} parameters, those of this "
+            f"optimizer {sizes}"
         )
     missing = sorted({name for g in saved for name in (rule.options if rule else ()) if name not in g})
     if missing:
         raise ValueError(
-            f"this is the state of another base optimizer: its parameter groups have no {', '.join(missing)}; build FusedSAM with the base "
+            f"this is the state of another base optimizer: its parameter groups have no {', '.join(missing)}; build "
+            f"FusedSAM with the base "
             "optimizer that was saved"
         )
     merged = []

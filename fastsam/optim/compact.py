@@ -1,13 +1,14 @@
 """A compact master copy of bfloat16 weights: the weight itself and 16 bits of correction, instead of 32 bits beside it.
 
-    low = min(bits(w) - (bits(z) << 16), 2^15 - 1)        w the float32 master, z its rounding to nearest even: the weight, in bfloat16
-    w   = the float32 number of the bits (bits(z) << 16) + low
+    low = min(bits(w) - (bits(z) << 16), 2^15 - 1)        w the float32 master, z its rounding to nearest even: the
+    weight, in bfloat16 w   = the float32 number of the bits (bits(z) << 16) + low
 
-Neighbours in bfloat16 are 2^16 places apart in float32, so a master is at most 2^15 places from its rounding. 16 bits count from -2^15 to 2^15 - 1:
-one place is missing, the tie on the outer side of an even z, and a master there becomes its neighbour towards zero.
+Neighbours in bfloat16 are 2^16 places apart in float32, so a master is at most 2^15 places from its rounding. 16 bits
+count from -2^15 to 2^15 - 1: one place is missing, the tie on the outer side of an even z, and a master there becomes
+its neighbour towards zero.
 
-Kernels see float32 masters as ever, of a stretch of a parameter at a time, in memory that all stretches share. Between the two passes, when the
-weights are elsewhere, `origin` has them: 2 bytes each, which go with the update.
+Kernels see float32 masters as ever, of a stretch of a parameter at a time, in memory that all stretches share. Between
+the two passes, when the weights are elsewhere, `origin` has them: 2 bytes each, which go with the update.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from fastsam.optim.variants.sam import SAM, Ahead
 
 LOW = "low_bits"
 MOST = 2**15 - 1
-# Elements of a stretch: at most, so that little is converted at a time, and for each thread of a CPU, so that it stays in its cache.
+# Elements of a stretch: at most, so that little is converted at a time, and for each thread of a CPU, so that it stays
+# in its cache.
 LONGEST, FOR_A_THREAD = 2**22, 2**18
 ADAPTIVE = "adaptive=True, whose norm reads all masters at once"
 
 
 def asked(master: str, momentum_dtype: torch.dtype | None) -> torch.dtype | None:
-    """The momenta's dtype beside compact masters; None where these are not asked for. Raises ValueError for what is no such option."""
+    """The momenta's dtype beside compact masters; None where these are not asked for. Raises ValueError for what is no
+    such option."""
     if master not in ("full", "compact"):
         raise ValueError(f"master must be 'full' or 'compact', got {master!r}")
     if momentum_dtype not in (None, torch.float32, torch.bfloat16):
@@ -218,7 +221,8 @@ class CompactBucket(Bucket):
         return w
 
     def take_(self, slot: int, weights: Tensor, perturbed: bool) -> None:
-        """See `Bucket.take_`. A parameter that is not their rounding, because somebody wrote it, has a master of its own value."""
+        """See `Bucket.take_`. A parameter that is not their rounding, because somebody wrote it, has a master of its
+        own value."""
         low = self._one(self.low, slot)
         w, rounded = torch.empty_like(low, dtype=self.compute).copy_(weights), self.aliases[slot]
         if perturbed:
@@ -266,15 +270,16 @@ def joining(w: Tensor, high: Tensor, low: Tensor) -> list[partial[Any]]:
 
 
 def splitting(low: Tensor, w: Tensor, z: Tensor, other: Tensor) -> list[partial[Any]]:
-    """Calls that make corrections of masters and weights, their roundings. Masters are lost; `other` is room for as many."""
+    """Calls that make corrections of masters and weights, their roundings. Masters are lost; `other` is room for as
+    many."""
     apart = w.view(torch.int32)
     calls = [silent(other.copy_, z), silent(apart.sub_, other.view(torch.int32))]
     return [*calls, silent(apart.clamp_max_, MOST), silent(low.copy_, apart)]
 
 
 def settle_(low: Tensor, high: Tensor) -> None:
-    """Corrections for weights that somebody may have written. With any weight they give a number that is at most half a place from it, but for
-    zeros, which have no places on an inner side: there the correction becomes 0."""
+    """Corrections for weights that somebody may have written. With any weight they give a number that is at most half a
+    place from it, but for zeros, which have no places on an inner side: there the correction becomes 0."""
     least = high.view(torch.int16).bitwise_and(MOST).clamp_max_(1).mul_(-MOST - 1)  # 0 for zeros, else -2^15
     torch.maximum(low, least, out=low)
 

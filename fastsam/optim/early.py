@@ -15,14 +15,19 @@ from fastsam.optim.rules import rule_of
 from fastsam.optim.variants.sam import SAM
 
 TWICE = (
-    "a second gradient of parameter {} at the perturbed point: in_backward=True made its update with the first, so that it is lost. Make one "
+    "a second gradient of parameter {} at the perturbed point: in_backward=True made its update with the first, so "
+    "that it is lost. Make one "
     "backward pass there; to accumulate over micro-batches leave in_backward out"
 )
 SCALED = (
-    "a GradScaler with in_backward=True: the updates were made with gradients that it had not unscaled yet, and this step's weights are wrong. Leave "
+    "a GradScaler with in_backward=True: the updates were made with gradients that it had not unscaled yet, and this "
+    "step's weights are wrong. Leave "
     "in_backward out, or train in bfloat16, which needs no scaler"
 )
-RANKS = "in_backward=True in a process group of several ranks, whose gradients are not reduced yet when they arrive; leave it out"
+RANKS = (
+    "in_backward=True in a process group of several ranks, whose gradients are not reduced yet when they arrive; leave "
+    "it out"
+)
 
 
 def refuse(base: Optimizer, variant: SAM, exclusive: bool, check_finite: bool) -> None:
@@ -35,7 +40,10 @@ def refuse(base: Optimizer, variant: SAM, exclusive: bool, check_finite: bool) -
     elif type(variant) is not SAM:
         problem = f"with {type(variant).__name__}; it serves SAM and ASAM"
     elif rule_of(base) is None:
-        problem = f"with {type(base).__name__} and these options, which makes its own step; take a base with a fused update, such as SGD or AdamW"
+        problem = (
+            f"with {type(base).__name__} and these options, which makes its own step; take a base with a fused update, "
+            f"such as SGD or AdamW"
+        )
     if problem is not None:
         raise ValueError(f"in_backward=True {problem}")
 

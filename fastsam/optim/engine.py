@@ -23,13 +23,15 @@ from fastsam.optim.variants.sam import SAM, Memory
 PLAIN = SAM()
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
 UNREDUCED = (
-    "no parameter has a gradient, and some are split among ranks: a first pass under set_requires_gradient_sync(False) leaves its gradients with "
+    "no parameter has a gradient, and some are split among ranks: a first pass under set_requires_gradient_sync(False) "
+    "leaves its gradients with "
     "fully_shard, which would add them to the second pass's. Leave it out: each pass reduces its gradients"
 )
 
 
 class Engine(Buffers):
-    """Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights back."""
+    """Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights
+    back."""
 
     def __init__(
         self,
@@ -44,7 +46,8 @@ class Engine(Buffers):
         # Every step perturbs; else steps are counted.
         self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs and not variant.masks
         self.steps = 0
-        # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its own; groups that stay.
+        # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its
+        # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL, Memory.MASK)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
         self.directs = variant.memory is Memory.DIRECTION
@@ -54,7 +57,8 @@ class Engine(Buffers):
         self.climbs, self.ascents = variant.ascents > 1, 1
         if self.climbs and (variant.memory is not Memory.NONE or variant.masks):
             raise ValueError(
-                f"{type(variant).__name__} climbs {variant.ascents} times, along the gradients themselves: it cannot have a direction or a mask of "
+                f"{type(variant).__name__} climbs {variant.ascents} times, along the gradients themselves: it cannot "
+                f"have a direction or a mask of "
                 "its own, nor keep a vector"
             )
         # What SAM does, and nothing else.
@@ -85,9 +89,9 @@ class Engine(Buffers):
         return self.ascents < self.variant.ascents and self.perturbs
 
     def perturb_(self, scale: Tensor | None = None, lent: bool = False) -> None:
-        """First pass: from the gradients to the perturbed point, and from there to the next one while `climbing`. scale: of a GradScaler, where it is
-        known. lent: the caller clears the gradients next, so that their memory may be used. Raises RuntimeError, before anything is
-        written, for unusable gradients."""
+        """First pass: from the gradients to the perturbed point, and from there to the next one while `climbing`.
+        scale: of a GradScaler, where it is known. lent: the caller clears the gradients next, so that their memory may
+        be used. Raises RuntimeError, before anything is written, for unusable gradients."""
         calls = self._calls = self.look()
         if self.split and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
@@ -113,8 +117,8 @@ class Engine(Buffers):
     def _move_(
         self, calls: list[Call], scale: Tensor | None, whole: list[Call] | None = None, lent: bool = False
     ) -> None:
-        """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those that are saved. whole: of what
-        the norm is, if not of these. lent: see `perturb_`."""
+        """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
+        that are saved. whole: of what the norm is, if not of these. lent: see `perturb_`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
         alone = len(calls) == 1 and seed is None and whole is None and not (self.sized or self.split)
         raw = None
@@ -160,7 +164,8 @@ class Engine(Buffers):
         self.ascents += 1
 
     def _update_one_(self, bucket: Bucket, slot: int) -> bool:
-        """The update of a parameter whose second gradient is whole, while others wait for theirs. False: it is left to `update_`."""
+        """The update of a parameter whose second gradient is whole, while others wait for theirs. False: it is left to
+        `update_`."""
         groups, state = self.base.param_groups, self.base.state
         if self.phase is not Phase.PERTURBED or bucket not in self.buckets or rule_of(self.base) is not self.rule:
             return False
@@ -183,7 +188,8 @@ class Engine(Buffers):
         super()._come_home()
 
     def _directed_(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
-        """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass needs them."""
+        """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass
+        needs them."""
         if self.parts:
             calls = [self._moving(*call) for call in calls]
         if self.mixing.keeps_first and not self.mixing.sums:
@@ -234,8 +240,8 @@ class Engine(Buffers):
             self.phase = Phase.IDLE
             return
         ready.append(partial(setattr, self, "phase", self._updated))
-        # One after the other, up to one that returns true, without a line of Python between them: where they are no Python either, no signal is
-        # handled before the last one has returned.
+        # One after the other, up to one that returns true, without a line of Python between them: where they are no
+        # Python either, no signal is handled before the last one has returned.
         kept = [update.kept() for update in self._updates]
         try:
             if any(map(partial.__call__, ready)):
@@ -250,11 +256,13 @@ class Engine(Buffers):
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls after an update: the step is counted."""
-        # An interrupted `second_step` may have left the flag; without a `first_step` in the next step nobody else clears it.
+        # An interrupted `second_step` may have left the flag; without a `first_step` in the next step nobody else
+        # clears it.
         return [partial(setattr, self, "steps", self.steps + 1), partial(setattr, self, "finishing", False)]
 
     def _start(self, calls: Sequence[Call]) -> None:
-        """For an update without a perturbation before it: from the weights where they are; from a copy where an interrupt may find it half made."""
+        """For an update without a perturbation before it: from the weights where they are; from a copy where an
+        interrupt may find it half made."""
         if self.phase is Phase.IDLE:
             for bucket in self.buckets:
                 bucket.begin()
@@ -267,8 +275,8 @@ class Engine(Buffers):
 
     @torch.no_grad()
     def mix_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Tensor | None:
-        """For a base optimizer that makes its own step: its gradients become what the variant makes of them. Returns `found_inf`, not 0 where a
-        variant that mixes had first gradients that were not finite."""
+        """For a base optimizer that makes its own step: its gradients become what the variant makes of them. Returns
+        `found_inf`, not 0 where a variant that mixes had first gradients that were not finite."""
         self._after = []
         if self.mixes:
             reading = self.mixing.change_(self._scalars, calls, self._sum, scales, found_inf, self.perturbs)
@@ -290,7 +298,8 @@ class Engine(Buffers):
     def recover_(self) -> None:
         """The original weights back, bit for bit, from whatever phase; nothing when they are there.
 
-        Raises as `look` does when a parameter changed so that its saved weights have no place in it; all others are restored then.
+        Raises as `look` does when a parameter changed so that its saved weights have no place in it; all others are
+        restored then.
         """
         if self.phase is Phase.PERTURBING:
             for bucket, selection, grads in self._calls:
@@ -315,7 +324,8 @@ class Engine(Buffers):
         self.recover_()
 
     def nonfinite(self, calls: Sequence[Call], found_inf: Tensor | None) -> Tensor:
-        """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the device."""
+        """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the
+        device."""
         if self.mixes:
             self._scalars.alone_()  # of the last step's weights one may be infinite
         total = summed(calls, self._sum, squares)
@@ -324,11 +334,13 @@ class Engine(Buffers):
 
     @property
     def _seed(self) -> Tensor | None:
-        """The seed of a perturbation's stochastic rounding: a counter, the same on all ranks, which have to perturb alike."""
+        """The seed of a perturbation's stochastic rounding: a counter, the same on all ranks, which have to perturb
+        alike."""
         return self.perturbations if self.stochastic_rounding else None
 
     def _norm_(self, calls: Sequence[Call], onward: bool = False) -> None:
-        """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it. onward: of a further ascent."""
+        """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it. onward: of a further
+        ascent."""
         adaptive = self._scalars.adaptive
         if self.split:
             self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True, onward)))
@@ -342,7 +354,8 @@ class Engine(Buffers):
             self._sum.zero_()
 
     def numbers(self) -> dict[str, float]:
-        """How many perturbations and steps there were, where the next ones depend on it; and the unit of what a direction remembers."""
+        """How many perturbations and steps there were, where the next ones depend on it; and the unit of what a
+        direction remembers."""
         found: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
         if not self.always:
             found["steps"] = self.steps

@@ -1,4 +1,5 @@
-"""What the owner of parameters of full precision allows: for a while they have the memory of their perturbed weights, so that none is copied."""
+"""What the owner of parameters of full precision allows: for a while they have the memory of their perturbed weights,
+so that none is copied."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Elements per tensor, on average, from which the bytes that are saved (4 of 40 per float32 element) are worth more than the exchange (0.45 us of the
-# interpreter per tensor). Measured on a CPU, docs/kernels.md: even at 16,384 with one thread, at 40,000 with two, which share the bytes alone.
+# Elements per tensor, on average, from which the bytes that are saved (4 of 40 per float32 element) are worth more than
+# the exchange (0.45 us of the interpreter per tensor). Measured on a CPU, docs/kernels.md: even at 16,384 with one
+# thread, at 40,000 with two, which share the bytes alone.
 WORTH = 65_536
-# By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s (bench/predictions.py), of 2,000,000
-# at 3.35.
+# By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s
+# (bench/predictions.py), of 2,000,000 at 3.35.
 WORTH_ON_GPU = 2_097_152
 
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape, strides
@@ -21,14 +23,15 @@ _bytes_of, _resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resiza
 
 
 def pays(params: Sequence[Tensor]) -> bool:
-    """Whether to exchange the memory of these parameters: a rule on sizes alone, so that the same model always takes the same way."""
+    """Whether to exchange the memory of these parameters: a rule on sizes alone, so that the same model always takes
+    the same way."""
     worth = WORTH_ON_GPU if params[0].is_cuda else WORTH
     return sum(p.numel() for p in params) >= worth * len(params)
 
 
 def lendable(params: Sequence[Tensor], slots: Sequence[int], grads: Sequence[Tensor]) -> bool:
-    """Whether these are the gradients of the parameters in `slots` themselves, each with memory of its own: no part of a larger one (a bucket of
-    DistributedDataParallel, a flat vector), and no tensor beside it that shares it."""
+    """Whether these are the gradients of the parameters in `slots` themselves, each with memory of its own: no part of
+    a larger one (a bucket of DistributedDataParallel, a flat vector), and no tensor beside it that shares it."""
     alone = len(set(map(id, grads))) == len(grads)
     return alone and all(params[i].grad is g for i, g in zip(slots, grads, strict=True)) and _own_memory(grads)
 
@@ -42,8 +45,9 @@ def _own_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def _give_up(tensors: Sequence[Tensor]) -> None:
-    """Before the last reference to tensors goes: on a GPU their memory, which is that of the stream that allocated them, waits for the current one.
-    Whatever read them is behind that: it is about to write the weights for which they stood."""
+    """Before the last reference to tensors goes: on a GPU their memory, which is that of the stream that allocated
+    them, waits for the current one. Whatever read them is behind that: it is about to write the weights for which they
+    stood."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -56,7 +60,8 @@ def _places(tensors: Sequence[Tensor]) -> Iterator[Place]:
 class Exchange:
     """Some parameters, aliases of their own memory, and where their perturbed weights are in a step.
 
-    `params` is the bucket's list, of which these are in `slots`: a list of our own would be another reference to each, see `Watch.abandoned`.
+    `params` is the bucket's list, of which these are in `slots`: a list of our own would be another reference to each,
+    see `Watch.abandoned`.
     """
 
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor]) -> None:
@@ -67,8 +72,8 @@ class Exchange:
         self._left_at: list[Place] = []  # the places of parameters that `leave` took there
 
     def take(self, apart: Sequence[Tensor], lent: bool) -> None:
-        """These tensors, like the parameters, are about to have the perturbed weights. lent: they are the gradients, which the parameters then have
-        no more, since a backward pass would add to them."""
+        """These tensors, like the parameters, are about to have the perturbed weights. lent: they are the gradients,
+        which the parameters then have no more, since a backward pass would add to them."""
         self.apart, self._lent = list(apart), lent
         self._left_at = list(zip(map(_data_ptr, apart), self._sizes, self._strides, strict=True))
         for i in self._slots if lent else ():
@@ -91,7 +96,8 @@ class Exchange:
         return True
 
     def come_home(self) -> None:
-        """Gives parameters their own memory back, but for those that somebody moved or cut, and those that never left."""
+        """Gives parameters their own memory back, but for those that somebody moved or cut, and those that never
+        left."""
         params = [self._params[i] for i in self._slots]
         for p, own, here, left in zip(params, self._own, _places(params), self._left_at, strict=True):
             if here == left:

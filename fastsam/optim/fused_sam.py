@@ -32,7 +32,8 @@ from fastsam.optim.watch import parameters_of
 
 NO_SCALES = Scales()
 NO_SCALER = (
-    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's MixedPrecisionPolicy), which needs "
+    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's "
+    "MixedPrecisionPolicy), which needs "
     "none, with check_finite=True for steps that are not finite"
 )
 
@@ -49,70 +50,78 @@ def _variant(sam: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: f
 
 
 class FusedSAM(Saving):
-    """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base optimizer.
+    """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base
+    optimizer.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
         w <- base optimizer's update of w with the gradient g(w~)
 
-    ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`, `RMSprop` and
-    `fastsam.Lion` (and `BayesNewton`, for `BSAM`) going back to `w` and the update are one fused pass; any other optimizer makes its own `step` from
-    the restored weights.
+    ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
+    `RMSprop` and `fastsam.Lion` (and `BayesNewton`, for `BSAM`) going back to `w` and the update are one fused pass;
+    any other optimizer makes its own `step` from the restored weights.
 
-    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`) after the second. With a
-    variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the clean weights, `train()` back. `Lookbehind` climbs k
-    times: as many passes with `first_step()`, and then the last one. With `BSAM` `sample()` comes before the first backward pass, where there is no
-    closure.
+    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`)
+    after the second. With a variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the
+    clean weights, `train()` back. `Lookbehind` climbs k
+    times: as many passes with `first_step()`, and then the last one. With `BSAM` `sample()` comes before the first
+    backward pass, where there is no closure.
 
     params
-        parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or bfloat16 on one device.
-        Half-precision parameters have a float32 master copy when the update is fused.
+        parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or
+        bfloat16 on one device. Half-precision parameters have a float32 master copy when the update is fused.
     base_optimizer
         class of the base optimizer, or a function that makes one from parameter groups and `base_options`.
     rho
-        radius of the perturbation, 0 or more; a number, or a one-element tensor, which is read on the device in every step. By default 0.05.
+        radius of the perturbation, 0 or more; a number, or a one-element tensor, which is read on the device in every
+        step. By default 0.05.
     adaptive, eta
         ASAM, and its eta. Like rho they are options of each parameter group, and may change between steps.
     sam
-        another variant of `fastsam.variants`, e.g. `GSAM(rho=0.05, alpha=0.4)`; rho, adaptive and eta are then its own. They alone are short for
-        `sam=SAM(rho, adaptive, eta)`.
+        another variant of `fastsam.variants`, e.g. `GSAM(rho=0.05, alpha=0.4)`; rho, adaptive and eta are then its own.
+        They alone are short for `sam=SAM(rho, adaptive, eta)`.
     backend
         "auto", or one of `fastsam.backends`: "native", "triton", "foreach", "reference".
     check_finite
-        a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a first gradient with
-        inf or NaN never perturbs.)
+        a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a
+        first gradient with inf or NaN never perturbs.)
     stochastic_rounding
-        half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is right on average, not to
-        nearest. The random bits are a function of the number of perturbations so far.
+        half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is
+        right on average, not to nearest. The random bits are a function of the number of perturbations so far.
     exclusive
-        a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step` to the end of the step, nor
-        the first gradients, and nobody writes half-precision weights past their version counter (`p.data.add_(1)` does). With the compiled
-        kernels and parameters of one dtype, perturbed weights may then have other memory: that of the first gradients, where the step clears
-        these, so that no copy of the weights is kept between steps. They do where the perturbed tensors have 65,536 elements or more
-        on average, on a GPU 2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
+        a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step`
+        to the end of the step, nor the first gradients, and nobody writes half-precision weights past their version
+        counter (`p.data.add_(1)` does). With the compiled kernels and parameters of one dtype, perturbed weights may
+        then have other memory: that of the first gradients, where the step clears these, so that no copy of the weights
+        is kept between steps. They do where the perturbed tensors have 65,536 elements or more on average, on a GPU
+        2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
         weights, on any backend.
     in_backward
-        makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so that a step has the peak
-        memory of one of the base optimizer. With `exclusive=True`, where the weights' memory is exchanged and the step clears the gradients
-        (`step(closure)`, `first_step(zero_grad=True)`); elsewhere it changes nothing. One backward pass at the perturbed point, after which
-        gradients are None: nothing clips, unscales or accumulates them. An exception in that pass leaves some parameters updated.
+        makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so
+        that a step has the peak memory of one of the base optimizer. With `exclusive=True`, where the weights' memory
+        is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`); elsewhere it
+        changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing clips,
+        unscales or accumulates them. An exception in that pass leaves some parameters updated.
     master
-        "full": half-precision parameters have their master copy in float32. "compact": the master copy of bfloat16 parameters is the parameter and
-        16 bits beside it, which name the same float32 number (but for a tie in 2^17 of them): 2 bytes per parameter instead of 4, and 2 more from
-        `first_step` to the end of the step. For `torch.optim.SGD`, all parameters in bfloat16 and SAM in every step.
+        "full": half-precision parameters have their master copy in float32. "compact": the master copy of bfloat16
+        parameters is the parameter and 16 bits beside it, which name the same float32 number (but for a tie in 2^17 of
+        them): 2 bytes per parameter instead of 4, and 2 more from `first_step` to the end of the step. For
+        `torch.optim.SGD`, all parameters in bfloat16 and SAM in every step.
     momentum_dtype
         with `master="compact"`: `torch.bfloat16` keeps momenta rounded to nearest, in 2 bytes instead of float32's 4.
     model
-        the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers' running statistics as they are
-        (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of one pass `model.eval()` and `model.train()` are the
-        optimizer's `eval()` and `train()` too.
+        the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers'
+        running statistics as they are (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of
+        one pass `model.eval()` and `model.train()` are the optimizer's `eval()` and `train()` too.
     lr, momentum, nesterov, betas, eps, weight_decay
-        options of the base optimizer, which must have them; None leaves them to it. Here by name, because command lines read signatures.
+        options of the base optimizer, which must have them; None leaves them to it. Here by name, because command lines
+        read signatures.
     base_kwargs
         any options of the base optimizer, in a dict.
     base_options
         the same as keywords of their own: dampening, amsgrad, ...
 
-    Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot serve.
+    Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot
+    serve.
     """
 
     _step_supports_amp_scaling = amp.LeavesScalingToStep()
@@ -145,7 +154,8 @@ class FusedSAM(Saving):
     ) -> None:
         if not callable(base_optimizer):
             raise TypeError(
-                f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {type(base_optimizer).__name__}"
+                f"base_optimizer must be a class such as torch.optim.SGD, got an instance of "
+                f"{type(base_optimizer).__name__}"
             )
         named = {
             "lr": lr,
@@ -170,7 +180,8 @@ class FusedSAM(Saving):
             check_group(group, number)
         if sam.mix.sharpness and any("lr" not in group for group in self.param_groups):
             raise ValueError(
-                f"{type(sam).__name__} needs a base optimizer with a learning rate, which {type(self.base_optimizer).__name__} has not; take "
+                f"{type(sam).__name__} needs a base optimizer with a learning rate, which "
+                f"{type(self.base_optimizer).__name__} has not; take "
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
@@ -191,8 +202,9 @@ class FusedSAM(Saving):
     # --- a step ---
 
     def sample(self) -> None:
-        """With a variant that takes the first gradient of drawn weights (`BSAM`): moves the weights there, before the first backward pass of a loop
-        that makes its own; `step(closure)` does it by itself. `restore()` goes back. Does nothing with every other variant.
+        """With a variant that takes the first gradient of drawn weights (`BSAM`): moves the weights there, before the
+        first backward pass of a loop that makes its own; `step(closure)` does it by itself. `restore()` goes back. Does
+        nothing with every other variant.
 
         Raises RuntimeError when that was done already.
         """
@@ -207,13 +219,14 @@ class FusedSAM(Saving):
             raise
 
     def first_step(self, zero_grad: bool = False) -> None:
-        """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient stay.
+        """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
+        stay.
 
-        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes` is False) all weights stay.
-        With a variant that climbs k times (`Lookbehind`) it is called k times, after a backward pass each: while `phase` is "first".
-        Raises RuntimeError when the weights are perturbed already, at the last of the points, and for
-        sparse or complex gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one pass has no
-        first half: RuntimeError.
+        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes`
+        is False) all weights stay. With a variant that climbs k times (`Lookbehind`) it is called k times, after a
+        backward pass each: while `phase` is "first". Raises RuntimeError when the weights are perturbed already, at the
+        last of the points, and for sparse or complex gradients, and for those that a GradScaler has unscaled; the
+        weights are then as they were. A variant of one pass has no first half: RuntimeError.
         """
         self._require_halves("first_step()")
         if not self._engine.climbing:
@@ -238,8 +251,8 @@ class FusedSAM(Saving):
     def second_step(self, zero_grad: bool = False) -> None:
         """Restores the weights and updates them with the gradients of the perturbed point.
 
-        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that perturbs, and before the last
-        one of a variant that climbs.
+        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that
+        perturbs, and before the last one of a variant that climbs.
         """
         self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
         try:
@@ -259,15 +272,15 @@ class FusedSAM(Saving):
             self.zero_grad()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is called twice, at the weights
-        and at the perturbed point (with `Lookbehind` at each of k), each time with gradients cleared, so it need not call `zero_grad()`. Returns the
-        first loss.
+        """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is
+        called twice, at the weights and at the perturbed point (with `Lookbehind` at each of k), each time with
+        gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
 
-        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is False) there is one call of the
-        closure, and `first_step()` may be left out.
+        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is
+        False) there is one call of the closure, and `first_step()` may be left out.
 
-        Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises RuntimeError when there is
-        nothing to do (no closure, and nothing perturbed).
+        Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises
+        RuntimeError when there is nothing to do (no closure, and nothing perturbed).
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
@@ -286,14 +299,16 @@ class FusedSAM(Saving):
             raise
 
     def _make_state(self) -> None:
-        """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one that was saved to come in."""
+        """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one
+        that was saved to come in."""
         self._share()
         if self._engine.rule is not None:
             self._engine.make_state_()
         else:
             unhooked_step(self.base_optimizer)(self.base_optimizer)
 
-    # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered when somebody looks.
+    # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered
+    # when somebody looks.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _finishes(self) -> bool:
@@ -358,8 +373,8 @@ class FusedSAM(Saving):
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit, also after an exception.
-        Calling `step()` inside, after a backward pass, makes the update.
+        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
+        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
         """
         self._require_halves("perturbed()")
         self._require_first(
@@ -386,7 +401,8 @@ class FusedSAM(Saving):
         self._leftover.note(self.param_groups)
         return loss
 
-    # Where torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and nothing would be updated.
+    # Where torch.compile traces backward passes, gradients that a closure makes are lost at a break of the graph, and
+    # nothing would be updated.
     @torch._disable_dynamo
     def _uncompiled(self, closure: Callable[[], Any]) -> Any:
         return self._two_passes(closure)
@@ -425,7 +441,8 @@ class FusedSAM(Saving):
     def _second_pass(self) -> None:
         self._statistics.thaw()
         if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
-            self.base_optimizer._opt_called = True  # type: ignore[attr-defined]  # for a scheduler of the base optimizer
+            # For a scheduler of the base optimizer.
+            self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         calls = self._engine.look()
@@ -443,7 +460,8 @@ class FusedSAM(Saving):
             self._step_base(calls, scales, found_inf)
 
     def _step_base(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> None:
-        """The update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused optimizers do."""
+        """The update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
+        optimizers do."""
         if self.check_finite:
             found_inf = self._engine.nonfinite(calls, found_inf)
         self._engine.recover_()
@@ -458,7 +476,8 @@ class FusedSAM(Saving):
     # --- what surrounds a step ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any torch optimizer; the state of the other parameters stays. Raises as the constructor does, and then adds nothing."""
+        """As for any torch optimizer; the state of the other parameters stays. Raises as the constructor does, and then
+        adds nothing."""
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
             param_group["params"] = list(param_group["params"])
             parameters.refuse_duplicates(param_group["params"])
@@ -491,7 +510,8 @@ class FusedSAM(Saving):
             ops.bind(self._engine.backend, params[0].device, dtype)
 
     def _recover(self) -> None:
-        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a step."""
+        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a
+        step."""
         try:
             self._engine.fall_back_()
         finally:

@@ -1,4 +1,5 @@
-"""Gradients that are not simply there: absent, in another order of elements, or impossible. The ordinary case never comes here."""
+"""Gradients that are not simply there: absent, in another order of elements, or impossible. The ordinary case never
+comes here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def present(
 def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an embedding use sparse=False, "
+            f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
+            f"embedding use sparse=False, "
             "or give its parameters an optimizer of their own"
         )
     if grad.is_complex():
@@ -35,7 +37,8 @@ def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
         )
     if grad.shape != z.shape or grad.device != z.device:
         raise RuntimeError(
-            f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter {tuple(z.shape)} on {z.device}: "
+            f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter "
+            f"{tuple(z.shape)} on {z.device}: "
             "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
         )
     bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())

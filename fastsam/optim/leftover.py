@@ -1,4 +1,5 @@
-"""Gradients that are there when `step(closure)` begins and that no step has used: accumulated by somebody, and about to be lost."""
+"""Gradients that are there when `step(closure)` begins and that no step has used: accumulated by somebody, and about to
+be lost."""
 
 from __future__ import annotations
 
@@ -19,15 +20,19 @@ FIRST, EVERY = 4, 64
 FALSE_ALARMS = 8
 
 MESSAGE = (
-    "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure is called twice, each time "
-    "with gradients cleared, and makes its whole gradient. To accumulate over micro-batches, run all of them inside the closure, or call "
-    "first_step(zero_grad=True) after the backward passes of all and second_step(zero_grad=True) after theirs once more. Without accumulation, "
+    "there were gradients when step(closure) began that no step has used. They are not part of this one: the closure "
+    "is called twice, each time "
+    "with gradients cleared, and makes its whole gradient. To accumulate over micro-batches, run all of them inside "
+    "the closure, or call "
+    "first_step(zero_grad=True) after the backward passes of all and second_step(zero_grad=True) after theirs once "
+    "more. Without accumulation, "
     "leave out the backward pass before step(closure)"
 )
 
 
 class Leftover:
-    """Watches the gradients from the end of one closure's step to the beginning of the next, by identity and version; keeps none alive."""
+    """Watches the gradients from the end of one closure's step to the beginning of the next, by identity and version;
+    keeps none alive."""
 
     def __init__(self) -> None:
         self._steps = 0

@@ -1,4 +1,5 @@
-"""What the update sees of a step's gradients: the mix that a variant makes of them, and a vector that it keeps of them from step to step."""
+"""What the update sees of a step's gradients: the mix that a variant makes of them, and a vector that it keeps of them
+from step to step."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters o
 
 
 class Scales(NamedTuple):
-    """float32 `[1]` of a GradScaler, or None for 1: what the first and the second gradients are multiplied with, as they are now. The update
-    divides the second ones itself."""
+    """float32 `[1]` of a GradScaler, or None for 1: what the first and the second gradients are multiplied with, as
+    they are now. The update divides the second ones itself."""
 
     first: Tensor | None = None
     second: Tensor | None = None
@@ -44,7 +45,8 @@ class Reading(NamedTuple):
 
 
 class Mixing:
-    """A variant's choices at work. Every method leaves weights and the optimizer's state as they are; what changes them is in `Reading.after`."""
+    """A variant's choices at work. Every method leaves weights and the optimizer's state as they are; what changes them
+    is in `Reading.after`."""
 
     def __init__(self, variant: SAM) -> None:
         self.mix, self.between = variant.mix, variant.between
@@ -64,14 +66,16 @@ class Mixing:
         self.unit: Tensor | None = None
 
     def directed(self, calls: Sequence[Call], scale: Tensor | None) -> list[Call]:
-        """`calls` with what to perturb along instead of the gradients. scale: that of a GradScaler, where it is known."""
+        """`calls` with what to perturb along instead of the gradients. scale: that of a GradScaler, where it is
+        known."""
         factor = None if self.unit is None or scale is None else self.unit / scale
         return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
 
     def read(
         self, scalars: Scalars, calls: Sequence[Call], sumsq: Tensor, scales: Scales, found_inf: Tensor | None
     ) -> Reading:
-        """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of the gradients of its last ascent."""
+        """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of the gradients of its last
+        ascent."""
         after = self._lesson(calls, sumsq, found_inf)
         if self.weighs:
             scalars.weigh_(_inner(calls) if self.mix.surrogate_gap else None, scales)
@@ -124,7 +128,8 @@ class Mixing:
         return reading
 
     def _parted(self, calls: Sequence[Call], sumsq: Tensor, here: Scales, found_inf: Tensor | None) -> Reading:
-        """A decoupled sharpness: the base optimizer gets the first gradients, and `g2 - g1` is kept for after its step."""
+        """A decoupled sharpness: the base optimizer gets the first gradients, and `g2 - g1` is kept for after its
+        step."""
         for bucket, selection, _ in calls:
             for g2, g1 in zip(_written(bucket, selection), bucket.first(selection), strict=True):
                 one = g1 if here.first is None else g1 / here.first.to(g1.dtype)
@@ -190,7 +195,8 @@ def taking(field: Tensor, value: Tensor) -> partial[Any]:
 
 
 def silent(function: Callable[..., Any], *operands: Any) -> partial[Any]:
-    """`function(*operands)`, a function in C, as one of the calls of an update, which return nothing and have no line of Python."""
+    """`function(*operands)`, a function in C, as one of the calls of an update, which return nothing and have no line
+    of Python."""
     if torch.compiler.is_compiling():
         return partial(function, *operands)
     return partial(deque[Any](maxlen=0).extend, map(function, *((operand,) for operand in operands)))
@@ -220,7 +226,8 @@ def _norm_of_first(calls: Sequence[Call]) -> Tensor:
 
 
 def _ratio(calls: Sequence[Call]) -> Tensor:
-    """float64 `[1]`: `||g||/||m||` of these gradients and the memory, 0 where that is none. The weight of gradients is 1 or -1 just now."""
+    """float64 `[1]`: `||g||/||m||` of these gradients and the memory, 0 where that is none. The weight of gradients is
+    1 or -1 just now."""
     kept = [(b, part, b.views(b.arena.field(MEMORY, b.dtype), part)) for b, part, _ in calls]
     one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
     g, m = summed(calls, one, squares), summed(kept, one, squares)
@@ -246,7 +253,8 @@ def _corrected(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> list[partial[Any]]:
-    """`w -= lr*sharpness*(g2 - g1)` from the weights as the update has left them: the update of an SGD with these numbers in `hyper`."""
+    """`w -= lr*sharpness*(g2 - g1)` from the weights as the update has left them: the update of an SGD with these
+    numbers in `hyper`."""
     origin = bucket.origin if bucket.masters else None
     options = {"steps": None, "g1": bucket.first(selection), "grad_scale": grad_scale, "found_inf": found_inf}
     operands = selection.z, origin, grads, selection.table, hyper, "sgd", [None]

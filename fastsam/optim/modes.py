@@ -24,12 +24,14 @@ class Modes(Optimizer):
 
     @property
     def training(self) -> bool:
-        """False between `eval()` and `train()` of a variant of one pass, which makes no step then; with every other variant always True."""
+        """False between `eval()` and `train()` of a variant of one pass, which makes no step then; with every other
+        variant always True."""
         return self._engine.training
 
     def eval(self) -> None:
-        """The clean weights, bit for bit, to evaluate or save the model with. Between the steps of a variant of one pass (`MSAM`) they are the
-        perturbed ones; with every other variant this does nothing, as does a second `eval()`. Raises RuntimeError inside a closure.
+        """The clean weights, bit for bit, to evaluate or save the model with. Between the steps of a variant of one
+        pass (`MSAM`) they are the perturbed ones; with every other variant this does nothing, as does a second
+        `eval()`. Raises RuntimeError inside a closure.
         """
         engine = self._engine
         if isinstance(engine, OnePass) and engine.training:
@@ -38,8 +40,9 @@ class Modes(Optimizer):
             engine.eval_()
 
     def train(self) -> None:
-        """Back to the perturbed point, for the next forward pass; to the same bits, if nobody wrote the weights or rho. Does nothing where the
-        weights are there, and with variants that take two passes. After loading a state it takes the weights there, whichever the model's were.
+        """Back to the perturbed point, for the next forward pass; to the same bits, if nobody wrote the weights or rho.
+        Does nothing where the weights are there, and with variants that take two passes. After loading a state it takes
+        the weights there, whichever the model's were.
         """
         if isinstance(self._engine, OnePass) and not self._engine.in_closure:
             self._engine.train_()
@@ -69,7 +72,8 @@ class Modes(Optimizer):
 
 
 class _Train:
-    """Stands for `module.train`, which `module.eval()` calls too. A copy of the module gets the method of its class back."""
+    """Stands for `module.train`, which `module.eval()` calls too. A copy of the module gets the method of its class
+    back."""
 
     def __init__(self, module: nn.Module, optimizer: Modes) -> None:
         self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)

@@ -1,4 +1,5 @@
-"""The steps of a variant of one pass: between them the weights rest at a perturbed point, where the next gradient is taken."""
+"""The steps of a variant of one pass: between them the weights rest at a perturbed point, where the next gradient is
+taken."""
 
 from __future__ import annotations
 
@@ -27,17 +28,20 @@ IN_EVALUATION = (
     "step() in evaluation: the weights are the clean ones since eval(); call train() before the forward pass"
 )
 WRITTEN = (
-    "somebody wrote the weights while they rest at the perturbed point, and this step, which starts from the clean ones, would lose it. Call eval() "
+    "somebody wrote the weights while they rest at the perturbed point, and this step, which starts from the clean "
+    "ones, would lose it. Call eval() "
     "before and train() after what writes them (a model's load_state_dict(), a clamp, an average that is swapped in)"
 )
 ARRIVED_CLEAN = (
-    "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation, so that the gradient would be that of the "
+    "the optimizer's state was saved in training, at the perturbed point, and the model's in evaluation, so that the "
+    "gradient would be that of the "
     "clean weights. After loading both call train()"
 )
 
 
 class OnePass(Engine):
-    """PERTURBED is the phase between the steps of a training, IDLE that of clean weights: before the first step, and in evaluation."""
+    """PERTURBED is the phase between the steps of a training, IDLE that of clean weights: before the first step, and in
+    evaluation."""
 
     one_pass = True
 
@@ -52,7 +56,8 @@ class OnePass(Engine):
     ) -> None:
         if exclusive:
             raise ValueError(
-                f"exclusive=True with {type(variant).__name__}, whose weights are perturbed between steps too: the promise ends with the step, so "
+                f"exclusive=True with {type(variant).__name__}, whose weights are perturbed between steps too: the "
+                f"promise ends with the step, so "
                 "leave it out"
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant, compact)
@@ -68,7 +73,8 @@ class OnePass(Engine):
     # --- a step ---
 
     def require_ready(self) -> None:
-        """Raises RuntimeError in evaluation, and where the weights are not at the point that the optimizer left them at."""
+        """Raises RuntimeError in evaluation, and where the weights are not at the point that the optimizer left them
+        at."""
         if not self.training:
             raise RuntimeError(IN_EVALUATION)
         if self.phase is Phase.IDLE or torch.compiler.is_compiling():
@@ -103,8 +109,8 @@ class OnePass(Engine):
         self._rest_(all(selection is bucket.whole for bucket, selection, _ in calls))
 
     def _start(self, calls: Sequence[Call]) -> None:
-        """The saved weights are updated where they are, if all of them are and no interrupt finds that half made; the parameters follow with the
-        perturbation. Else the parameters get the new weights first."""
+        """The saved weights are updated where they are, if all of them are and no interrupt finds that half made; the
+        parameters follow with the perturbation. Else the parameters get the new weights first."""
         self._updated = Phase.IDLE
         if self.phase is Phase.IDLE:
             super()._start(calls)
@@ -192,7 +198,8 @@ class OnePass(Engine):
         self.training = False
 
     def train_(self) -> None:
-        """The perturbed point. Weights that a state was loaded for are taken to it from the clean ones, wherever they are."""
+        """The perturbed point. Weights that a state was loaded for are taken to it from the clean ones, wherever they
+        are."""
         if self.training and self.phase is Phase.PERTURBED and self._versions is not None:
             return
         self.training = True
@@ -224,7 +231,8 @@ def engine_of(
     variant: SAM,
     compact: torch.dtype | None = None,
 ) -> Engine:
-    """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the variant cannot."""
+    """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the
+    variant cannot."""
     check_base(variant, base, base.param_groups)
     two_passes = Engine if compact is None else Uncompiled
     kind = Sampled if variant.draws else two_passes if variant.ahead is Ahead.NONE else OnePass
@@ -232,25 +240,28 @@ def engine_of(
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against; for bSAM's with another variant, or bSAM with
-    another one."""
+    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against; for bSAM's with
+    another variant, or bSAM with another one."""
     rule, name = rule_of(base), type(variant).__name__
     if variant.draws is not (rule is not None and rule.beside is not None):
         raise ValueError(
-            f"BSAM and fastsam.BayesNewton, its update, go together: sam=BSAM(rho, samples=...), base_optimizer=fastsam.BayesNewton; got {name} with "
+            f"BSAM and fastsam.BayesNewton, its update, go together: sam=BSAM(rho, samples=...), "
+            f"base_optimizer=fastsam.BayesNewton; got {name} with "
             f"{type(base).__name__}"
         )
     if variant.ahead is not Ahead.MOMENTUM:
         return
     if rule is None or rule.name not in MOMENTA:
         raise ValueError(
-            f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop with a momentum, Adam or AdamW "
+            f"{name} perturbs against the momentum of its base optimizer, which has to be torch.optim.SGD or RMSprop "
+            f"with a momentum, Adam or AdamW "
             f"(without amsgrad), or fastsam.Lion; got {type(base).__name__}"
         )
     for number, group in enumerate(groups):
         if MOMENTA[rule.name] not in rule.fields(group):
             raise ValueError(
-                f"{name} perturbs against the momentum of its base optimizer, and parameter group {number} has none; give one: momentum=0.9"
+                f"{name} perturbs against the momentum of its base optimizer, and parameter group {number} has none; "
+                f"give one: momentum=0.9"
             )
 
 

@@ -17,9 +17,9 @@ from fastsam.optim.sharded import local, why_not
 def check(params: Sequence[Tensor]) -> None:
     """Refuses what cannot be optimized. `params` are all parameters of all groups in order; messages count them from 0.
 
-    Raises TypeError for wrappers that are no DTensors and for DTensors whose placements cannot be served, ValueError for a dtype that is not
-    floating point, a sparse layout, a parameter given twice, parameters on several devices, parameters whose memory overlaps, and those that reach
-    past their storage.
+    Raises TypeError for wrappers that are no DTensors and for DTensors whose placements cannot be served, ValueError
+    for a dtype that is not floating point, a sparse layout, a parameter given twice, parameters on several devices,
+    parameters whose memory overlaps, and those that reach past their storage.
     """
     seen: dict[int, int] = {}
     for i, p in enumerate(params):
@@ -32,7 +32,8 @@ def check(params: Sequence[Tensor]) -> None:
     devices = sorted({str(p.device) for p in params})
     if len(devices) > 1:
         raise ValueError(
-            f"the parameters are on several devices ({', '.join(devices)}), but the norm of SAM is one number over all of them; move the model "
+            f"the parameters are on several devices ({', '.join(devices)}), but the norm of SAM is one number over all "
+            f"of them; move the model "
             "to one device, or use one FusedSAM per device (each then has its own norm)"
         )
     _check_overlap(list(map(local, params)))
@@ -47,20 +48,24 @@ def check_given(params: Any) -> None:
 
 
 def refuse_one_ranks_part() -> None:
-    """Raises TypeError when the caller is being made by a ZeroRedundancyOptimizer: of the parameters of one rank, whose norm is not the model's."""
+    """Raises TypeError when the caller is being made by a ZeroRedundancyOptimizer: of the parameters of one rank, whose
+    norm is not the model's."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         kinds = type(frame.f_locals.get("self")).__mro__ if frame.f_code.co_name == "_init_local_optimizer" else ()
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in kinds):
             raise TypeError(
-                "ZeroRedundancyOptimizer(optimizer_class=FusedSAM) would give each rank a FusedSAM of a part of the parameters, with a norm of "
-                "its own. Put it inside: FusedSAM(model.parameters(), ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD, lr=...)"
+                "ZeroRedundancyOptimizer(optimizer_class=FusedSAM) would give each rank a FusedSAM of a part of the "
+                "parameters, with a norm of "
+                "its own. Put it inside: FusedSAM(model.parameters(), ZeroRedundancyOptimizer, "
+                "optimizer_class=torch.optim.SGD, lr=...)"
             )
         frame = frame.f_back
 
 
 def refuse_private(params: Sequence[Tensor]) -> None:
-    """Raises ValueError for parameters that Opacus trains: two passes of a step would be summed into one of its gradients."""
+    """Raises ValueError for parameters that Opacus trains: two passes of a step would be summed into one of its
+    gradients."""
     if any(hasattr(p, "summed_grad") for p in params):  # which its DPOptimizer gives them
         raise ValueError(
             "the parameters belong to a DPOptimizer of Opacus, which would add the gradients of both passes of a step. "
@@ -86,14 +91,15 @@ def _check_one(i: int, p: Tensor) -> None:
         )
     if not p.is_floating_point():
         raise ValueError(
-            f"parameter {i} has dtype {p.dtype}; FusedSAM optimizes float32, float64, float16 and bfloat16. Leave it out"
-            + (", or optimize torch.view_as_real of it" if p.is_complex() else "")
+            f"parameter {i} has dtype {p.dtype}; FusedSAM optimizes float32, float64, float16 and bfloat16. Leave it "
+            f"out" + (", or optimize torch.view_as_real of it" if p.is_complex() else "")
         )
     if p.layout != torch.strided:
         raise ValueError(f"parameter {i} has layout {p.layout}; FusedSAM needs dense (torch.strided) parameters")
     if not has_memory(p):
         raise ValueError(
-            f"parameter {i} of shape {tuple(p.shape)} needs {_end(p)} bytes of its storage, and its storage has {p.untyped_storage().nbytes()}: "
+            f"parameter {i} of shape {tuple(p.shape)} needs {_end(p)} bytes of its storage, and its storage has "
+            f"{p.untyped_storage().nbytes()}: "
             "somebody freed or cut it, as sharding libraries do; make a step while the parameters are whole"
         )
 
@@ -129,7 +135,8 @@ def _extent(p: Tensor) -> int:
 
 
 def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, int]]) -> None:
-    """Marks byte by byte what each parameter covers: slices of one matrix run into each other and still share no element."""
+    """Marks byte by byte what each parameter covers: slices of one matrix run into each other and still share no
+    element."""
     if not cluster or (len(cluster) == 1 and is_dense(params[cluster[0][2]])):
         return
     start, end = cluster[0][0], max(span[1] for span in cluster)
@@ -141,13 +148,15 @@ def _check_cluster(params: Sequence[Tensor], cluster: Sequence[tuple[int, int, i
         if mine.any():
             others = [j for _, _, j in cluster if j != i]
             raise ValueError(
-                f"parameter {i} shares memory with another parameter (one of {others}), so one update would undo the other; tie weights by "
+                f"parameter {i} shares memory with another parameter (one of {others}), so one update would undo the "
+                f"other; tie weights by "
                 "using one Parameter in both places, and pass it once"
             )
         mine.fill_(1)
         total += p.numel() * size
         if int(covered.sum()) != total:
             raise ValueError(
-                f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements are one place in memory "
+                f"parameter {i} of shape {tuple(p.shape)} has strides {p.stride()}: several of its elements are one "
+                f"place in memory "
                 "(an expanded tensor); pass p.clone()"
             )

@@ -1,5 +1,5 @@
-"""The base optimizer's update as a call of the kernels. What a rule is stands in `fastsam_kernels.rules`: names of options and of state
-(torch's own, so that state dicts are interchangeable), and arithmetic.
+"""The base optimizer's update as a call of the kernels. What a rule is stands in `fastsam_kernels.rules`: names of
+options and of state (torch's own, so that state dicts are interchangeable), and arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def kind_of(rule: Rule, group: Group) -> Kind:
 
 
 def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | None], Tensor | None]:
-    """The fields of the state, None for one that these parameters do not have, and the steps where the rule counts them."""
+    """The fields of the state, None for one that these parameters do not have, and the steps where the rule counts
+    them."""
     state = [bucket.field(name) if name in (*kind.fields, rule.beside) else None for name in rule.state]
     return state, None if kind.counter is None else bucket.steps
 

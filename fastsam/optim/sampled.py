@@ -1,4 +1,5 @@
-"""The steps of a variant whose first gradient is of weights that are drawn at random (bSAM): the draw, and a perturbation without a norm."""
+"""The steps of a variant whose first gradient is of weights that are drawn at random (bSAM): the draw, and a
+perturbation without a norm."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from fastsam_kernels.columns import Column
 SCALE, MOVE = "scale", "move"  # fields: what the rule keeps, and what the weights move by
 
 SCALED = (
-    "a GradScaler with BSAM, whose perturbation and scale need the gradients themselves, not multiplied with anything: train in bfloat16, which "
+    "a GradScaler with BSAM, whose perturbation and scale need the gradients themselves, not multiplied with anything: "
+    "train in bfloat16, which "
     "needs no scaler, with check_finite=True for steps that are not finite"
 )
 
 
 class Sampled(Engine):
-    """SAMPLED is the phase at the drawn weights, for the first pass. From there on the originals are saved, so that every move starts at them, and
-    an interrupt, wherever it falls, goes back to them."""
+    """SAMPLED is the phase at the drawn weights, for the first pass. From there on the originals are saved, so that
+    every move starts at them, and an interrupt, wherever it falls, goes back to them."""
 
     variant: BSAM
 
@@ -49,7 +51,8 @@ class Sampled(Engine):
 
     @torch.no_grad()
     def sample_(self) -> None:
-        """To weights drawn around the own ones, of all parameters that need a gradient. Raises before anything is written."""
+        """To weights drawn around the own ones, of all parameters that need a gradient. Raises before anything is
+        written."""
         self._follow()
         self._refresh_options(self.base.param_groups)
         if self._scalars.adaptive:

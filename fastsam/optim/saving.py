@@ -20,13 +20,15 @@ from fastsam.optim.turns import Turns
 from fastsam.optim.watch import parameters_of
 
 NOT_THERE = (
-    "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has no place for the unperturbed "
+    "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has "
+    "no place for the unperturbed "
     "ones, so they would be lost; call {}() first"
 )
 
 
 def called_by_checkpoint(function: str) -> bool:
-    """Whether the caller's caller is this function of torch.distributed.checkpoint.state_dict, if by way of a scheduler's wrappers of `step`."""
+    """Whether the caller's caller is this function of torch.distributed.checkpoint.state_dict, if by way of a
+    scheduler's wrappers of `step`."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(4):
         if frame is None or frame.f_code.co_name == function:
@@ -44,9 +46,10 @@ class Saving(Turns):
     _scaling: Scaling
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's format, loadable into the base optimizer's class too; copies, which later steps do not change. Possible at any time: between
-        the two passes, and between the steps of a variant of one pass, it holds the unperturbed weights, so that training can go on from there.
-        The model's state has the weights of the same moment; call `eval()` before saving both, and the model's are the clean ones.
+        """torch's format, loadable into the base optimizer's class too; copies, which later steps do not change.
+        Possible at any time: between the two passes, and between the steps of a variant of one pass, it holds the
+        unperturbed weights, so that training can go on from there. The model's state has the weights of the same
+        moment; call `eval()` before saving both, and the model's are the clean ones.
         """
         self._share()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -71,12 +74,13 @@ class Saving(Turns):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of `FusedSAM` or of the base optimizer's class. One that was saved between the two passes leaves the optimizer
-        there: load the model's weights of the same moment too, and go on with the second pass, or `restore()`. The state dict of a SAM class that
-        leaves its base optimizer's state out is taken for its options, with a warning.
+        """Takes over a state dict of `FusedSAM` or of the base optimizer's class. One that was saved between the two
+        passes leaves the optimizer
+        there: load the model's weights of the same moment too, and go on with the second pass, or `restore()`. The
+        state dict of a SAM class that leaves its base optimizer's state out is taken for its options, with a warning.
 
-        Raises ValueError for the state of another model or optimizer, TypeError for what is no dict, RuntimeError while the weights are perturbed;
-        nothing is changed then.
+        Raises ValueError for the state of another model or optimizer, TypeError for what is no dict, RuntimeError while
+        the weights are perturbed; nothing is changed then.
         """
         self._require(
             Phase.IDLE,

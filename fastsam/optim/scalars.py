@@ -1,7 +1,8 @@
 """The numbers of a step (rho, learning rate, momentum, ...) on the device, refreshed when the parameter groups change.
 
-Python numbers are written once and then only when a group holds another object (a scheduler assigned a new one). Tensors are copied on the
-device in every step, without waiting for it, so a captured CUDA graph follows a schedule that writes them.
+Python numbers are written once and then only when a group holds another object (a scheduler assigned a new one).
+Tensors are copied on the device in every step, without waiting for it, so a captured CUDA graph follows a schedule that
+writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "eps", "alpha", "lr_de
 
 
 def check_group(group: Group, number: int) -> None:
-    """Raises ValueError or TypeError for options of a group that no step can use. Looks at the values of tensors, so not for every step."""
+    """Raises ValueError or TypeError for options of a group that no step can use. Looks at the values of tensors, so
+    not for every step."""
     _check_radius(group, number)
     check_flag("adaptive", group["adaptive"])
     for name in NUMBERS:
@@ -112,7 +114,8 @@ class Scalars:
     def __init__(
         self, rule: Rule | None, groups: Sequence[Group], device: torch.device, mix: Mix | None, against: bool = False
     ) -> None:
-        """`mix`: None where an update sees the last gradient alone. against: a perturbation goes against its vector, whatever the objective."""
+        """`mix`: None where an update sees the last gradient alone. against: a perturbation goes against its vector,
+        whatever the objective."""
         self.rule, self.mix, self._against = rule, mix, against
         self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
@@ -151,7 +154,8 @@ class Scalars:
         return tuple(group[name] for name in self._options)
 
     def read(self, groups: Sequence[Group]) -> None:
-        """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device; then nothing changed."""
+        """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device;
+        then nothing changed."""
         rows, live = [], []
         for number, group in enumerate(groups):
             self._check_complete(group, number)
@@ -184,7 +188,8 @@ class Scalars:
         missing = [name for name in self._options if name not in group]
         if missing:
             raise ValueError(
-                f"parameter group {number} has no {', '.join(missing)}, which every group needs; somebody took it away: set "
+                f"parameter group {number} has no {', '.join(missing)}, which every group needs; somebody took it "
+                f"away: set "
                 f"param_groups[{number}][{missing[0]!r}] again"
             )
 
@@ -199,7 +204,8 @@ class Scalars:
         yield from (PLAIN if self.mix is None else self.mix).columns(self._sign(group))
 
     def _goes_against(self, group: Group) -> bool:
-        """Whether a perturbation goes against its vector: where the objective is maximised, the worst point nearby is the lowest."""
+        """Whether a perturbation goes against its vector: where the objective is maximised, the worst point nearby is
+        the lowest."""
         return self._against or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
@@ -207,8 +213,8 @@ class Scalars:
         return -1.0 if self.rule and group["maximize"] else 1.0
 
     def weigh_(self, inner: Tensor | None, scales: Scales) -> None:
-        """The weights of both gradients for this step. inner: `[1, 2]`, for a surrogate gap. scales: of the first gradients, as they were kept, and
-        of the second ones, which the update divides itself."""
+        """The weights of both gradients for this step. inner: `[1, 2]`, for a surrogate gap. scales: of the first
+        gradients, as they were kept, and of the second ones, which the update divides itself."""
         first, ratio = scales.first, scales.in_memory.first
         numbers = self.tensor
         numbers[:, :, [Column.A, Column.B]] = self._mixed

@@ -36,7 +36,8 @@ class Selection:
 
     @cached_property
     def apart(self) -> list[Tensor]:
-        """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be had."""
+        """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be
+        had."""
         return self._bucket.views(self._bucket.origin, self)
 
     @property

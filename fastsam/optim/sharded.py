@@ -1,8 +1,10 @@
-"""Parameters of which each rank has a part (`fully_shard`, tensor parallelism): the shard that is here, and sums over all of them.
+"""Parameters of which each rank has a part (`fully_shard`, tensor parallelism): the shard that is here, and sums over
+all of them.
 
-The kernels see local tensors alone. What is one number over the whole model is summed here over the shards that it is split into: along the
-dimensions of the mesh in which a parameter is sharded, and not along those in which it is repeated, so that each element counts once.
-torch.distributed is imported by whoever has such parameters; this module only looks for it.
+The kernels see local tensors alone. What is one number over the whole model is summed here over the shards that it is
+split into: along the dimensions of the mesh in which a parameter is sharded, and not along those in which it is
+repeated, so that each element counts once. torch.distributed is imported by whoever has such parameters; this module
+only looks for it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ def axes_of(parameter: Tensor) -> Axes:
 def why_not(parameter: Tensor) -> str | None:
     """Why a parameter cannot be optimized, and what can; None where it can."""
     if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-        return "sharded by FullyShardedDataParallel (FSDP1), which flattens parameters: use torch.distributed.fsdp.fully_shard (FSDP2)"
+        return (
+            "sharded by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
     if not is_sharded(parameter):
         return None
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -64,7 +69,10 @@ def why_not(parameter: Tensor) -> str | None:
         return f"a DTensor on {mesh}, which this rank is no part of: build the optimizer on the mesh's ranks alone"
     for placement in placements:
         if not placement.is_replicate() and not (hasattr(placement, "dim") and not placement.is_partial()):
-            return f"a DTensor placed as {tuple(placements)}: FusedSAM takes Shard and Replicate; call redistribute() first"
+            return (
+                f"a DTensor placed as {tuple(placements)}: FusedSAM takes Shard and Replicate; call redistribute() "
+                f"first"
+            )
     return None
 
 
@@ -72,8 +80,10 @@ def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> 
     """Raises ValueError for what cannot be right, or is of no use, where parameters are DTensors."""
     if stochastic_rounding:
         raise ValueError(
-            "stochastic_rounding=True with DTensor parameters: its random bits depend on where a rank has a weight, so that repeated weights would "
-            "differ between ranks; leave it out, or shard float32 weights (MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+            "stochastic_rounding=True with DTensor parameters: its random bits depend on where a rank has a weight, so "
+            "that repeated weights would "
+            "differ between ranks; leave it out, or shard float32 weights "
+            "(MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
         )
     if exclusive:
         raise ValueError(
@@ -81,12 +91,14 @@ def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> 
         )
     if variant.draws:
         raise ValueError(
-            f"{type(variant).__name__} with DTensor parameters: what is drawn for a weight would depend on where a rank has it, so that repeated "
+            f"{type(variant).__name__} with DTensor parameters: what is drawn for a weight would depend on where a "
+            f"rank has it, so that repeated "
             "weights would differ between ranks; take another variant"
         )
     if variant.masks:
         raise ValueError(
-            f"{type(variant).__name__} masks weights by a rule over all of them, and no rank has all of a DTensor; every variant without a mask works"
+            f"{type(variant).__name__} masks weights by a rule over all of them, and no rank has all of a DTensor; "
+            f"every variant without a mask works"
         )
 
 
@@ -94,8 +106,8 @@ def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> 
 
 
 def summed(calls: Iterable[Any], like: Tensor, add: Callable[[Any, Any, Any, Tensor], object]) -> Tensor:
-    """The sum over all elements of all parameters, in a fixed order. calls: for each bucket, also without gradients, what `add(*call, total)` adds to
-    a tensor like `like`."""
+    """The sum over all elements of all parameters, in a fixed order. calls: for each bucket, also without gradients,
+    what `add(*call, total)` adds to a tensor like `like`."""
     parts: dict[Axes, Tensor] = {}
     for bucket, selection, grads in calls:
         total = parts.setdefault(bucket.axes, torch.zeros_like(like))
@@ -122,7 +134,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
         return grad
     if not is_sharded(grad):
         raise RuntimeError(
-            f"the gradient of a DTensor parameter of shape {tuple(parameter.shape)} is a {type(grad).__name__} and says nothing of its placements"
+            f"the gradient of a DTensor parameter of shape {tuple(parameter.shape)} is a {type(grad).__name__} and "
+            f"says nothing of its placements"
         )
     if grad.placements != parameter.placements:  # type: ignore[attr-defined]
         grad = parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
@@ -133,7 +146,8 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def placed(here: Tensor, parameter: Tensor) -> Tensor:
-    """A local tensor as the DTensor that it is a part of, placed as the parameter is; itself for a parameter that is none."""
+    """A local tensor as the DTensor that it is a part of, placed as the parameter is; itself for a parameter that is
+    none."""
     if not is_sharded(parameter):
         return here
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -142,7 +156,8 @@ def placed(here: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
-    """What of a state's value belongs to the part of the parameter that is here. `value`: whole, or placed in any way, of the parameter's shape."""
+    """What of a state's value belongs to the part of the parameter that is here. `value`: whole, or placed in any way,
+    of the parameter's shape."""
     if not is_sharded(parameter):
         return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -178,8 +193,8 @@ def _gathered_by(module: Any) -> list[Tensor]:
 
 
 def drop_gathered(modules: Iterable[weakref.ref[Any]]) -> None:
-    """Weights were written: gathered copies that a pass left are older, and the next pass must not use them. A root module keeps its copy after a
-    forward pass without a backward pass."""
+    """Weights were written: gathered copies that a pass left are older, and the next pass must not use them. A root
+    module keeps its copy after a forward pass without a backward pass."""
     for ref in modules:
         module = ref()
         if module is not None:

@@ -13,7 +13,8 @@ Model = nn.Module | Iterable[nn.Module]
 
 
 class Statistics:
-    """Freezes them from the perturbation to the end of the step. Holds no module: a model that is replaced must be seen to be."""
+    """Freezes them from the perturbation to the end of the step. Holds no module: a model that is replaced must be seen
+    to be."""
 
     def __init__(self, model: Model | None, frozen: Sequence[Frozen] = ()) -> None:
         """`frozen`: what was frozen already, of a copy made midway. Raises TypeError for what is no module."""

@@ -88,8 +88,9 @@ class FusedUpdate:
         beside: str | None,
         afterwards: list[partial[Any]],
     ) -> list[partial[Any]]:
-        """The calls that restore and update; `afterwards` gets those for when every bucket's have run. `beside`: the field of other gradients that
-        the update reads too. Until they run, weights and state are as they were (saved, where they had not been)."""
+        """The calls that restore and update; `afterwards` gets those for when every bucket's have run. `beside`: the
+        field of other gradients that the update reads too. Until they run, weights and state are as they were (saved,
+        where they had not been)."""
         bucket = self.bucket
         if selection is not bucket.held and not bucket.in_place:
             self._reconcile(selection, grads)
@@ -129,7 +130,8 @@ class FusedUpdate:
         return calls_of(rule, bucket, part.selection, grads, part.kind, part.first, grad_scale, found_inf, g1)
 
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
-        """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other gradients."""
+        """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other
+        gradients."""
         bucket = self.bucket
         in_place = bucket.in_place or bucket.in_saved
         if part.raw != (raw, in_place) or not raw.again(part.calls, grads):
@@ -141,7 +143,8 @@ class FusedUpdate:
         return part.calls
 
     def kept(self) -> dict[str, Tensor] | None:
-        """Copies of all that an update writes beside the weights, where it writes one after the other (the reference); else None."""
+        """Copies of all that an update writes beside the weights, where it writes one after the other (the reference);
+        else None."""
         if not self._in_parts:
             return None
         return {name: tensor.clone() for name, tensor in self._written().items()}
@@ -158,7 +161,8 @@ class FusedUpdate:
         return {**fields, "steps": bucket.steps, "origin": bucket.origin}
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """A parameter without a second gradient is restored; one without a first gradient is updated from where it is."""
+        """A parameter without a second gradient is restored; one without a first gradient is updated from where it
+        is."""
         bucket, held = self.bucket, set(self.bucket.held.slots)
         bucket.restore_(bucket.select(tuple(sorted(held.difference(selection.slots)))))
         late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
@@ -209,7 +213,8 @@ class FusedUpdate:
         return {name: self._views[name][slot] for name in kind.keys}
 
     def _adopt(self, slot: int, kind: Kind, state: State) -> bool:
-        """Makes the state of a parameter the views of the fields, with the values it has. False (and zeros) when it has none."""
+        """Makes the state of a parameter the views of the fields, with the values it has. False (and zeros) when it has
+        none."""
         entry = state.get(self.bucket.params[slot])
         views = self._state_of(slot, kind)
         starts = dict(zip(kind.fields, kind.starts, strict=True))

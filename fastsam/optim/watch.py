@@ -38,8 +38,8 @@ def _count_of_one_holder() -> int:
 
 
 def _like(tensors: Sequence[Tensor]) -> Any:
-    """A function of as many tensors: whether they have these ones' class, dtype, device, layout, shape, strides and pending signs, as torch's
-    compiler compares them."""
+    """A function of as many tensors: whether they have these ones' class, dtype, device, layout, shape, strides and
+    pending signs, as torch's compiler compares them."""
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
@@ -48,8 +48,8 @@ class _Memory:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._pointers = list(map(_data_ptr, params))
-        # As long as one of these has its size, its memory is nobody else's, so an address in it is that of the same parameter. The buckets'
-        # aliases keep them alive anyway.
+        # As long as one of these has its size, its memory is nobody else's, so an address in it is that of the same
+        # parameter. The buckets' aliases keep them alive anyway.
         self._storages = list(map(_storage, params))
         self._bytes = list(map(_bytes_of, self._storages))
 
@@ -67,7 +67,8 @@ class Watch:
     def __init__(
         self, params: list[Tensor], holders: int, before: Watch | None = None, members: list[Tensor] | None = None
     ) -> None:
-        """`holders`: how many references to each parameter the optimizer itself holds, this list aside and the state aside.
+        """`holders`: how many references to each parameter the optimizer itself holds, this list aside and the state
+        aside.
         `before`: the watch that this one follows. `members`: those whose memory matters, None for all of `params`."""
         self.params = params
         self.members = members = params if members is None else members
@@ -110,7 +111,8 @@ class Watch:
         return not any(map(is_not, now, self.params))
 
     def same_memory(self) -> bool:
-        """False when a member lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its memory freed."""
+        """False when a member lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its memory
+        freed."""
         members = self._here
         if not self._memory.same(members):
             return False
@@ -123,10 +125,11 @@ class Watch:
         return len(state) == len(self._dicts) and not any(map(is_not, state.values(), self._dicts))
 
     def abandoned(self) -> list[int]:
-        """The numbers of parameters that nobody but the optimizer refers to any more: whoever trains them has been given others.
+        """The numbers of parameters that nobody but the optimizer refers to any more: whoever trains them has been
+        given others.
 
-        What is in a live autograd graph or in a TorchScript module counts as referred to. A parameter that had a gradient and no other
-        holder when it was first looked at is the optimizer's alone, and not abandoned.
+        What is in a live autograd graph or in a TorchScript module counts as referred to. A parameter that had a
+        gradient and no other holder when it was first looked at is the optimizer's alone, and not abandoned.
         """
         if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
             return []
@@ -138,7 +141,8 @@ class Watch:
 
 
 class Steady:
-    """What a pass saw that found a usable gradient for every parameter; so that the next one sees in a few calls that all is as before."""
+    """What a pass saw that found a usable gradient for every parameter; so that the next one sees in a few calls that
+    all is as before."""
 
     def __init__(
         self,
@@ -148,7 +152,8 @@ class Steady:
         state: State,
         left_out: tuple[list[Tensor], list[Tensor]] | None = None,
     ) -> None:
-        """`left_out`: all parameters of the groups, and those of them that are not in `params` and have no gradient; None where there are none."""
+        """`left_out`: all parameters of the groups, and those of them that are not in `params` and have no gradient;
+        None where there are none."""
         self._sizes = [len(g["params"]) for g in groups]
         self._members = params  # the caller's lists: those of our own would count as other references to each
         self._params, self._left_out = (params, []) if left_out is None else left_out
@@ -157,8 +162,8 @@ class Steady:
         self._like = _like([*params, *grads])
 
     def gradients(self, groups: Groups, state: State) -> list[Tensor] | None:
-        """The gradients that are there now. None when they are of another kind, or the parameters, their kind, their places in memory or the
-        entries of the state changed."""
+        """The gradients that are there now. None when they are of another kind, or the parameters, their kind, their
+        places in memory or the entries of the state changed."""
         if len(groups) != len(self._sizes):
             return None
         params = groups[0]["params"]

@@ -1,4 +1,5 @@
-"""The language of row programs: what is done with one client's part of each tensor of a recorded pass. csrc/rowprograms/program.h reads it."""
+"""The language of row programs: what is done with one client's part of each tensor of a recorded pass.
+csrc/rowprograms/program.h reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ SHARED = 16  # elements of a row's result behind the gradients
 NONE, SCRATCH, OUT, FIRST_INPUT = -1, 0, 1, 2  # bases of operands
 IGNORED = -100  # a label that does not count
 
-# Multiplications of a product of two matrices, up to which row programs were measured (see docs/row_programs.md); torch has its own for larger ones.
+# Multiplications of a product of two matrices, up to which row programs were measured (see docs/row_programs.md); torch
+# has its own for larger ones.
 MOST = 2**25
 
 
@@ -24,9 +26,9 @@ class NoFormError(ValueError):
 class Code(IntEnum):
     """Operations, in the order of csrc/rowprograms/program.h. `x`: the instruction's number.
 
-    PRODUCT: sizes m, k, n; a @ b, plus c. SUM: of a, over the dimensions in which `out` has a stride of 0. LOG_SOFTMAX, its BACKWARD
-    (a: gradient, b: log-softmax), NLL (b: labels) and its BACKWARD: sizes outer, classes, inner. IS_NOT: 1 where a label is not x.
-    The others are elementwise.
+    PRODUCT: sizes m, k, n; a @ b, plus c. SUM: of a, over the dimensions in which `out` has a stride of 0. LOG_SOFTMAX,
+    its BACKWARD (a: gradient, b: log-softmax), NLL (b: labels) and its BACKWARD: sizes outer, classes, inner. IS_NOT: 1
+    where a label is not x. The others are elementwise.
     """
 
     PRODUCT = 0
@@ -59,7 +61,8 @@ class Code(IntEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """Elements of a row. base: SCRATCH, OUT, or FIRST_INPUT and on. offset, strides: in elements, at most `DIMS` strides."""
+    """Elements of a row. base: SCRATCH, OUT, or FIRST_INPUT and on. offset, strides: in elements, at most `DIMS`
+    strides."""
 
     base: int = NONE
     offset: int = 0
@@ -92,7 +95,8 @@ class Instruction:
         return prod(self.sizes)
 
     def flattened(self) -> Instruction:
-        """With as few dimensions as the operands allow, the innermost the densest. Raises NoFormError for more than `DIMS` of them."""
+        """With as few dimensions as the operands allow, the innermost the densest. Raises NoFormError for more than
+        `DIMS` of them."""
         many = [d for d, size in enumerate(self.sizes) if size > 1]
         sizes: list[int] = []
         strides: list[tuple[int, ...]] = []  # by dimension, of all operands
@@ -109,7 +113,8 @@ class Instruction:
         return Instruction(self.code, tuple(sizes), *placed, number=self.number)
 
     def by_classes(self, d: int) -> Instruction:
-        """Sizes (outer, classes, inner); d: the dimension of the classes. Raises NoFormError where there is more than one on a side."""
+        """Sizes (outer, classes, inner); d: the dimension of the classes. Raises NoFormError where there is more than
+        one on a side."""
         n = len(self.sizes)
         if d > 1 or n - d > 2:
             raise NoFormError("classes between more than one dimension on a side")
@@ -121,7 +126,8 @@ class Instruction:
         return Instruction(self.code, taken(self.sizes, 1), *placed)
 
     def words(self) -> list[int]:
-        """As csrc/rowprograms/program.h reads it. Elementwise loops and sums have their innermost dimension last of four."""
+        """As csrc/rowprograms/program.h reads it. Elementwise loops and sums have their innermost dimension last of
+        four."""
         front = self.code in (Code.SUM, Code.IS_NOT) or self.code >= Code.COPY
 
         def filled(values: Sequence[int], with_: int) -> list[int]:
@@ -136,7 +142,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Input:
-    """What a program expects of an input, `[rows, *sizes]` with these strides behind the rows; one: `sizes`, the same for all rows."""
+    """What a program expects of an input, `[rows, *sizes]` with these strides behind the rows; one: `sizes`, the same
+    for all rows."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,7 +1,9 @@
-"""Row programs: recorded passes of stacked clients, and their local steps, client by client in one native call; float32, on the CPU or CUDA.
+"""Row programs: recorded passes of stacked clients, and their local steps, client by client in one native call;
+float32, on the CPU or CUDA.
 
-What a row needs on its way stays in the processor's first-level cache, or in the shared memory of the row's block, and no operation is
-dispatched. Every row is computed by itself, so its bits do not depend on the other rows. On the CPU numbers below 2^-126 are zero in a pass.
+What a row needs on its way stays in the processor's first-level cache, or in the shared memory of the row's block, and
+no operation is dispatched. Every row is computed by itself, so its bits do not depend on the other rows. On the CPU
+numbers below 2^-126 are zero in a pass.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
 class RowProgram:
     """A compiled-in list of instructions. To be made only where `why_not` is None.
 
-    inputs: those of a pass, the weights first, then x and y, then what the model has besides. scratch: elements that a row's operations
-    have between them. width: of a row of the result: gradients, as in an arena's row, and behind them `SHARED` elements, the loss first.
-    Raises NoFormError for more inputs than a launch on CUDA takes.
+    inputs: those of a pass, the weights first, then x and y, then what the model has besides. scratch: elements that a
+    row's operations have between them. width: of a row of the result: gradients, as in an arena's row, and behind them
+    `SHARED` elements, the loss first. Raises NoFormError for more inputs than a launch on CUDA takes.
     """
 
     def __init__(
@@ -59,8 +61,8 @@ class RowProgram:
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
         """A pass of every row: float32 `[rows, width]`; what lies between the gradients is of any value.
 
-        Raises RuntimeError for inputs of another shape, order of memory or dtype, and for a label that is none of the classes; on CUDA,
-        where nothing waits for the device, such a label makes the row's loss and gradients NaN.
+        Raises RuntimeError for inputs of another shape, order of memory or dtype, and for a label that is none of the
+        classes; on CUDA, where nothing waits for the device, such a label makes the row's loss and gradients NaN.
         """
         made: Tensor = self._run(self.number, inputs)
         return made
@@ -88,16 +90,18 @@ class RowProgram:
         adaptive: bool = False,
         keeps_first: bool = False,
     ) -> None:
-        """Local steps of every row, one after the other: its next `batch` samples of `wanted` (int64 `[rows, n * batch]`, places in x and
-        y), a pass, and with `w` a perturbation by `norm_` (into sumsq) and `perturb_` and another pass, then `update_` of SGD, with sumsq_v
-        after `update_norm_`; the arguments are those of these ops, the gradients' table has all parameters. The same bits as by
-        these calls.
+        """Local steps of every row, one after the other: its next `batch` samples of `wanted` (int64
+        `[rows, n * batch]`, places in x and y), a pass, and with `w` a perturbation by `norm_` (into sumsq) and
+        `perturb_` and another pass, then `update_` of SGD, with sumsq_v after `update_norm_`; the arguments are those
+        of these ops, the gradients' table has all parameters. The same bits as by these calls.
 
-        weights: views of z. steps: int64 `[rows]`, how many each row takes where they differ, at most n: places behind them are not
-        looked at. losses: float64 `[rows]`, takes batch * loss of every step. Raises RuntimeError as a pass does. On CUDA one launch.
+        weights: views of z. steps: int64 `[rows]`, how many each row takes where they differ, at most n: places behind
+        them are not looked at. losses: float64 `[rows]`, takes batch * loss of every step. Raises RuntimeError as a
+        pass does. On CUDA one launch.
         """
         self._steps(
-            self.number, weights, others, x, y, wanted, batch, steps, z, w, table, hyper, momentum, q, shift, sumsq, sumsq_v, adaptive,
+            self.number, weights, others, x, y, wanted, batch, steps, z, w, table, hyper, momentum, q, shift, sumsq,
+            sumsq_v, adaptive,
             keeps_first, losses,
         )  # fmt: skip
 

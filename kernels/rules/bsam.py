@@ -34,14 +34,15 @@ BETA1, BETA2, FLOOR = range(OWN, OWN + 3)
 
 
 class BayesNewton(torch.optim.Optimizer):
-    """The update of bSAM, tensor by tensor: what `FusedSAM(..., sam=BSAM(...))` has as its base, fused. By itself g1 and g2 are one gradient g.
+    """The update of bSAM, tensor by tensor: what `FusedSAM(..., sam=BSAM(...))` has as its base, fused. By itself g1
+    and g2 are one gradient g.
 
         m <- b1*m + (1 - b1)*(g2 + weight_decay*w),   m = 0 before the first step
         s <- b2*s + (1 - b2)*(sqrt(s)*|g1| + weight_decay + damping)
         w <- w - lr * m/s
 
-    Moellenhoff and Khan, "SAM as an Optimal Relaxation of Bayes", ICLR 2023. State: m (`exp_avg`) and s (`scale`); 1/(N*s) is the variance of each
-    weight, N the number of training samples.
+    Moellenhoff and Khan, "SAM as an Optimal Relaxation of Bayes", ICLR 2023. State: m (`exp_avg`) and s (`scale`);
+    1/(N*s) is the variance of each weight, N the number of training samples.
 
     lr
         0 or more, a number or a one-element tensor; as of SGD, since m/s is a Newton step.
@@ -81,7 +82,8 @@ class BayesNewton(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Returns what `closure` returns, called with gradients enabled."""
+        """One step of every parameter that has a gradient. Returns what `closure` returns, called with gradients
+        enabled."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -58,7 +58,8 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Returns what `closure` returns, called with gradients enabled."""
+        """One step of every parameter that has a gradient. Returns what `closure` returns, called with gradients
+        enabled."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

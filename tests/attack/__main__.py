@@ -1,4 +1,5 @@
-"""Runs the attacks: `python -m tests.attack --minutes 10 --seed 0 --out FILE.json`; `--only NAME --number N` repeats one trial.
+"""Runs the attacks: `python -m tests.attack --minutes 10 --seed 0 --out FILE.json`; `--only NAME --number N` repeats
+one trial.
 
 Prints trials and failures; the exit code is 1 when something failed.
 """

@@ -38,7 +38,8 @@ HOW: dict[str, Callable[[bytearray, random.Random], bytes]] = {
     "cut": lambda data, rng: bytes(data[: rng.randrange(len(data) + 1)]),
     "longer": lambda data, rng: bytes(data) + rng.randbytes(rng.randint(1, 100)),
     "zeros": _zeros,
-    "without a part": lambda data, rng: bytes(data[: (i := rng.randrange(len(data) + 1))] + data[i + rng.randint(1, 40) :]),
+    "without a part": lambda data, rng: bytes(data[: (i := rng.randrange(len(data) + 1))] + data[i + rng.randint(1,
+        40) :]),
     "something else": lambda data, rng: rng.randbytes(rng.choice([0, 1, 7, 8, 9, 4000])),
 }  # fmt: skip
 
@@ -112,6 +113,8 @@ def bit_by_bit(trial: Trial) -> int:
 
 
 ATTACKS = (
-    Attack("damaged-directory", "a damaged run directory is refused and left as it is, or changes no bit", a_directory, prepare),
-    Attack("flipped-bit", "no flipped bit of a manifest, or of a file that it names, is taken", bit_by_bit, prepare, share=0.3),
+    Attack("damaged-directory", "a damaged run directory is refused and left as it is, or changes no bit", a_directory,
+        prepare),
+    Attack("flipped-bit", "no flipped bit of a manifest, or of a file that it names, is taken", bit_by_bit, prepare,
+        share=0.3),
 )  # fmt: skip

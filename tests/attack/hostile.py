@@ -197,8 +197,8 @@ def configs_with_code(trial: Trial) -> int:
         )
         key = rng.choice(IMPORTING)
         before = set(sys.modules)
-        Path("bad.toml").write_text(f"rounds = 1\n{key} = {path!r}\n[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model")
-                                    else f"rounds = 1\n{key} = {path!r}\n")  # fmt: skip
+        options = f"[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model") else ""
+        Path("bad.toml").write_text(f"rounds = 1\n{key} = {path!r}\n{options}")
         print(key, path, flush=True)
         code = cli.main(["run", "bad.toml", "--trust", rng.choice(["own", "own.py", "numpy"])])
         assert code == 1, f"{key} = {path!r} was taken"
@@ -209,6 +209,7 @@ def configs_with_code(trial: Trial) -> int:
 
 
 ATTACKS = (
-    Attack("hostile-files", "no file that is read runs code: pickles, archives, checkpoints, weights, configs", files_with_code),
+    Attack("hostile-files", "no file that is read runs code: pickles, archives, checkpoints, weights, configs",
+        files_with_code),
     Attack("hostile-configs", "no config imports the standard library, or calls it", configs_with_code, share=0.5),
 )  # fmt: skip

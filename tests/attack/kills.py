@@ -1,4 +1,5 @@
-"""Runs that are killed, in every way that a machine has: resumed, they end in the bits of a run that nobody disturbed."""
+"""Runs that are killed, in every way that a machine has: resumed, they end in the bits of a run that nobody
+disturbed."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def resumed(trial: Trial, directory: Path, rounds: int, **options: Any) -> int:
 
 
 def at_an_operation(trial: Trial) -> int:
-    """kill -9 before one of the operations on its files, each in turn; in half of the trials before one of the resumed run too."""
+    """kill -9 before one of the operations on its files, each in turn; in half of the trials before one of the resumed
+    run too."""
     directory, count = trial.folder / "run", trial.number % trial.common.operations
     assert finish(forked(partial(dies_at, directory, count))) == DIED
     if trial.rng.random() < 0.5:

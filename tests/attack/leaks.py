@@ -82,9 +82,10 @@ def _refused(folder: Path) -> None:
 
 
 SERVING = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
+EXECUTORS = ("sequential", "threads", "vmap")
 SUBJECTS: dict[str, Callable[[], Work]] = {
     **{f"steps on {name}": (lambda name=name: _steps(name)) for name in SERVING},  # type: ignore[misc]
-    **{f"runs on {name}": (lambda name=name: _run(name)) for name in ("sequential", "threads", "vmap")},  # type: ignore[misc]
+    **{f"runs on {name}": (lambda name=name: _run(name)) for name in EXECUTORS},  # type: ignore[misc]
     "runs in a directory": lambda: _run_in_a_directory,
     "optimizers": lambda: _optimizers,
     "runs that are refused": lambda: _refused,

@@ -1,4 +1,5 @@
-"""Options, states, flags and config files drawn from what nobody means: taken, or refused by fastsam itself in words; never anything else."""
+"""Options, states, flags and config files drawn from what nobody means: taken, or refused by fastsam itself in words;
+never anything else."""
 
 from __future__ import annotations
 
@@ -33,21 +34,27 @@ TIMES = 20  # calls of a trial that share its process
 
 # What a run takes, and what is next to it. Not: what compiles, or fetches.
 PLAUSIBLE: dict[str, list[Any]] = {
-    "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3], "personalise": [1], "personal": ["2", ["0.*", "2.bias"], "head"],
+    "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3], "personalise": [1],
+    "personal": ["2", ["0.*", "2.bias"], "head"],
     "batch_size": [1, 3, 10**6],
     "lr": [0.1, 1e-300, 1e30, 0.0, "linear(0.1, 0, 2)", lambda t: 0.1 / t],
     "lr_decay": [0.5, 1e-200],
-    "participation": [1.0, 0.5, 1e-9], "sampler": ["bernoulli", "fixed", "simulator", lambda t, g: [0], lambda t, g: [], lambda t, g: [99]],
+    "participation": [1.0, 0.5, 1e-9], "sampler": ["bernoulli", "fixed", "simulator", lambda t, g: [0], lambda t, g: [],
+        lambda t, g: [99]],
     "available": [lambda t: [], lambda t: [0], lambda t: [99], lambda t: [True]],
     "weighting": ["uniform", "samples", [1], [1, 2, 3], lambda i: 1], "shuffle": [False],
     "momentum": [0.9, 5.0], "weight_decay": [0.1, 1e20], "clip_norm": [1e-30, 1.0, 1e30],
-    "clip_scope": ["linear"], "server_lr": [0.0, 0.5, 1e20], "seed": [-1, 2**63 - 1], "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
+    "clip_scope": ["linear"], "server_lr": [0.0, 0.5, 1e20], "seed": [-1, 2**63 - 1],
+    "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
     "validation": ["all", "equal"], "eval_every": [1, 7], "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
     "measure_options": [{}, {"x": 1}], "metrics": [["x"], []], "target": [0.5], "buffers": ["average", "keep"],
-    "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"], "slots": [1, 3, 10**6],
+    "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
+    "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],
-    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0], "secure_sums": [0.5, 1.0], "checkpoint_every": [1, 5],
-    "clip_quantile": [0.5, 2.0], "noise_multiplier": [0.0, 1e-3, 1e30], "noise": ["central", "local", "tree"], "delta": [1e-9, 0.5],
+    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0],
+    "secure_sums": [0.5, 1.0], "checkpoint_every": [1, 5],
+    "clip_quantile": [0.5, 2.0], "noise_multiplier": [0.0, 1e-3, 1e30], "noise": ["central", "local", "tree"],
+    "delta": [1e-9, 0.5],
     "accountant": ["rdp", None],
 }  # fmt: skip
 NOT_TRIED = ("compile", "device")
@@ -98,11 +105,15 @@ BASES = [
     torch.optim.NAdam,
 ]
 OPTIMIZER: dict[str, list[Any]] = {
-    "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01], "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
-    "nesterov": [True], "betas": [(0.9, 0.99), (0.9,), [0.1, 0.2]], "eps": [1e-8], "weight_decay": [0.1], "check_finite": [True],
-    "stochastic_rounding": [True], "exclusive": [True], "in_backward": [True], "backend": ["native", "foreach", "reference", "triton"],
+    "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01],
+    "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
+    "nesterov": [True], "betas": [(0.9, 0.99), (0.9,), [0.1, 0.2]], "eps": [1e-8], "weight_decay": [0.1],
+    "check_finite": [True],
+    "stochastic_rounding": [True], "exclusive": [True], "in_backward": [True],
+    "backend": ["native", "foreach", "reference", "triton"],
     "base_kwargs": [{}, {"lr": 1}],
-    "maximize": [True], "amsgrad": [True], "dampening": [0.5], "foreach": [True], "fused": [True], "capturable": [True], "differentiable": [True],
+    "maximize": [True], "amsgrad": [True], "dampening": [0.5], "foreach": [True], "fused": [True], "capturable": [True],
+    "differentiable": [True],
     "sam": [getattr(variants, name) for name in variants.__all__],
 }  # fmt: skip
 
@@ -197,10 +208,15 @@ def states_of_the_optimizer(trial: Trial) -> int:
     return TIMES
 
 
-CONFIG = "clients = 4\nalpha = 0.3\nmodel = 'mlp'\nmodel_options = {hidden = [4]}\nrounds = 1\nparticipation = 1.0\nexecutor = 'sequential'\n"
+CONFIG = (
+    "clients = 4\nalpha = 0.3\nmodel = 'mlp'\nmodel_options = {hidden = [4]}\nrounds = 1\nparticipation = "
+    "1.0\nexecutor = 'sequential'\n"
+)
 WORDS = [
-    "", " ", "x", "-1", "0", "1", "2", "0.5", "nan", "inf", "-inf", "1e308", str(10**20), "true", "false", "none", "null", "[]", "{}", "[1,2]",
-    "a=b", "{a=1}", "../..", "/dev/null", "ä", "auto", "a:b", "x.py:y", "os:system", "'", '"', "\n", "--", "-", "0x10", "1_0", ",", ",,", "*",
+    "", " ", "x", "-1", "0", "1", "2", "0.5", "nan", "inf", "-inf", "1e308", str(10**20), "true", "false", "none",
+    "null", "[]", "{}", "[1,2]",
+    "a=b", "{a=1}", "../..", "/dev/null", "ä", "auto", "a:b", "x.py:y", "os:system", "'", '"', "\n", "--", "-", "0x10",
+    "1_0", ",", ",,", "*",
 ]  # fmt: skip
 SKIPPED = ("compile", "download", "model", "data_dir", "device")  # what takes long, and what fetches
 
@@ -254,7 +270,8 @@ def _says(words: list[str]) -> None:
 
 
 def warm(folder: Path) -> None:
-    """What is imported at first use is imported once; figures are named, and not drawn, which is most of what a small command does."""
+    """What is imported at first use is imported once; figures are named, and not drawn, which is most of what a small
+    command does."""
     from matplotlib.figure import Figure
 
     Figure.savefig = lambda figure, path, **options: Path(path).write_bytes(b"not drawn")  # type: ignore
@@ -299,9 +316,12 @@ def _inside(folder: Path) -> Iterator[None]:
 
 
 ATTACKS = (
-    Attack("run-options", "nonsense for `fed.run` and the algorithms is taken, or refused by fastsam in words", options_of_a_run, share=1.5),
-    Attack("optimizer-options", "the same for `FusedSAM`; a step that is refused leaves the weights", options_of_the_optimizer),
+    Attack("run-options", "nonsense for `fed.run` and the algorithms is taken, or refused by fastsam in words",
+        options_of_a_run, share=1.5),
+    Attack("optimizer-options", "the same for `FusedSAM`; a step that is refused leaves the weights",
+        options_of_the_optimizer),
     Attack("optimizer-states", "a state dict that is refused changes nothing", states_of_the_optimizer),
-    Attack("command-line", "a command says what is wrong in words that were written for users", command_line, warm, share=1.5),
+    Attack("command-line", "a command says what is wrong in words that were written for users", command_line, warm,
+        share=1.5),
     Attack("config-files", "so does one with a damaged config file", config_files, warm, share=0.5),
 )  # fmt: skip

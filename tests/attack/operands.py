@@ -1,4 +1,5 @@
-"""Ops on tables and tensors that are next to right ones: no access outside of the operands, and no number that the reference does not give.
+"""Ops on tables and tensors that are next to right ones: no access outside of the operands, and no number that the
+reference does not give.
 
 Every operand lies between pages that cannot be touched (`guard_pages`): who goes beyond one ends with a signal.
 """
@@ -172,7 +173,8 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _same_numbers(given: Arguments, expected: Arguments, name: str) -> None:
-    """Within the tolerances of the ops' tests, those of the coarsest operand; where the reference has no finite numbers nothing is said."""
+    """Within the tolerances of the ops' tests, those of the coarsest operand; where the reference has no finite numbers
+    nothing is said."""
     numbers = [t for _, t in _tensors(expected) if t.is_floating_point()]
     if not all(t.isfinite().all() for t in numbers):
         return
@@ -204,7 +206,8 @@ def _as_checked(name: str, given: Arguments) -> Arguments:
 
 
 def _call(name: str, given: Arguments, call: Callable[[Arguments], object]) -> bool:
-    """Whether it was taken. What is refused writes nothing; what is taken gives the reference's numbers, where that takes it."""
+    """Whether it was taken. What is refused writes nothing; what is taken gives the reference's numbers, where that
+    takes it."""
     memory = Guarded(at_end=True)
     placed = {key: _placed(value, memory.tensor) for key, value in given.items()}
     before = {key: _placed(value, _plain) for key, value in given.items()}
@@ -268,10 +271,12 @@ def _told(value: Any) -> Any:
 ATTACKS = (
     Attack(
         "raw-ops",
-        "compiled ops past `fastsam.ops` touch nothing outside of their operands and give the reference's numbers, or refuse",
+        "compiled ops past `fastsam.ops` touch nothing outside of their operands and give the reference's numbers, or "
+        "refuse",
         raw,
         share=1.5,
         why_not=lambda: native.why_not("cpu"),
     ),
-    Attack("ops", "the same for `fastsam.ops` on every CPU backend", checked, share=1.5, why_not=lambda: native.why_not("cpu")),
+    Attack("ops", "the same for `fastsam.ops` on every CPU backend", checked, share=1.5,
+        why_not=lambda: native.why_not("cpu")),
 )  # fmt: skip

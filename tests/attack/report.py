@@ -1,4 +1,5 @@
-"""What came of the attacks, in lines and on the page: `python -m tests.attack.report FILE.json` writes docs/reliability.md from it."""
+"""What came of the attacks, in lines and on the page: `python -m tests.attack.report FILE.json` writes
+docs/reliability.md from it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def table(record: dict[str, Any]) -> str:
     e = record["environment"]
     minutes = sum(one["seconds"] for one in record["attacks"]) / 60
     rows.append(
-        f"\nMade by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`, "
+        f"\nMade by `{e['command']}` on {e['date'][:10]}, commit "
+        f"`{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`, "
         f"in {minutes:.0f} minutes on {e['machine']['cores']} cores of an {e['machine']['cpu']}; "
         f"Python {e['versions']['python']}, torch {e['versions']['torch']}."
     )

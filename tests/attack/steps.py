@@ -48,7 +48,8 @@ def _seconds(plan: Plan) -> float:
 
 
 def by_signals(trial: Trial) -> int:
-    """Signals of the system's timer and of another thread, at any instant of a step; those that came after it do not count."""
+    """Signals of the system's timer and of another thread, at any instant of a step; those that came after it do not
+    count."""
     plan = _plan(trial)
     seconds, rng = _seconds(plan), random.Random(trial.number)
     return sum(
@@ -60,5 +61,6 @@ def by_signals(trial: Trial) -> int:
 PROMISE = "a step that is interrupted at any line of its code was made or not made, state included"
 ATTACKS = (
     Attack("exception-in-step", PROMISE, at_lines),
-    Attack("signal-in-step", "the same for real signals at any instant (the backend `foreach`: the weights alone)", by_signals),
+    Attack("signal-in-step", "the same for real signals at any instant (the backend `foreach`: the weights alone)",
+        by_signals),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""That an attack sees what it is for: signals, hangs, exceptions and silence are failures, each with the number that repeats it; and its page."""
+"""That an attack sees what it is for: signals, hangs, exceptions and silence are failures, each with the number that
+repeats it; and its page."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def test_one_that_cannot_run_says_so() -> None:
 
 def made(**changed: Any) -> dict[str, Any]:
     environment = {
-        "command": "python -m tests.attack --minutes 10", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef",
+        "command": "python -m tests.attack --minutes 10", "date": "2031-02-03T00:00:00+00:00",
+        "commit": "0123456789abcdef",
         "machine": {"cpu": "CPU", "cores": 2}, "versions": {"python": "3.11", "torch": "2.13"},
     }  # fmt: skip
     attack = {

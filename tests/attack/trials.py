@@ -1,6 +1,7 @@
 """What an attack is: trials that are drawn from their number, each in a process of its own, until a deadline.
 
-A trial that returns has found nothing. An exception, a signal that ends its process, and silence for longer than `patience` are failures.
+A trial that returns has found nothing. An exception, a signal that ends its process, and silence for longer than
+`patience` are failures.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Count:
 class Attack:
     """A promise, and what tries to break it.
 
-    trial: returns how many things it tried; what it prints is kept for the report of a failure. prepare: what all trials have in common,
-    made once in a folder. share: of the time of all attacks. patience: seconds after which a trial hangs. forked: False for trials that
-    start processes of their own, and cannot be ended by what they attack. why_not: the reason why it cannot run here, None when it can.
+    trial: returns how many things it tried; what it prints is kept for the report of a failure. prepare: what all
+    trials have in common, made once in a folder. share: of the time of all attacks. patience: seconds after which a
+    trial hangs. forked: False for trials that start processes of their own, and cannot be ended by what they attack.
+    why_not: the reason why it cannot run here, None when it can.
     """
 
     name: str

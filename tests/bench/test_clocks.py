@@ -1,4 +1,5 @@
-"""The clock for a GPU, against a device that is emulated: a queue with a time of its own, which the host fills and does not wait for."""
+"""The clock for a GPU, against a device that is emulated: a queue with a time of its own, which the host fills and does
+not wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The benchmark of SAM's variants: nobody is left out, a step is one of its variant, and the bytes are those of the page."""
+"""The benchmark of SAM's variants: nobody is left out, a step is one of its variant, and the bytes are those of the
+page."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_a_record_and_its_page() -> None:
     sam = result["variants"][0]
     assert sam["to_sam"]["median"] == 1.0 and (sam["kernels"], sam["torch_calls"]) == (3.0, 0.0)
     facts = {
-        "command": "c", "date": "2026-01-01T00", "commit": "0" * 40, "machine": {"cpu": "x"}, "versions": {"torch": "2", "pytorch-optimizer": "4"},
+        "command": "c", "date": "2026-01-01T00", "commit": "0" * 40, "machine": {"cpu": "x"},
+        "versions": {"torch": "2", "pytorch-optimizer": "4"},
     }  # fmt: skip
     text = family.PAGE.fill("<!-- family:last -->\n<!-- /family -->", {"environment": facts, "results": [result]})
     assert "| `SAM` | 1.00 | 1.00–1.00 | 40 |" in text and "commit `000000000000`" in text

@@ -28,7 +28,8 @@ from tests.helpers.places import ROOT
 
 LOAD = Workload("mlp")
 
-# Answers as a worker does, at once. Its contender's name says how: `NAME SECONDS LOSS [LOG]`; in LOG it notes when it was asked.
+# Answers as a worker does, at once. Its contender's name says how: `NAME SECONDS LOSS [LOG]`; in LOG it notes when it
+# was asked.
 PRETENDER = """#!{python}
 import json, sys
 name, seconds, loss, *log = sys.argv[3].split()
@@ -68,7 +69,8 @@ def entry(python: str, name: str, seconds: float = 1.0, loss: float = 0.5, log: 
     return Entry(name, f"{name} {seconds} {loss} {log}", Workload("mlp", **workload), python)
 
 
-# ---- turns -------------------------------------------------------------------------------------------------------------
+# ---- turns
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns_and_the_first_is_the_unit(pretender: str, tmp_path: Path) -> None:
@@ -160,7 +162,8 @@ def test_peak_memory_is_not_that_of_the_process_which_started_it() -> None:
     assert own < 600 < len(ballast) / 2**20
 
 
-# ---- the workload ------------------------------------------------------------------------------------------------------
+# ---- the workload
+# ------------------------------------------------------------------------------------------------------
 
 
 def parameters(load: Workload) -> int:
@@ -227,7 +230,8 @@ def test_every_contender_has_a_module_and_every_peer_its_requirements() -> None:
         assert "torch==" in pinned
 
 
-# ---- the loop's own share ----------------------------------------------------------------------------------------------
+# ---- the loop's own share
+# ----------------------------------------------------------------------------------------------
 
 
 def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +242,8 @@ def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: 
     assert [getattr(owner, name) for owner, name in share.INSIDE] == before
 
 
-# ---- kernels at once ---------------------------------------------------------------------------------------------------
+# ---- kernels at once
+# ---------------------------------------------------------------------------------------------------
 
 
 def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
@@ -276,7 +281,8 @@ def test_a_series_that_fails_or_has_no_time_is_named() -> None:
 
 @pytest.mark.of_each_kind
 def test_the_end_that_matters_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most clients before fewer; every executor and the rule's own choice beside the bare loop; no more slots than torch has streams."""
+    """Most clients before fewer; every executor and the rule's own choice beside the bare loop; no more slots than
+    torch has streams."""
     taken: list[tuple[Any, ...]] = []
 
     def rounds(model: Any, data: Any, algorithm: str, rounds: int, **options: Any) -> float:
@@ -309,7 +315,8 @@ def _entered(seen: list[bool]) -> Iterator[None]:
     yield
 
 
-# ---- the command -------------------------------------------------------------------------------------------------------
+# ---- the command
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.of_each_kind

@@ -114,7 +114,8 @@ def test_the_command_writes_tables_into_a_page(tmp_path: Path) -> None:
 
 @pytest.mark.of_each_kind
 def test_the_page_holds_what_was_measured() -> None:
-    """docs/benchmarks.md and the JSON beside it say the same; until there is one, the page says that nothing is measured."""
+    """docs/benchmarks.md and the JSON beside it say the same; until there is one, the page says that nothing is
+    measured."""
     text, measured = (ROOT / "docs" / "benchmarks.md").read_text(), ROOT / "bench" / "results" / "federated.json"
     held = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)].strip()
     expected = report.UNMEASURED

@@ -1,4 +1,5 @@
-"""The script behind `make gpu`: parts that fail, hang or cannot run do not hide the others, and what there is gets written."""
+"""The script behind `make gpu`: parts that fail, hang or cannot run do not hide the others, and what there is gets
+written."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def test_the_real_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     for entry in gpu.PARTS:
         assert all(isinstance(word, str) for word in entry.argv(place))
     on_gpu = [part.name for part in gpu.PARTS if part.name not in left_out]
-    assert on_gpu == ["build", "native", "memcheck", "steps", "ops", "federated", "racecheck", "triton", "compiled", "variants",
+    assert on_gpu == ["build", "native", "memcheck", "steps", "ops", "federated", "racecheck", "triton", "compiled",
+        "variants",
                       "triton-kernels", "synccheck"]  # fmt: skip
     shares = [part.seconds for part in gpu.PARTS if part.name in on_gpu and part.seconds is not None]
     assert len(shares) == 10 and sum(shares) <= gpu.TOTAL_SECONDS < 10 * 60, (
@@ -156,7 +158,8 @@ def test_packages_of_the_machine_stay_in_reach(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.of_each_kind
 def test_what_is_the_same_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a compiler would think that all of it had changed. What was compiled stays; what the checkout has no more goes."""
+    """Or a compiler would think that all of it had changed. What was compiled stays; what the checkout has no more
+    goes."""
     root, work = tmp_path / "root", tmp_path / "copy"
     for name in (*gpu.PACKAGES, "kernels"):
         (root / name / "inner").mkdir(parents=True)
@@ -228,7 +231,8 @@ def test_the_tests_run_as_the_script_calls_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_the_tests_read_is_copied(tmp_path: Path) -> None:
-    """pytest runs nothing after an error of collection: every module with tests for a GPU can be imported in the copy."""
+    """pytest runs nothing after an error of collection: every module with tests for a GPU can be imported in the
+    copy."""
     gpu.copy_tree(tmp_path)
     place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 300)
     collected = gpu.Part("collected", "", gpu._pytest(*gpu.GPU_TESTS, "-m", "gpu", "--collect-only"), 300)

@@ -90,7 +90,8 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
         return {"seconds": summary(seconds), "fraction": summary(0.5)}
 
     row = {"name": "native", "title": "native", "gate": "green", "eager": of(3e-6), "replayed": of(2e-6), "launches": 1}
-    case = {"name": "norm-50k-scattered", "op": "norm", "size": "50k", "title": "50 k", "layout": "scattered", "tensors": 20,
+    case = {"name": "norm-50k-scattered", "op": "norm", "size": "50k", "title": "50 k", "layout": "scattered",
+        "tensors": 20,
             "parameters": 51_994, "bytes_per_parameter": 4, "copy": summary(4e12), "rows": [row]}  # fmt: skip
     ours = row | {"title": "fastsam (native)", "launches": 3, "host_seconds": {"unchanged": 3e-5, "changed": 3.5e-5}}
     ours["replayed"] = of(2e-6) | {"faster_than_foreach": summary(2.25)}
@@ -137,7 +138,8 @@ def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "torch sees no CUDA device; measure with --device cpu" in capsys.readouterr().err
 
 
-# ---- what is published -------------------------------------------------------------------------------------------------
+# ---- what is published
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.of_each_kind
@@ -145,7 +147,8 @@ def test_without_a_gpu_cuda_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     "results", sorted((ROOT / "bench" / "results").glob("kernels-cpu*.json")), ids=lambda p: p.name
 )
 def test_published_numbers_are_those_of_the_results(results: Path) -> None:
-    """Every results file has its place in the benchmarks page, and the page says what it says. (A GPU's: test_gpu_pages.py.)"""
+    """Every results file has its place in the benchmarks page, and the page says what it says. (A GPU's:
+    test_gpu_pages.py.)"""
     page, found = ROOT / "docs" / "benchmarks.md", report.read(results)
     command = f"python -m bench.report {results.relative_to(ROOT)} --into {page.relative_to(ROOT)}"
     assert report.fill(page.read_text(), found) == page.read_text(), f"numbers differ from the results; run {command}"

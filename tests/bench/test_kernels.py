@@ -1,6 +1,8 @@
-"""The kernel benchmark: no figure without agreement, the bytes of the registry, sets larger than the caches, and its tables and plots.
+"""The kernel benchmark: no figure without agreement, the bytes of the registry, sets larger than the caches, and its
+tables and plots.
 
-What it does on a GPU is run here with a machine that says it has one: events, graphs and launch counts are stood in for.
+What it does on a GPU is run here with a machine that says it has one: events, graphs and launch counts are stood in
+for.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-# ---- the registry ------------------------------------------------------------------------------------------------------
+# ---- the registry
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_sizes_of_the_figures_of_merit() -> None:
@@ -73,7 +76,8 @@ def test_sets_are_larger_than_the_caches() -> None:
     assert len(pointers) == len(Operator(case, CPU, 8192).sets)
 
 
-# ---- the gate ----------------------------------------------------------------------------------------------------------
+# ---- the gate
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [b for b in backends.table() if b.device == "cpu"], ids=lambda b: b.name)
@@ -148,7 +152,8 @@ def test_an_op_that_a_backend_does_not_have_is_named(monkeypatch: pytest.MonkeyP
     assert row["gate"] == "not run" and row["reason"] == "this backend has no inner_"
 
 
-# ---- what is measured --------------------------------------------------------------------------------------------------
+# ---- what is measured
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_fraction_is_floor_over_time_at_the_copy_of_the_round() -> None:

@@ -1,4 +1,5 @@
-"""The predictions: arithmetic in bytes and launches that agrees with the kernels' sources, and a column for what is measured."""
+"""The predictions: arithmetic in bytes and launches that agrees with the kernels' sources, and a column for what is
+measured."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from tests.helpers.places import ROOT
 def test_launches_are_those_of_the_table_that_a_kernel_takes() -> None:
     """`capacity` of csrc/cuda/common.cuh, and the number of list operands of each launcher."""
     source = (ROOT / "csrc" / "cuda" / "common.cuh").read_text()
-    limit, other = (int(re.search(rf"{name} = (\d+)", source)[1]) for name in ("kArgumentLimit", "kOtherArguments"))  # type: ignore[index]
+    limit, other = (
+        int(re.search(rf"{name} = (\d+)", source)[1])  # type: ignore[index]
+        for name in ("kArgumentLimit", "kOtherArguments")
+    )
     assert "(bytes - kOtherArguments - 16) / (3 * sizeof(int) + 2 + 2 * sizeof(int64_t) + lists * 16)" in source
     assert {n: (limit - other - 16) // (30 + 16 * n) for n in (1, 2, 3)} == predictions.LARGE
     assert {op.function for op in OPS.values()} - set(predictions.LISTS) == {"accumulate_"}

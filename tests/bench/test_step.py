@@ -35,7 +35,8 @@ def problem(size: Size = TINY) -> tuple[list[Tensor], Gradients]:
     return initial_weights(size.shapes), Gradients(size.shapes)
 
 
-# ---- the registry ------------------------------------------------------------------------------------------------------
+# ---- the registry
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,8 @@ def test_gradients_move_and_change_from_pass_to_pass() -> None:
     assert gradients.tensors(0)[0].data_ptr() != gradients.tensors(2)[0].data_ptr()
 
 
-# ---- the gate ----------------------------------------------------------------------------------------------------------
+# ---- the gate
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.of_each_kind
@@ -145,7 +147,8 @@ def test_a_wrong_contender_gets_a_reason_and_no_time(name: str) -> None:
     assert "wrong" in str(report.markdown(record_of(result)))
 
 
-# ---- what is counted ---------------------------------------------------------------------------------------------------
+# ---- what is counted
+# ---------------------------------------------------------------------------------------------------
 
 
 class Sleepy:
@@ -216,12 +219,14 @@ def test_memory_is_the_peak_of_state_and_temporaries() -> None:
     assert per_parameter(Hungry) - plain == pytest.approx(4.0 * (2 + 3), abs=0.1)
 
 
-# ---- results -----------------------------------------------------------------------------------------------------------
+# ---- results
+# -----------------------------------------------------------------------------------------------------------
 
 
 def record_of(*results: dict[str, Any]) -> dict[str, Any]:
     environment = {
-        "command": "python -m bench.step --made-up", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef+changes",
+        "command": "python -m bench.step --made-up", "date": "2031-02-03T00:00:00+00:00",
+        "commit": "0123456789abcdef+changes",
         "machine": {"cpu": "a CPU", "cores": 2, "caches": {"L1": "32K"}, "memory_gib": 4.0},
         "versions": {"python": "3.11", "torch": "2.13", "pytorch-optimizer": "4.1.0"},
     }  # fmt: skip
@@ -312,7 +317,8 @@ def test_results_that_are_there_survive_a_failure(tmp_path: Path, monkeypatch: p
     assert json.loads(before[report.JSON])["results"]
 
 
-# ---- what is published -------------------------------------------------------------------------------------------------
+# ---- what is published
+# -------------------------------------------------------------------------------------------------
 
 RESULTS = ROOT / "bench" / "results" / report.JSON
 

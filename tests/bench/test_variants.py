@@ -30,7 +30,8 @@ def test_the_cases_are_those_that_decide() -> None:
 
 
 def test_predictions_follow_from_bytes_and_launches() -> None:
-    """Many rows: 12 bytes of 16 (of 13.6 from the cache) and a launch less; a few rows leave most of the device idle."""
+    """Many rows: 12 bytes of 16 (of 13.6 from the cache) and a launch less; a few rows leave most of the device
+    idle."""
     one_read = {c.name: c.predict(c.kernels.size, H200) for c in CASES}
     assert 0.72 < one_read["one read, 400 rows of 50 k"] < 0.78 < one_read["one read, 100 rows of 50 k"] < 0.85
     assert one_read["one read, 1 row of 50 k"] > 2 > one_read["one read, 32 rows of 50 k"] > 1

@@ -1,4 +1,5 @@
-"""The kernels of bench/variants, compiled by nvcc for every architecture that is shipped, and what their machine code says."""
+"""The kernels of bench/variants, compiled by nvcc for every architecture that is shipped, and what their machine code
+says."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def test_accesses_of_128_bits(kernels: list[Kernel]) -> None:
 
 
 def test_one_read_keeps_loads_under_way(kernels: list[Kernel]) -> None:
-    """A sweep's four packs of gradients before the first is put into shared memory, and the first weights before the block waits."""
+    """A sweep's four packs of gradients before the first is put into shared memory, and the first weights before the
+    block waits."""
     for kernel in (k for k in kernels if k.name == "one_read"):
         loads, kept, read = kernel.at("LDG.E.128"), kernel.at("STS.128"), kernel.at("LDS.128")
         assert len(loads) == 6 and len(kept) == 4 and len(read) >= 2, kernel

@@ -1,5 +1,6 @@
-"""The kernels of bench/variants, run on the CPU by the emulation: the same bits as the emulated kernels of the library, and within the
-tolerance of the reference; and their benchmark. That `fixed_pairs` fails when an error is put into the kernel: test_variants_seeded.py."""
+"""The kernels of bench/variants, run on the CPU by the emulation: the same bits as the emulated kernels of the library,
+and within the tolerance of the reference; and their benchmark. That `fixed_pairs` fails when an error is put into the
+kernel: test_variants_seeded.py."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Built:
 
 @pytest.fixture(scope="module", params=["as-it-is", "small"])
 def built(request: pytest.FixtureRequest, folder: Path) -> Built:
-    """The kernels as they are, and with what only large models meet: chunks of several sweeps, calls of several launches."""
+    """The kernels as they are, and with what only large models meet: chunks of several sweeps, calls of several
+    launches."""
     small = request.param == "small"
     changes = SMALL if small else emulated.NONE
     emulation = emulated.loaded(
@@ -144,7 +146,8 @@ LAYOUTS = ([33, 0, 4096, 5, 4097, 0], [8193, 1], [2047], [1], [1 + 977 * i % 503
 
 
 def fixed_pairs(one_read: OneRead, today: ModuleType | None = None) -> None:
-    """A few cases whose layouts meet every branch of the indexing: empty, odd and unaligned segments, one row and several."""
+    """A few cases whose layouts meet every branch of the indexing: empty, odd and unaligned segments, one row and
+    several."""
     for shift, rows, order in ((0, 1, 0), (0, 3, 1), (1, 2, 2)):
         emulated.order(one_read.loaded, 1 - order % 2, order)
         for lengths in LAYOUTS:

@@ -1,4 +1,5 @@
-"""Errors put into a copy of the variants, one at a time, must turn their emulated cases red (see `test_variants_emulated.py`)."""
+"""Errors put into a copy of the variants, one at a time, must turn their emulated cases red (see
+`test_variants_emulated.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The folder of a Hugging Face `kernels` package (`tools/hub_kernel.py`), and the package loaded from disk by that library."""
+"""The folder of a Hugging Face `kernels` package (`tools/hub_kernel.py`), and the package loaded from disk by that
+library."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ else:
 
 PYTHON = os.environ.get("FASTSAM_HUB")  # of an environment that has `kernels`; make test-hub-kernel sets it
 
-# The ops of the package beside those of `native`, bit for bit; run where this repository's folder `kernels` is not found in the library's place.
+# The ops of the package beside those of `native`, bit for bit; run where this repository's folder `kernels` is not
+# found in the library's place.
 USE = """
 import sys
 from pathlib import Path

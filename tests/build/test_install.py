@@ -61,7 +61,8 @@ def use(python: Path, cwd: Path, **settings: str) -> dict:
     return seen
 
 
-# A user's script, of the kind that `mypy --strict` has nothing to say about when the libraries are typed. What it reveals is in `TYPES`.
+# A user's script, of the kind that `mypy --strict` has nothing to say about when the libraries are typed. What it
+# reveals is in `TYPES`.
 TYPED = """
 import torch
 from torch import Tensor, nn

@@ -69,7 +69,8 @@ def test_pure_wheel_holds_every_module_and_every_source(checkout: Path, tmp_path
         if p.is_file()
     }
     assert modules | sources <= names(wheel)
-    # Without it a type checker takes no notice of a package's annotations, and the metadata promises them ("Typing :: Typed").
+    # Without it a type checker takes no notice of a package's annotations, and the metadata promises them ("Typing ::
+    # Typed").
     assert {"fastsam/py.typed", "fastsam_kernels/py.typed"} <= names(wheel)
     packages = {name.split("/")[0] for name in names(wheel)}
     assert {p for p in packages if not p.endswith(".dist-info")} == {"fastsam", "fastsam_kernels"}

@@ -1,4 +1,5 @@
-"""Builds in a folder that several processes share, as the tests' workers do: one after the other, or one compiles what another is writing."""
+"""Builds in a folder that several processes share, as the tests' workers do: one after the other, or one compiles what
+another is writing."""
 
 from __future__ import annotations
 

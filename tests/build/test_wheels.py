@@ -70,7 +70,8 @@ def test_the_workflow_builds_for_what_the_metadata_promise_and_publishes_without
 @pytest.mark.skipif(sys.platform != "linux", reason="the libraries are built on Linux")
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_the_wheels_work_where_there_is_no_compiler(tmp_path: Path) -> None:
-    """All three are made; the compiled one, in a fresh environment whose PATH has no program but its own, serves `native`."""
+    """All three are made; the compiled one, in a fresh environment whose PATH has no program but its own, serves
+    `native`."""
     require_pip_and_setuptools()
     for name in ("build", "auditwheel"):
         pytest.importorskip(name, reason=f"{name} is not installed: the extra `dev` has it")

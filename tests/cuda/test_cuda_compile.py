@@ -1,6 +1,7 @@
 """The CUDA library, compiled by nvcc for every architecture that is shipped, and what its machine code says.
 
-No GPU is needed: nvcc compiles without one, and `cuobjdump` (which Triton's package carries) reads registers, memory and instructions.
+No GPU is needed: nvcc compiles without one, and `cuobjdump` (which Triton's package carries) reads registers, memory
+and instructions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed"),
 ]
 ARCHS = toolchain.CUDA_ARCHS
-# Registers a thread may use: 64 of them leave room for 1,024 threads per multiprocessor, 40 for 1,536, 32 for all 2,048.
+# Registers a thread may use: 64 of them leave room for 1,024 threads per multiprocessor, 40 for 1,536, 32 for all
+# 2,048.
 BOUNDS = {"perturb": 72} | dict.fromkeys(
     (
         *("stochastic", "dual_norm", "dual_perturb", "inner", "norm", "update_norm", "restore", "accumulate"),
@@ -35,8 +37,8 @@ BOUNDS = {"perturb": 72} | dict.fromkeys(
 BOUNDS["update_rmsprop"] = 80  # three fields
 # With g1, q and shift beside several fields: six or more streams, of which two blocks keep enough under way.
 WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sgd", "lion")), 128
-# A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision, the general form (sm_100) of
-# RMSprop, and of bSAM, which has no use for it.
+# A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision,
+# the general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
 SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("adam", "rmsprop")}
 SPILLED |= {(f"update_{rule}", "ffLb1E"): 8 for rule in ("rmsprop", "bsam")}
 BYTES = {
@@ -89,7 +91,8 @@ def parse(name: str, arch: str) -> Kernel | None:
 
 @pytest.fixture(scope="module")
 def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libfastsam_cuda.so. Where pytest has a cache the objects are kept in it, so that only what changed is compiled."""
+    """libfastsam_cuda.so. Where pytest has a cache the objects are kept in it, so that only what changed is
+    compiled."""
     cache = getattr(request.config, "cache", None)
     work = Path(cache.mkdir("cuda-build")) if cache else tmp_path_factory.mktemp("objects")
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +188,8 @@ def test_no_local_memory_and_few_registers(kernels: list[Kernel]) -> None:
     ],
 )
 def test_accesses_of_128_bits(kernels: list[Kernel], op: str, types: str, turns: int) -> None:
-    """As many wide loads and stores as the operands and turns of a sweep ask for; all to global memory, none generic."""
+    """As many wide loads and stores as the operands and turns of a sweep ask for; all to global memory, none
+    generic."""
     loads, stores = (bytes_ // 4 * turns for bytes_ in BYTES[op])
     for kernel in of(kernels, op, types):
         assert kernel.count("LDG.E.128", "LDG.E.EF.128") >= loads, kernel
@@ -202,7 +206,8 @@ def test_loads_come_before_the_barrier(kernels: list[Kernel]) -> None:
         assert sum(i < barriers[0] for i in wide) == len(wide) == 4
 
 
-# Instructions of the float kernels on sm_90, as nvcc 13.0 makes them: searching the table, making the rule, wide and narrow accesses, tail.
+# Instructions of the float kernels on sm_90, as nvcc 13.0 makes them: searching the table, making the rule, wide and
+# narrow accesses, tail.
 INSTRUCTIONS = {
     ("norm", "fLb0E"): 464,
     ("perturb", "ffLb1E"): 632,
@@ -222,6 +227,7 @@ def test_code_does_not_grow(kernels: list[Kernel]) -> None:
 
 @needs_cuobjdump
 def test_no_contraction(kernels: list[Kernel]) -> None:
-    """A multiplication and an addition stay two roundings, as on the CPU: restore has none, and perturb none outside the division."""
+    """A multiplication and an addition stay two roundings, as on the CPU: restore has none, and perturb none outside
+    the division."""
     for kernel in of(kernels, "norm", "fLb0E"):
         assert kernel.count("FFMA", "DFMA") == 0

@@ -1,4 +1,5 @@
-"""The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole steps of `FusedSAM`."""
+"""The direct way to the CUDA kernels (`raw_calls.CudaCalls`), emulated: the bits and the launches of the ops, and whole
+steps of `FusedSAM`."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_step_has_the_bits_of_the_ops(
 def test_weights_that_are_perturbed_apart_and_updated_in_place(
     direct: Emulation, dtype: torch.dtype, adaptive: bool, lent: bool
 ) -> None:
-    """The bits of the step that saves them, twice; the weights' own memory is not written before the update, and that does not read the others."""
+    """The bits of the step that saves them, twice; the weights' own memory is not written before the update, and that
+    does not read the others."""
     columns = hyper(ADAPTIVE=float(adaptive), ETA=0.1)
     saving, o = Operands(dtype, False), Operands(dtype, False)
     plain, calls = (
@@ -148,7 +150,8 @@ def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
 def test_steps_of_an_optimizer(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, base: type[torch.optim.Optimizer]
 ) -> None:
-    """The CUDA kernels add up in another order than the CPU's: the same weights up to rounding, with a parameter that has no gradient too."""
+    """The CUDA kernels add up in another order than the CPU's: the same weights up to rounding, with a parameter that
+    has no gradient too."""
     found = []
     for straight in (False, True):
         if straight:
@@ -253,7 +256,8 @@ def test_the_stream_of_every_call_is_the_current_one(
 
 
 def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tickets that a graph fills with zeros when it is replayed are none before; so the ops serve, until a call outside of captures."""
+    """Tickets that a graph fills with zeros when it is replayed are none before; so the ops serve, until a call outside
+    of captures."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()

@@ -1,4 +1,5 @@
-"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and what is particular to the kernels.
+"""The CUDA kernels, run on the CPU by an emulation (see `emulated.py`): every test of the ops, and what is particular
+to the kernels.
 
 That tests like these fail when an error is put into the kernels: test_cuda_seeded.py.
 """
@@ -90,7 +91,8 @@ def test_ops_in_several_launches_and_another_order(
     [(1, 4, 4096), (62, 4, 4096), (65, 4, 32764), (500, 4, 32764), (600, 7, 32764)],
 )
 def test_launches_per_step(emulation: Emulation, segments: int, launches: int, bytes_: int) -> None:
-    """norm, perturb, restore, update: one launch each, whatever the number of tensors, up to what a kernel's argument holds."""
+    """norm, perturb, restore, update: one launch each, whatever the number of tensors, up to what a kernel's argument
+    holds."""
     emulation.order(0, 0)
     case = case_of([1 + i % 40 for i in range(segments)], rows=2)
     before = emulation.count("launches")
@@ -114,7 +116,8 @@ def test_small_segments_share_blocks(emulation: Emulation) -> None:
 
 @pytest.mark.parametrize("order", [0, 1, 7])
 def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) -> None:
-    """Segments that share blocks, and the same with zeros behind them, which have blocks of their own: the same bits, in every op that adds up."""
+    """Segments that share blocks, and the same with zeros behind them, which have blocks of their own: the same bits,
+    in every op that adds up."""
     emulation.order(order, order % 2)
     kernels, sums = emulation.backend.load(), []
     shared = case_of([-(-length // 4) * 4 for length in SMALL_CLIENT], rows=2)
@@ -158,7 +161,8 @@ def test_a_row_without_elements_is_finished(emulation: Emulation) -> None:
 
 
 def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
-    """An adaptive group needs the weights; the device cannot raise, so the norm is NaN, with which nothing is perturbed."""
+    """An adaptive group needs the weights; the device cannot raise, so the norm is NaN, with which nothing is
+    perturbed."""
     hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
     hyper[..., Column.ADAPTIVE] = 1.0
     sumsq = torch.zeros(1, dtype=torch.float64)
@@ -168,7 +172,8 @@ def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
 
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"no compiled kernels: {native.why_not('cpu')}")
 def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
-    """Both take their arithmetic from csrc/math.h and csrc/rules, and neither contracts a multiplication and an addition."""
+    """Both take their arithmetic from csrc/math.h and csrc/rules, and neither contracts a multiplication and an
+    addition."""
 
     @explore(emulation.backend)
     @given(cases())

@@ -1,4 +1,5 @@
-"""Row programs as a CUDA kernel, run on the CPU by an emulation: the bits of the CPU's row programs, errors that are found, and nvcc's report."""
+"""Row programs as a CUDA kernel, run on the CPU by an emulation: the bits of the CPU's row programs, errors that are
+found, and nvcc's report."""
 
 from __future__ import annotations
 
@@ -68,8 +69,8 @@ def test_an_epoch_has_the_bits_of_the_cpu(emulation: Emulation, name: str) -> No
 
 @pytest.mark.parametrize("batch", [13, pytest.param(29, marks=pytest.mark.slow)])
 def test_lines_whose_order_is_that_of_16_lanes(emulation: Emulation, batch: int) -> None:
-    """Sums over 8 to 15 and over 24 or more neighbours (biases' gradients, losses) have the bits of AVX-512; two steps of others are as near as
-    so many roundings leave them."""
+    """Sums over 8 to 15 and over 24 or more neighbours (biases' gradients, losses) have the bits of AVX-512; two steps
+    of others are as near as so many roundings leave them."""
     expected = epoch((17, 9, 5), batch, sam=False)
     emulation.order(0, 0)
     with emulated_programs():
@@ -116,7 +117,8 @@ def test_rows_of_unequal_steps_are_one_launch(emulation: Emulation, steps: tuple
 def test_unlike_clients_train_in_one_launch(
     emulation: Emulation, monkeypatch: pytest.MonkeyPatch, method: str, slots: int
 ) -> None:
-    """Neighbours or not (rows between them whose last batch is smaller): the bits of clients that train by themselves, in fewer launches."""
+    """Neighbours or not (rows between them whose last batch is smaller): the bits of clients that train by themselves,
+    in fewer launches."""
     emulation.order(0, 0)
     options = {"momentum": 0.3, "clip_norm": 0.05}
     expected, joined, train_ = trained(method, slots, **options), list[int](), RowPass.train_
@@ -128,7 +130,8 @@ def test_unlike_clients_train_in_one_launch(
 
 
 def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulation) -> None:
-    """A kernel cannot raise: a label that is no class, and a place that is no sample, are seen in that row's loss, and in no other."""
+    """A kernel cannot raise: a label that is no class, and a place that is no sample, are seen in that row's loss, and
+    in no other."""
     emulation.order(0, 0)
     with emulated_programs():
         found, form, x, y = known_pass((12, 9, 4), 5)
@@ -163,19 +166,33 @@ def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
 KERNEL, LINES = "cuda/rowprograms.cu", "cuda/lines.cuh"
 ERRORS = {
     "none": {},
-    "barrier of an instruction": {KERNEL: [("      elements(op, at);\n    }\n    __syncthreads();", "      elements(op, at);\n    }")]},
-    "barrier of a turned matrix": {LINES: [("    }\n    __syncthreads();\n  }\n  const float* b =", "    }\n  }\n  const float* b =")]},
-    "stride": {LINES: [("step * op.b.stride[0] + column * op.b.stride[1]", "step * op.b.stride[1] + column * op.b.stride[0]")]},
+    "barrier of an instruction": {
+        KERNEL: [("      elements(op, at);\n    }\n    __syncthreads();", "      elements(op, at);\n    }")]
+    },
+    "barrier of a turned matrix": {
+        LINES: [("    }\n    __syncthreads();\n  }\n  const float* b =", "    }\n  }\n  const float* b =")]
+    },
+    "stride": {
+        LINES: [
+            (
+                "step * op.b.stride[0] + column * op.b.stride[1]",
+                "step * op.b.stride[1] + column * op.b.stride[0]",
+            )
+        ]
+    },
     "last rows of a product": {LINES: [("if (top + r >= m) break;", "if (top + r + 1 >= m) break;")]},
     "bias": {LINES: [("column * op.c.stride[1]] + sum[r]", "column * op.c.stride[0]] + sum[r]")]},
     "rounding of a product": {LINES: [("fmaf(left[row[r]], factor, sum[r])", "left[row[r]] * factor + sum[r]")]},
-    "order of a norm": {KERNEL: [("(s[lane] + s[lane + 16]) + (s[lane + 32]", "(s[lane] + s[lane + 32]) + (s[lane + 16]")]},
+    "order of a norm": {KERNEL: [("(s[lane] + s[lane + 16]) + (s[lane + 32]",
+        "(s[lane] + s[lane + 32]) + (s[lane + 16]")]},
     "rest of a norm": {KERNEL: [("for (int i = whole; i < count; ++i)", "for (int i = whole + 1; i < count; ++i)")]},
-    "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();", "    lanes[threadIdx.x] = sum;")]},
+    "barrier of a norm": {KERNEL: [("    lanes[threadIdx.x] = sum;\n    __syncthreads();",
+        "    lanes[threadIdx.x] = sum;")]},
     "row": {KERNEL: [("places = p.wanted + r.row * p.wanted_row", "places = p.wanted + p.wanted_row")]},
     "steps of its own": {KERNEL: [("p.steps : p.own_steps[r.row]", "p.steps : p.own_steps[0]")]},
     "step": {KERNEL: [("static_cast<int64_t>(step) * p.batch", "static_cast<int64_t>(step) * p.features")]},
-    "what is written back": {KERNEL: [("i < stride; i += kThreads) kept[i] = z[i];", "i < stride / 2; i += kThreads) kept[i] = z[i];")]},
+    "what is written back": {KERNEL: [("i < stride; i += kThreads) kept[i] = z[i];",
+        "i < stride / 2; i += kThreads) kept[i] = z[i];")]},
 }  # fmt: skip
 CHEAP = ("none", "barrier of an instruction", "order of a norm")  # the others: `make test-slow`
 SCRIPT = """
@@ -209,10 +226,12 @@ def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
 @pytest.mark.skipif(toolchain.find_nvcc() is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", toolchain.CUDA_ARCHS)
 def test_registers_and_shared_memory(arch: str, tmp_path: Path) -> None:
-    """128 registers, with which two blocks fit a multiprocessor; nothing in local memory; shared memory is what the launch asks for."""
+    """128 registers, with which two blocks fit a multiprocessor; nothing in local memory; shared memory is what the
+    launch asks for."""
     source = build.csrc() / "cuda" / "rowprograms.cu"
     argv = [
-        str(toolchain.find_nvcc()), *build.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v", "-c",
+        str(toolchain.find_nvcc()), *build.NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xptxas=-v",
+        "-c",
         str(source), "-o", str(tmp_path / "rows.o"),
     ]  # fmt: skip
     said = subprocess.run(argv, capture_output=True, text=True, check=True).stderr

@@ -84,7 +84,8 @@ test_cuda_seeded.fixed_steps(Emulation(Path(sys.argv[1])))
 
 
 def fixed_steps(emulation: Emulation) -> None:
-    """A few steps whose layouts meet every branch of the indexing; of the last, three blocks have a small segment for each warp."""
+    """A few steps whose layouts meet every branch of the indexing; of the last, three blocks have a small segment for
+    each warp."""
     assert emulation.walk([33, 0, 4096, 5, 4097, 100_000], 4, 2, 4) == -1
     for shift, rows, order in ((0, 1, 0), (0, 2, 1), (1, 2, 1)):
         emulation.order(1 - order, order)
@@ -98,7 +99,8 @@ def fixed_steps(emulation: Emulation) -> None:
 
 
 def sums_per_row(kernels: ModuleType, case: Case) -> None:
-    """All ops that add up, twice each into the same memory: the second call finds the tickets that the first one left."""
+    """All ops that add up, twice each into the same memory: the second call finds the tickets that the first one
+    left."""
     hyper, memory = case.hyper(ADAPTIVE=0.0), Memory(case, "cpu")
     values = {name: case.values(name) for name in ("grads", "weights", "mu", "s", "z")}
     grads, weights, z = (memory.operand(name, values[name]) for name in ("grads", "weights", "z"))
@@ -165,7 +167,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("error", [pytest.param(e, marks=() if e in CHEAP else pytest.mark.slow) for e in ERRORS])
 def test_a_seeded_error_is_found(folder: Path, error: str) -> None:
-    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must turn the steps red."""
+    """An index off by one, a missing barrier, a wrong sum: put into a copy of the sources, each must turn the steps
+    red."""
     changes = ERRORS[error]
     if any(not name.endswith(".cu") for name in changes):
         changes = emulated.ONLY_FLOAT | changes

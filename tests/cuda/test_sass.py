@@ -1,5 +1,6 @@
-"""Machine code of the float32 kernels for sm_80, sm_90 and sm_100, seen without a GPU: 128-bit accesses, nothing in local memory, registers
-within bounds, and as many instructions per element as were recorded (`python -m tests.helpers.sass --record` after a change that is meant)."""
+"""Machine code of the float32 kernels for sm_80, sm_90 and sm_100, seen without a GPU: 128-bit accesses, nothing in
+local memory, registers within bounds, and as many instructions per element as were recorded
+(`python -m tests.helpers.sass --record` after a change that is meant)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def of(codes: Table, kind: str, op: str) -> list[Code]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", CUDA)
 def test_accesses_of_128_bits(codes: Table, kind: str, op: str) -> None:
-    """As many wide loads and stores per element as the op has operands: nothing is read or written in smaller pieces on this way."""
+    """As many wide loads and stores per element as the op has operands: nothing is read or written in smaller pieces on
+    this way."""
     registry = OPS[op.replace("_sgd", "")]
     for code in of(codes, kind, op):
         packs = code.elements // 4

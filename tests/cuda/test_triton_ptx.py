@@ -1,4 +1,5 @@
-"""What the Triton kernels become for an H100 (sm_90), seen without one: 128-bit accesses, nothing spilled, nothing approximated."""
+"""What the Triton kernels become for an H100 (sm_90), seen without one: 128-bit accesses, nothing spilled, nothing
+approximated."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def test_every_access_of_a_whole_chunk_has_128_bits(found: dict, kernel: str, re
 
 
 def test_every_access_of_the_limbs_has_128_bits(found: dict) -> None:
-    """Four elements per thread: of a row and the base, and of two limbs of 64 bits that are read and written once for all rows."""
+    """Four elements per thread: of a row and the base, and of two limbs of 64 bits that are read and written once for
+    all rows."""
     counts = found["accumulate_kernel fp32 flat"]
     assert (counts["wide_loads"], counts["wide_stores"]) == (1 + 1 + 2 + 2, 2 + 2)
 
@@ -95,7 +97,8 @@ def test_nothing_spilled_fused_or_approximated(found: dict) -> None:
 
 
 def test_no_atomics_but_the_ticket_of_a_row(found: dict) -> None:
-    """An integer, taken with release and acquire: the last program sees what the others stored. Other atomics would add in any order."""
+    """An integer, taken with release and acquire: the last program sees what the others stored. Other atomics would add
+    in any order."""
     for kernel, counts in found.items():
         takes = kernel.split()[0] in (
             "norm_kernel",

@@ -9,8 +9,9 @@ from fastsam.fed.executors import auto
 
 @pytest.fixture(autouse=True)
 def a_short_run_is_sequential(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a test names no executor, clients train one after the other: recording passes for stacked clients takes longer than the few rounds
-    of these runs. tests/fed/executors has every algorithm and option on every executor, and the rule itself.
+    """Where a test names no executor, clients train one after the other: recording passes for stacked clients takes
+    longer than the few rounds of these runs. tests/fed/executors has every algorithm and option on every executor, and
+    the rule itself.
     """
     if request.path.parent.name != "executors":
         monkeypatch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))

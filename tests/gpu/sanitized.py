@@ -1,7 +1,7 @@
 """Every compiled CUDA kernel once on small, ragged operands: what compute-sanitizer is run on.
 
-`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized.py` (every tensor is then an
-allocation of its own, so that an access beyond its end is seen).
+`PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized.py` (every tensor is then
+an allocation of its own, so that an access beyond its end is seen).
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def variants(path: Path) -> None:
 
 
 def row_programs() -> None:
-    """Passes and epochs of dense clients, in shared memory and in memory of the blocks' own, with partial batches and labels that do not count."""
+    """Passes and epochs of dense clients, in shared memory and in memory of the blocks' own, with partial batches and
+    labels that do not count."""
     clients = [(torch.randn(n, 64), torch.randint(10, (n,))) for n in (20, 20, 7)]
     clients[0][1][3] = -100
     for hidden in (32, 700):

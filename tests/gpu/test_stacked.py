@@ -16,7 +16,8 @@ from tests.helpers.gpu_step import DEVICE
 
 
 def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged clients, whose rows are gathered and put back; from the second round on, when every shape has been recorded and compared."""
+    """Ragged clients, whose rows are gathered and put back; from the second round on, when every shape has been
+    recorded and compared."""
     own, rounds = Vmap._tick, [0]
 
     def tick(self: Vmap, crews: list) -> None:
@@ -30,7 +31,8 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.Mon
     # in the third step the first and the last have whole batches
     clients = oracle.ragged_clients(torch.float32, (15, 12, 9))
     fed.run(
-        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=4, batch_size=5, participation=1.0, device=DEVICE,
+        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=4, batch_size=5, participation=1.0,
+        device=DEVICE,
         executor="vmap", slots=3, local_epochs=2, progress=lambda record: rounds.__setitem__(0, rounds[0] + 1),
     )  # fmt: skip
     assert rounds == [4]
@@ -42,7 +44,8 @@ def test_no_step_of_stacked_clients_waits_for_the_device(monkeypatch: pytest.Mon
 def test_row_programs_agree_with_those_of_the_cpu(
     algorithm: fed.Algorithm, hidden: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shared memory, and in memory of the blocks' own: every product has the CPU's bits, sums over a batch may have another order."""
+    """In shared memory, and in memory of the blocks' own: every product has the CPU's bits, sums over a batch may have
+    another order."""
     own, taken = RowPass.train_, []
     monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
     draw, weights = torch.Generator().manual_seed(0), []

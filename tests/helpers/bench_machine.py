@@ -1,4 +1,5 @@
-"""A small machine for the tests of the kernel benchmark: it may say that it has a GPU, and it has no results to publish."""
+"""A small machine for the tests of the kernel benchmark: it may say that it has a GPU, and it has no results to
+publish."""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ class Small(Machine):
 
 def record_of(**changed: Any) -> dict[str, Any]:
     environment = {
-        "command": "python -m bench.kernels --made-up", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef+changes",
-        "machine": {"cpu": "a CPU", "gpus": ["a GPU"]}, "versions": {"python": "3.11", "torch": "2.13", "triton": "3.6"},
+        "command": "python -m bench.kernels --made-up", "date": "2031-02-03T00:00:00+00:00",
+        "commit": "0123456789abcdef+changes",
+        "machine": {"cpu": "a CPU", "gpus": ["a GPU"]},
+        "versions": {"python": "3.11", "torch": "2.13", "triton": "3.6"},
     }  # fmt: skip
     base = {"kind": kernel_report.KIND, "environment": environment, "device": "cpu", "threads": 1}
     return base | {"ops": [], "steps": [], "left_out": []} | changed

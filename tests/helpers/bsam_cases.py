@@ -23,7 +23,8 @@ def bsam(steps: int, dtype: torch.dtype = torch.float64, sam: BSAM | None = None
 
 
 def paper(steps: int, rho: float = RHO, samples: float = SAMPLES, maximize: bool = False) -> tuple[Tensor, Tensor]:
-    """Moellenhoff and Khan 2023, line by line: the weights and the scale after so many steps. The numbers are drawn as the variant says."""
+    """Moellenhoff and Khan 2023, line by line: the weights and the scale after so many steps. The numbers are drawn as
+    the variant says."""
     start, loss = problem()
     sign = -1 if maximize else 1
 

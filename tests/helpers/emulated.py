@@ -1,7 +1,8 @@
-"""The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, offered as a backend.
+"""The CUDA kernels on the CPU: csrc/cuda compiled as plain C++ against `emulation/cuda_runtime.h`, offered as a
+backend.
 
-It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a fiber per
-thread. What it cannot show is what only the hardware has: blocks that run at the same time, and speed.
+It is the code that nvcc compiles, from the registration of the ops down to the last index, run block by block with a
+fiber per thread. What it cannot show is what only the hardware has: blocks that run at the same time, and speed.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def compile_library(
     changes
         Replaces texts of sources (named as below csrc/) by others: `{file: [(old, new)]}`.
     ready
-        A folder with an emulation of the sources as they are. Its registration (the slow part) serves this one too, and where no header
-        changes all objects but those of the changed sources.
+        A folder with an emulation of the sources as they are. Its registration (the slow part) serves this one too, and
+        where no header changes all objects but those of the changed sources.
     fast
         As compilers make code for the host of a GPU, without checks.
     """
@@ -121,7 +122,8 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
 
 
 def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Changes = NONE) -> Path:
-    """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's sources."""
+    """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's
+    sources."""
     changes = {**changes, "one_read.cu": [(SHARED, ON_HOST), *changes.get("one_read.cu", ())]}
     with toolchain.locked(folder):
         copy_sources(build.csrc(), folder / "csrc", csrc_changes)
@@ -178,7 +180,8 @@ class Emulation:
         order(self._library, blocks, threads)
 
     def walk(self, lengths: Sequence[int], width: int, turns: int, enough: int) -> int:
-        """-1 when the kernels' walk over segments of these lengths meets every element once, else an element for which it does not."""
+        """-1 when the kernels' walk over segments of these lengths meets every element once, else an element for which
+        it does not."""
         counts = torch.zeros(sum(lengths) + 1, dtype=torch.uint8)
         function = self._library.emulation_walk
         function.restype = ctypes.c_int64
@@ -195,7 +198,8 @@ class Emulation:
         )
 
     def count(self, name: str) -> int:
-        """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded; last_stream (its address)."""
+        """launches, blocks, largest_argument (bytes), misaligned or out_of_bounds (accesses), since it was loaded;
+        last_stream (its address)."""
         return count(self._library, name)
 
 
@@ -219,8 +223,8 @@ _LOADED: dict[str, Emulation] = {}
 
 
 def loaded(folder: Path, changes: Changes = NONE, namespace: str = NAMESPACE) -> Emulation:
-    """The emulation with these changes, built in `folder`; the one of a process where several test modules ask for it: torch takes a
-    namespace's registration once."""
+    """The emulation with these changes, built in `folder`; the one of a process where several test modules ask for it:
+    torch takes a namespace's registration once."""
     if namespace not in _LOADED:
         _LOADED[namespace] = Emulation(compile_library(folder, changes, namespace=namespace), namespace)
     return _LOADED[namespace]

@@ -1,4 +1,5 @@
-"""Local epochs by row programs, of the CPU and of emulated CUDA kernels (see `emulated.py`), and what tells one from the other."""
+"""Local epochs by row programs, of the CPU and of emulated CUDA kernels (see `emulated.py`), and what tells one from
+the other."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
     for rows in [slice(0, ROWS)] if joined else [slice(i, i + 1) for i in range(ROWS)]:
         count = max(steps[rows])
         found.program.steps_(
-            [leaf[rows] for leaf in form.leaves], found.others, x, y, wanted[rows, : 5 * count].contiguous(), 5, form.z[rows], None,
+            [leaf[rows] for leaf in form.leaves], found.others, x, y, wanted[rows, : 5 * count].contiguous(), 5,
+            form.z[rows], None,
             form.layout.table, form.hyper[rows], losses[rows], steps=torch.tensor(steps) if joined else None,
         )  # fmt: skip
     return [form.z.detach().clone(), losses]
@@ -85,7 +87,8 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
 def epoch(
     widths: Sequence[int], batch: int, activation: Callable[[], nn.Module] = nn.ReLU, sam: bool = True
 ) -> list[Tensor]:
-    """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and clipping; else plain SGD."""
+    """All that two local steps write: with `sam` an adaptive perturbation, both gradients, momentum, q, a shift and
+    clipping; else plain SGD."""
     found, form, x, y = known_pass(widths, batch, activation)
     draw = torch.Generator().manual_seed(1)
     hyper = torch.zeros_like(form.hyper)
@@ -129,7 +132,8 @@ def same_uneven_epochs(emulation: Emulation, namespace: str) -> None:
 
 
 def fixed_epochs(emulation: Emulation, namespace: str = emulated.NAMESPACE) -> None:
-    """A few epochs that meet every branch: a product of tiles and one of elements, a matrix that is turned, pieces of more and fewer than 64."""
+    """A few epochs that meet every branch: a product of tiles and one of elements, a matrix that is turned, pieces of
+    more and fewer than 64."""
     same_epochs(emulation, namespace, (64, 32, 10), 16)
     same_epochs(emulation, namespace, (7, 5, 3), 5)
     same_uneven_epochs(emulation, namespace)

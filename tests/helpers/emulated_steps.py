@@ -1,4 +1,5 @@
-"""A whole SAM step of emulated CUDA kernels against the reference, and small inputs that meet what otherwise only large models meet."""
+"""A whole SAM step of emulated CUDA kernels against the reference, and small inputs that meet what otherwise only large
+models meet."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from fastsam_kernels import reference
 from tests.helpers.emulated import Emulation
 from tests.helpers.op_cases import Case, Memory, close, same_bits
 
-# With these the inputs of the tests, which are small, meet what otherwise only large models meet: a chunk of several sweeps, a call of
-# several launches, and calls that find no free tickets.
+# With these the inputs of the tests, which are small, meet what otherwise only large models meet: a chunk of several
+# sweeps, a call of several launches, and calls that find no free tickets.
 SMALL = {
     "index.h": [("elements > enough * chunk", "elements > chunk / 2")],
     "cuda/common.cuh": [

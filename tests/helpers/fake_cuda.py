@@ -1,8 +1,10 @@
-"""A stand-in for CUDA on the CPU: streams that know what is ordered after what, graphs that notice what a real replay would not see.
+"""A stand-in for CUDA on the CPU: streams that know what is ordered after what, graphs that notice what a real replay
+would not see.
 
-Everything runs at once, in the order of the calls, so results say nothing about order. `Watch` does: it sees every operation of the
-dispatcher (with the backend "reference" that is all of them), on which stream it is, and which memory it reads and writes. Accesses to one
-memory from two streams must be ordered by waits (vector clocks); memory is never given back while it watches, so no address is used twice.
+Everything runs at once, in the order of the calls, so results say nothing about order. `Watch` does: it sees every
+operation of the dispatcher (with the backend "reference" that is all of them), on which stream it is, and which memory
+it reads and writes. Accesses to one memory from two streams must be ordered by waits (vector clocks); memory is never
+given back while it watches, so no address is used twice.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class FakeEvent:
 
 
 class Replayed:
-    """Captured work. It is done again at each replay, and must be what it was: operations, memory from outside, shapes and numbers."""
+    """Captured work. It is done again at each replay, and must be what it was: operations, memory from outside, shapes
+    and numbers."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.work, self.trace, self.replays = work, list[Any](), 0
@@ -117,7 +120,8 @@ class _NoWait(TorchDispatchMode):
 
 
 class Watch(TorchDispatchMode):
-    """Raises AssertionError for two accesses to one memory that nothing orders, and for a captured step that waits for the host."""
+    """Raises AssertionError for two accesses to one memory that nothing orders, and for a captured step that waits for
+    the host."""
 
     def __init__(self) -> None:
         super().__init__()

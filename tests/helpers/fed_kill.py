@@ -1,9 +1,9 @@
-"""Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a process of its own, and
-tests/attack/kills.py calls it.
+"""Runs one federated run in forked processes and kills them; tests/fed/rundir/test_checkpoint.py starts this file, in a
+process of its own, and tests/attack/kills.py calls it.
 
     python -m tests.helpers.fed_kill random DIRECTORY KILLS SEED    SIGKILL after random times, resumed until a run ends
-    python -m tests.helpers.fed_kill every DIRECTORY EACH           dies at each EACH-th operation on a file in turn, resumed once
-    python -m tests.helpers.fed_kill interrupt DIRECTORY            SIGINT in mid-round, then resumed
+    python -m tests.helpers.fed_kill every DIRECTORY EACH           dies at each EACH-th operation on a file in turn,
+    resumed once python -m tests.helpers.fed_kill interrupt DIRECTORY            SIGINT in mid-round, then resumed
 
 Prints as JSON the hash of what an undisturbed run leaves, and those of the disturbed ones.
 """
@@ -44,7 +44,8 @@ def train(directory: Path, rounds: int = 9, delay: float = 0.0, dropout: float =
     ]
     algorithm: Any = Scaffold(rho=0.1)
     fed.run(
-        model, data, algorithm, rounds=rounds, local_epochs=2, batch_size=2, lr=0.05, lr_decay=0.9, participation=0.5, momentum=0.5,
+        model, data, algorithm, rounds=rounds, local_epochs=2, batch_size=2, lr=0.05, lr_decay=0.9, participation=0.5,
+        momentum=0.5,
         weighting="samples", test=data[0], buffers="average", run_dir=directory, resume=True, checkpoint_every=2,
         progress=lambda record: time.sleep(delay), **options,
     )  # fmt: skip
@@ -97,7 +98,8 @@ def kill_at_random(directory: Path, kills: int, seed: int) -> list[str]:
 
 
 def dies_at(directory: Path, count: int) -> int:
-    """Dies just before the `count`-th operation on a file of the run directory; returns how many there were, if there were fewer."""
+    """Dies just before the `count`-th operation on a file of the run directory; returns how many there were, if there
+    were fewer."""
     seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,6 +1,8 @@
-"""One rank of a run: `torchrun --nproc-per-node N -m tests.helpers.fed_ranks DIR [KEYWORD=VALUE ...]`; rank 0 prints a hash per algorithm.
+"""One rank of a run: `torchrun --nproc-per-node N -m tests.helpers.fed_ranks DIR [KEYWORD=VALUE ...]`; rank 0 prints a
+hash per algorithm.
 
-KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots, resume, die=RANK:ROUND (that rank kills itself then).
+KEYWORDS: rounds, algorithms (comma-separated, of `ALGORITHMS`), executor, slots, resume, die=RANK:ROUND (that rank
+kills itself then).
 """
 
 from __future__ import annotations

@@ -13,9 +13,10 @@ from fastsam.fed import State
 class Watched:
     """Delegates to `inner`. Nothing is copied: an algorithm does not write what it was handed.
 
-    _servers: the server's states, the first one included. _kept: by client, the rounds that it took part in and its states after them.
-    _steps: every local step. _ends: in the order of training, the round, what a client's row left behind (a `RowEnds` of one), and the
-    server's state that it had received.
+    _servers: the server's states, the first one included. _kept: by client, the rounds that it took part in and its
+    states after them.
+    _steps: every local step. _ends: in the order of training, the round, what a client's row left behind (a `RowEnds`
+    of one), and the server's state that it had received.
     """
 
     def __init__(self, inner: Any) -> None:

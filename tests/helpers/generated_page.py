@@ -17,7 +17,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class GeneratedPage:
-    """`docs/PAGE.md` with the place `<!-- NAME:last -->` ... `<!-- /NAME -->`, and `bench/results/NAME.json`, of the record's own `kind`."""
+    """`docs/PAGE.md` with the place `<!-- NAME:last -->` ... `<!-- /NAME -->`, and `bench/results/NAME.json`, of the
+    record's own `kind`."""
 
     page_name: str
     name: str

@@ -1,7 +1,7 @@
 """Every op on operands that end, or begin, at memory that cannot be touched: `python guard_pages.py BACKEND`.
 
-Run in a process of its own: what goes one element too far, reading or writing, ends it (SIGSEGV). `--beyond read|write` does so on
-purpose. Inside, paddings between the segments are NaN, so that what reads them shows in the results.
+Run in a process of its own: what goes one element too far, reading or writing, ends it (SIGSEGV). `--beyond read|write`
+does so on purpose. Inside, paddings between the segments are NaN, so that what reads them shows in the results.
 """
 
 from __future__ import annotations

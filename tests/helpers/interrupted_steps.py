@@ -71,8 +71,8 @@ class Case:
             backward(self.params, self.time)
 
     def state(self) -> list[torch.Tensor]:
-        """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory of nothing, which are there
-        from the first look at the parameters."""
+        """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory
+        of nothing, which are there from the first look at the parameters."""
         found = []
         for i, entry in self.opt.state_dict()["state"].items():
             for name, value in sorted(entry.items()):
@@ -152,14 +152,16 @@ FAMILY: Cases = {
 
 
 class Plan:
-    """A case of the tables above with `warm` steps behind it, its next step in one of the styles, and what an undisturbed one gives.
+    """A case of the tables above with `warm` steps behind it, its next step in one of the styles, and what an
+    undisturbed one gives.
 
     The first step makes the buffers, the third uses what it finds.
     """
 
     def __init__(self, name: str, style: str, warm: int, backend: str) -> None:
         self.name, self.style, self.warm, self.backend = name, style, warm, backend
-        # A step with the compiled CPU kernels or the reference is made or not made wherever it is interrupted, around the kernels too.
+        # A step with the compiled CPU kernels or the reference is made or not made wherever it is interrupted, around
+        # the kernels too.
         self.whole = select(backend, torch.device("cpu"), F32).name in ("native", "reference")
         self.folders = (PACKAGE, KERNELS) if self.whole else (PACKAGE,)
         getattr(self.make(), style)()  # what is loaded at first use is no part of a step
@@ -181,7 +183,8 @@ class Plan:
         return tracer.lines
 
     def interrupted(self, interruption: AbstractContextManager[Any], anywhere: bool = False) -> bool:
-        """Whether a step inside of `interruption` was interrupted. Raises AssertionError where what it left is neither the step nor none.
+        """Whether a step inside of `interruption` was interrupted. Raises AssertionError where what it left is neither
+        the step nor none.
 
         anywhere: not only at the lines of `folders`. Then a backend that is not `whole` promises the weights alone.
         """

@@ -48,7 +48,8 @@ class Tracer:
 
 
 class Alarm:
-    """Raises where the main thread is after some seconds, as Ctrl-C does: by the system's timer, or by a signal that another thread sends."""
+    """Raises where the main thread is after some seconds, as Ctrl-C does: by the system's timer, or by a signal that
+    another thread sends."""
 
     def __init__(self, after: float, by_thread: bool) -> None:
         self.after, self.by_thread = after, by_thread

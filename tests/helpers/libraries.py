@@ -13,7 +13,8 @@ import torch
 
 
 def library(name: str) -> ModuleType:
-    """The module. Where it is not installed the test module is skipped; under `make test-integrations`, which installs all, that is an error."""
+    """The module. Where it is not installed the test module is skipped; under `make test-integrations`, which installs
+    all, that is an error."""
     if os.environ.get("FASTSAM_INTEGRATIONS"):
         return importlib.import_module(name)
     return pytest.importorskip(
@@ -26,8 +27,9 @@ _declared: list[torch.library.Library] = []  # what is declared lasts as long as
 
 
 def with_torchvision() -> None:
-    """Makes `import torchvision` work beside a torch without CUDA, for libraries that import it and need no operator of it. One that was built for
-    CUDA cannot load its operators there, and its import fails where it describes the first of them; the names alone are then declared."""
+    """Makes `import torchvision` work beside a torch without CUDA, for libraries that import it and need no operator of
+    it. One that was built for CUDA cannot load its operators there, and its import fails where it describes the first
+    of them; the names alone are then declared."""
     for _ in range(8):
         try:
             importlib.import_module("torchvision")

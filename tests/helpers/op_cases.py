@@ -1,7 +1,8 @@
 """Inputs for the tests of the ops: drawn layouts and values, placed in memory between guard bands.
 
-An operand's values are kept in a canonical form, a field `[rows, stride]` of which only the segments of the table mean anything. `Memory`
-places them where an op finds them (a field, or scattered tensors; aligned or not), and afterwards knows what may have changed.
+An operand's values are kept in a canonical form, a field `[rows, stride]` of which only the segments of the table mean
+anything. `Memory` places them where an op finds them (a field, or scattered tensors; aligned or not), and afterwards
+knows what may have changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LONG = (4095, 4096, 4097, 8193)  # about a chunk of one backend or another
 
 
 def parameter(b: backends.Backend, *more: Any) -> Any:
-    """A backend of a test that runs on each. Triton's interpreter takes a second per step: it runs where the other GPU code does."""
+    """A backend of a test that runs on each. Triton's interpreter takes a second per step: it runs where the other GPU
+    code does."""
     interpreter = (b.name, b.device) == ("triton", "cpu")
     marks = [pytest.mark.gpu_code] if interpreter else [pytest.mark.gpu] if b.device == "cuda" else []
     missing = pytest.mark.skipif(not b.available, reason=f"{b.name} on {b.device}: {b.reason}")
@@ -41,8 +43,8 @@ BACKENDS = [parameter(b) for b in backends.table()]
 
 
 def explore(backend: backends.Backend, examples: int = 24) -> Callable[[Any], Any]:
-    """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow, and fewer of the reference,
-    which is itself what the others are compared with."""
+    """Settings of a property test: the same examples in every run; few in Triton's interpreter, which is slow, and
+    fewer of the reference, which is itself what the others are compared with."""
     fewer = {("triton", "cpu"): 5, ("reference", "cpu"): 2}.get((backend.name, backend.device), 1)
     count = max(5, examples // fewer)
     return settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -98,7 +98,8 @@ def indented(page: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """The shell commands of a page: lines of its blocks that are no Python, and code in its prose. Comments and prompts are left out."""
+    """The shell commands of a page: lines of its blocks that are no Python, and code in its prose. Comments and prompts
+    are left out."""
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
     lines = "".join(shell).splitlines()
     spans = re.findall(r"`([^`\n]+)`", without_fences(page))
@@ -126,7 +127,8 @@ def links(page: str) -> list[str]:
 
 
 def anchors(page: str) -> set[str]:
-    """What `page.md#...` can name: its headings, as GitHub makes anchors of them (and MyST with `myst_heading_anchors`)."""
+    """What `page.md#...` can name: its headings, as GitHub makes anchors of them (and MyST with
+    `myst_heading_anchors`)."""
     found: set[str] = set()
     for heading in re.findall(r"^#{1,6} +(.*?) *#*$", without_fences(page), re.M):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)

@@ -1,4 +1,5 @@
-"""What must hold of noise, clip and accountant, each as a function that raises AssertionError: the tests call them, and so do the mutants."""
+"""What must hold of noise, clip and accountant, each as a function that raises AssertionError: the tests call them, and
+so do the mutants."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def moved(result: fed.Result, size: int) -> Tensor:
 
 
 def scale(expected: float, size: int = 2000, **options: Any) -> None:
-    """The standard deviation of every coordinate is `expected`: 16,008 of them tell it to 0.6 %, and five times that is allowed."""
+    """The standard deviation of every coordinate is `expected`: 16,008 of them tell it to 0.6 %, and five times that is
+    allowed."""
     noise = moved(run(size, **options), size)
     assert abs(float(noise.std()) / expected - 1) < 5 / math.sqrt(2 * len(noise)), (float(noise.std()), expected)
     assert abs(float(noise.mean())) < 5 * expected / math.sqrt(len(noise))
@@ -68,7 +70,8 @@ def local_scale() -> None:
 
 
 def tree_scale() -> None:
-    """After k rounds of a tree the noise is that of as many nodes as k has bits; a second tree begins anew beside the first one."""
+    """After k rounds of a tree the noise is that of as many nodes as k has bits; a second tree begins anew beside the
+    first one."""
     for rounds, nodes in ((1, 1), (2, 1), (3, 2), (4, 1), (8, 2)):
         scale(2 * 0.5 / 2 * math.sqrt(nodes), rounds=rounds, participation=0.25, sampler="shuffled", noise="tree")
 

@@ -24,7 +24,8 @@ class Point(nn.Module):
 
 
 def loss_of(curvature: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """`loss(model(x), y) = mean_j y_j/2 (w - x_j)^T A (w - x_j)`: gradient `mean_j y_j A (w - x_j)`, Hessian `mean_j y_j A`."""
+    """`loss(model(x), y) = mean_j y_j/2 (w - x_j)^T A (w - x_j)`: gradient `mean_j y_j A (w - x_j)`, Hessian
+    `mean_j y_j A`."""
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
         return 0.5 * (y * (output @ curvature.to(output.dtype) * output).sum(dim=1)).mean()

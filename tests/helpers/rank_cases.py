@@ -70,19 +70,23 @@ def normed() -> nn.Module:
 CASES: dict[str, dict[str, Any]] = {
     "fewer clients than ranks": {"participation": 0.1, "sampler": "fixed", "algorithm": fed.SCAFFOLD()},
     "state that comes and goes": {"algorithm": Sometimes(), "rounds": 5, "participation": 0.9},
-    "buffers": {"model": normed, "buffers": "average", "algorithm": fed.FedSAM(rho=0.05), "batch_size": 8, "sizes": (8, 16, 24, 8)},
+    "buffers": {"model": normed, "buffers": "average", "algorithm": fed.FedSAM(rho=0.05), "batch_size": 8,
+        "sizes": (8, 16, 24, 8)},
     "measures": {
         "algorithm": fed.FedSMOO(rho=0.05), "participation": 1.0,
         "measures": ["consistency", "drifts", "smoothness", "perturbation_drift", "dual_gap", "sharpness"],
     },
     "excluded": {"algorithm": fed.SCAFFOLD(), "loss": Poisoned(0.8), "participation": 1.0},
-    "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0, "on_client_error": "exclude"},
+    "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0,
+        "on_client_error": "exclude"},
     "noise": {
-        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3, "clip_update": 0.01, "clip_quantile": 0.5, "noise_multiplier": 1.0,
+        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3, "clip_update": 0.01, "clip_quantile": 0.5,
+        "noise_multiplier": 1.0,
         "accountant": None,
     },
     "noise of the clients": {
-        "algorithm": fed.FedAvg(), "participation": 0.9, "clip_update": 0.01, "noise_multiplier": 1.0, "noise": "local", "accountant": None,
+        "algorithm": fed.FedAvg(), "participation": 0.9, "clip_update": 0.01, "noise_multiplier": 1.0, "noise": "local",
+        "accountant": None,
     },
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},
@@ -212,7 +216,8 @@ class Counted:
 
 
 def exchanged(rank: int) -> list[dict[str, Any]]:
-    """Sums of six rounds of eight clients; "late" comes in round 3, on the last rank alone, and stays away in round 5."""
+    """Sums of six rounds of eight clients; "late" comes in round 3, on the last rank alone, and stays away in round
+    5."""
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
     exchange, found = Exchange(ranks), []
     for t in range(6):

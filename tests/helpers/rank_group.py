@@ -1,4 +1,5 @@
-"""Functions on several ranks of one machine, without a launcher: processes that fork from one that has torch, so that each is there at once.
+"""Functions on several ranks of one machine, without a launcher: processes that fork from one that has torch, so that
+each is there at once.
 
 A function takes its rank and the arguments; the answer is, per rank, its result, or the exception as text.
 """
@@ -19,7 +20,8 @@ _context.set_forkserver_preload(["fastsam.fed", "torch.distributed", "tests.help
 
 
 def on_ranks(size: int, work: Callable[..., Any], *arguments: Any, patience: float = 60.0) -> list[Any]:
-    """What `work(rank, *arguments)` returns on each rank; it must be a function of a module. Raises TimeoutError for one that hangs."""
+    """What `work(rank, *arguments)` returns on each rank; it must be a function of a module. Raises TimeoutError for
+    one that hangs."""
     with tempfile.TemporaryDirectory() as folder:
         answers = [_context.Pipe(duplex=False) for _ in range(size)]
         processes = [

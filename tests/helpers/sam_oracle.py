@@ -1,4 +1,5 @@
-"""An independent SAM for the tests of `FusedSAM`: parameter by parameter, in float64, with torch's own optimizer for the update.
+"""An independent SAM for the tests of `FusedSAM`: parameter by parameter, in float64, with torch's own optimizer for
+the update.
 
 It is given the gradients that `FusedSAM` saw, and says where the weights must be.
 """

@@ -1,7 +1,9 @@
-"""The compiled CPU kernels under gcc's sanitizers of addresses and of undefined behaviour: `python -m tests.helpers.sanitized PYTEST-ARGUMENTS`.
+"""The compiled CPU kernels under gcc's sanitizers of addresses and of undefined behaviour:
+`python -m tests.helpers.sanitized PYTEST-ARGUMENTS`.
 
-build/sanitized gets a copy of the package `fastsam_kernels` with a library that was compiled for it. PYTHONPATH puts the copy before the
-installed package, in the processes that tests start too. A finding ends the process, and so fails the test.
+build/sanitized gets a copy of the package `fastsam_kernels` with a library that was compiled for it. PYTHONPATH puts
+the copy before the installed package, in the processes that tests start too. A finding ends the process, and so fails
+the test.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from fastsam_kernels import build, toolchain
 from tests.helpers.places import ROOT
 
 FOLDER = ROOT / "build" / "sanitized"
-# The last -O is the one that counts. Leaks are not looked for: Python's own would drown ours, which tests/attack/leaks.py counts.
+# The last -O is the one that counts. Leaks are not looked for: Python's own would drown ours, which
+# tests/attack/leaks.py counts.
 FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Signals as tests expect them; odr: the copy's symbols stand beside those of no other library.
 OPTIONS = {

@@ -1,7 +1,8 @@
 """Machine code of the CUDA and the Triton kernels for GPUs that need not be there.
 
-`python -m tests.helpers.sass --record` writes what it finds to tests/helpers/instructions.json, to which tests/cuda/test_sass.py compares;
-`python -m tests.helpers.sass triton` prints the Triton kernels' as JSON (a process either compiles Triton's kernels or interprets them).
+`python -m tests.helpers.sass --record` writes what it finds to tests/helpers/instructions.json, to which
+tests/cuda/test_sass.py compares; `python -m tests.helpers.sass triton` prints the Triton kernels' as JSON (a process
+either compiles Triton's kernels or interprets them).
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def _compile(source: Path, own: Sequence[str], arch: str, cubin: Path) -> None:
 
 
 def cuda_code(cache: Path) -> list[Code]:
-    """The float32 CUDA kernels for all architectures; what did not change since the last call with `cache` is not compiled again."""
+    """The float32 CUDA kernels for all architectures; what did not change since the last call with `cache` is not
+    compiled again."""
     with toolchain.locked(cache), tempfile.TemporaryDirectory() as folder:
         csrc = Path(folder) / "csrc"
         shutil.copytree(build.csrc(), csrc)

@@ -99,7 +99,8 @@ def load_sharded(rank: int, folder: str) -> str:
         model, optimizer = dcp.get_state_dict(net, opt)
         found = {"model": model, "opt": optimizer}
         load(found, checkpoint_id=f"{folder}/{i}")
-        dcp.set_state_dict(net, opt, model_state_dict=found["model"], optim_state_dict=found["opt"])  # type: ignore[arg-type]
+        states = {"model_state_dict": found["model"], "optim_state_dict": found["opt"]}
+        dcp.set_state_dict(net, opt, **states)  # type: ignore[arg-type]
         opt.train()
         for number in range(3, 5):
             step_in(net, opt, number, dtype)

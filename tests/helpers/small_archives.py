@@ -1,4 +1,5 @@
-"""Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the published ones."""
+"""Small archives in the published formats of CIFAR and EMNIST, and torchvision told to expect them instead of the
+published ones."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def small_emnist(monkeypatch: pytest.MonkeyPatch, root: Path) -> Content:
 
 @contextmanager
 def served(folder: Path, declared_length: int | None = None) -> Iterator[str]:
-    """The address of a server of the files in `folder`; declared_length: what it says of their size, whatever is sent."""
+    """The address of a server of the files in `folder`; declared_length: what it says of their size, whatever is
+    sent."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None:

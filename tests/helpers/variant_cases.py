@@ -1,4 +1,5 @@
-"""The variants of SAM: a problem, a float64 loop of each from its paper's equations, written without fastsam, and trainings to hold beside it."""
+"""The variants of SAM: a problem, a float64 loop of each from its paper's equations, written without fastsam, and
+trainings to hold beside it."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ class PaperVaSSO(Paper):
 
 
 class PaperLESAM(Paper):
-    """Wang et al. 2026: the radius at which the loss rises by `sigma`, to first order; here larger than rho in some steps, and smaller in others."""
+    """Wang et al. 2026: the radius at which the loss rises by `sigma`, to first order; here larger than rho in some
+    steps, and smaller in others."""
 
     sigma = 8.0
 
@@ -168,7 +170,8 @@ class PaperMasked(Paper):
 
 
 class PaperESAM(PaperMasked):
-    """Du et al. 2022, the weights' half: m ~ Bernoulli(beta), over beta; `beta` is given. The numbers are drawn as the variant says."""
+    """Du et al. 2022, the weights' half: m ~ Bernoulli(beta), over beta; `beta` is given. The numbers are drawn as the
+    variant says."""
 
     beta: float
 
@@ -193,7 +196,8 @@ class PaperSSAMF(PaperMasked):
 
 
 class PaperSSAMD(PaperMasked):
-    """Mi et al. 2022 with a dynamic mask; `sparsity`, `interval`, `drop` and `horizon` are given. The numbers are drawn as the variant says."""
+    """Mi et al. 2022 with a dynamic mask; `sparsity`, `interval`, `drop` and `horizon` are given. The numbers are drawn
+    as the variant says."""
 
     sparsity: float
     interval: int
@@ -221,7 +225,8 @@ class PaperSSAMD(PaperMasked):
 
 
 class PaperLookbehind(Paper):
-    """Mordido et al. 2024, Algorithm 1: where k steps of SGD from the same weights end, `alpha` of the way; `ascents` is its k."""
+    """Mordido et al. 2024, Algorithm 1: where k steps of SGD from the same weights end, `alpha` of the way; `ascents`
+    is its k."""
 
     alpha: float
 

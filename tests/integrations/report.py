@@ -1,4 +1,5 @@
-"""Which trainer does what with FusedSAM: `python -m tests.integrations.report FILE.json` writes docs/compatibility.md from a run of the tests."""
+"""Which trainer does what with FusedSAM: `python -m tests.integrations.report FILE.json` writes docs/compatibility.md
+from a run of the tests."""
 
 from __future__ import annotations
 

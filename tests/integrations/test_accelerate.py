@@ -126,7 +126,8 @@ def test_accumulate_with_a_closure_warns_of_the_lost_micro_batches() -> None:
 @pytest.mark.shows("Accelerate", "its GradScaler, with and without clipping", "works")
 @pytest.mark.parametrize("clip", [False, True])
 def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
-    """As `mixed_precision="fp16"` wraps an optimizer; it needs a GPU for the rest, and this does not. A power of two, so nothing is rounded."""
+    """As `mixed_precision="fp16"` wraps an optimizer; it needs a GPU for the rest, and this does not. A power of two,
+    so nothing is rounded."""
     start, _ = made()
     accelerate.Accelerator(cpu=True)
     model, opt = made(start)
@@ -167,7 +168,8 @@ def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     wrapped.step()
     assert same_bits(list(model.parameters()), list(before.parameters()))
     assert scaler.get_scale() == 2.0**9
-    # Accelerate asks whether `step` was called, which it is, as torch's fused optimizers are: its schedulers count the step.
+    # Accelerate asks whether `step` was called, which it is, as torch's fused optimizers are: its schedulers count the
+    # step.
     assert not wrapped.step_was_skipped
 
 

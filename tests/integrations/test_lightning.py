@@ -228,7 +228,8 @@ def test_the_callback_refuses_what_cannot_work(
 
 
 def scaled() -> list[Any]:
-    """What `precision="16-mixed"` is on a GPU; on a CPU the trainer takes bf16 in its place. A power of two, so the scale rounds nothing."""
+    """What `precision="16-mixed"` is on a GPU; on a CPU the trainer takes bf16 in its place. A power of two, so the
+    scale rounds nothing."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     return [lightning.pytorch.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)]
 

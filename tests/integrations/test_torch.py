@@ -1,9 +1,11 @@
-"""What torch has around an optimizer (GradScaler, ZeroRedundancyOptimizer, torch.compile); loops and checkpoints of other SAM classes."""
+"""What torch has around an optimizer (GradScaler, ZeroRedundancyOptimizer, torch.compile); loops and checkpoints of
+other SAM classes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,8 @@ class Loop:
     def __init__(self, base: type[torch.optim.Optimizer] = SGD, rho: float = 0.3, **options: object) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.opt = FusedSAM(self.model.parameters(), base, **{"rho": rho, **OPTIONS, **options})  # type: ignore[arg-type]
+        keywords: dict[str, Any] = {"rho": rho, **OPTIONS, **options}
+        self.opt = FusedSAM(self.model.parameters(), base, **keywords)
 
     def loss(self, batch: Tensor) -> Tensor:
         return (self.model(batch) - 1).square().mean()
@@ -195,8 +198,8 @@ def test_the_bases_checkpoint_goes_on() -> None:
 @pytest.mark.shows("Composer's `SAM`", "`interval=k` is `every=k`: one step in k perturbs", "works")
 @pytest.mark.parametrize("interval", [2, 3])
 def test_an_interval(interval: int) -> None:
-    """Beside its rule: a step perturbs where (t + 1) % interval == 0, counted from 0, else it is the base optimizer's. Ours perturbs in the
-    first of k, so that theirs begins one before."""
+    """Beside its rule: a step perturbs where (t + 1) % interval == 0, counted from 0, else it is the base optimizer's.
+    Ours perturbs in the first of k, so that theirs begins one before."""
     loop, expected = Loop(sam=variants.SAM(rho=0.3, every=interval), rho=None), Loop()
     base = SGD(expected.model.parameters(), **OPTIONS)
     params = list(expected.model.parameters())

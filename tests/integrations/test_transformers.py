@@ -55,7 +55,8 @@ def arguments(folder: Path, **settings: Any) -> Any:
     }
     return transformers.TrainingArguments(
         output_dir=str(folder), use_cpu=True, learning_rate=0.02, optim="adamw_torch", seed=0,
-        per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, **{**defaults, **settings},
+        per_device_train_batch_size=SIZE, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        **{**defaults, **settings},
     )  # fmt: skip
 
 
@@ -253,7 +254,8 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
     """Its loss is a sum over the tokens of a micro-batch, divided by the number of those of the whole step."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, max_position_embeddings=8
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=8
     )  # fmt: skip
     start = transformers.LlamaForCausalLM(config)
     samples = [{"input_ids": s["input_ids"], "labels": s["input_ids"].clone()} for s in SAMPLES[:4]]
@@ -314,7 +316,8 @@ from tests.integrations.test_transformers import fastsam, tiny_model, trained
 
 folder = Path(sys.argv[1])
 trainer = trained(folder, tiny_model(), fastsam.SAM(rho=0.3), max_steps=1, gradient_accumulation_steps=2)
-torch.save((list(trainer.model.state_dict().values()), trainer.args.world_size), folder / f"{trainer.args.process_index}.pt")
+result = list(trainer.model.state_dict().values()), trainer.args.world_size
+torch.save(result, folder / f"{trainer.args.process_index}.pt")
 """
 
 

@@ -53,7 +53,8 @@ def test_a_private_base_is_refused() -> None:
     "ignore:Secure RNG turned off", "ignore:Full backward hook", "ignore:Using a non-full backward"
 )
 def test_two_passes_inside_a_private_optimizer_are_refused() -> None:
-    """Both ways to write them: through Opacus' wrapper, and with halves of one's own, of which Opacus would add the gradients."""
+    """Both ways to write them: through Opacus' wrapper, and with halves of one's own, of which Opacus would add the
+    gradients."""
     model = tiny_model()
     opt = FusedSAM(model.parameters(), SGD, rho=0.3, **OPTIONS)
     module, wrapped = private(model, opt)

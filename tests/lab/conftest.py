@@ -1,4 +1,5 @@
-"""Figures that no test looks at are named and not drawn (slow tests draw them), and clients train one after the other."""
+"""Figures that no test looks at are named and not drawn (slow tests draw them), and clients train one after the
+other."""
 
 from __future__ import annotations
 

@@ -12,12 +12,15 @@ NATIVE, CUDA, TRITON = ("native", "cpu"), ("native", "cuda"), ("triton", "cuda")
 @pytest.mark.parametrize(
     ("unavailable", "torch_cuda", "gpu", "programs", "expected"),
     [
-        ([NATIVE, CUDA, TRITON], None, False, ["g++"], "next:  `python -m fastsam_kernels.build` compiles the CPU kernels"),
-        ([NATIVE, CUDA, TRITON], None, False, [], "next:  install a C++ compiler (`apt-get install g++`), then `python -m"),
+        ([NATIVE, CUDA, TRITON], None, False, ["g++"], "next:  `python -m fastsam_kernels.build` compiles the CPU "
+                                                       "kernels"),
+        ([NATIVE, CUDA, TRITON], None, False, [], "next:  install a C++ compiler (`apt-get install g++`), then `python "
+                                                  "-m"),
         ([CUDA, TRITON], None, False, ["nvidia-smi"], "next:  this torch is built without CUDA, and there is a GPU"),
         ([CUDA, TRITON], None, False, [], None),
         ([CUDA, TRITON], "13.0", False, ["nvidia-smi"], None),  # a driver that torch cannot use is no matter of builds
-        ([CUDA], "13.0", True, ["nvcc"], "next:  Triton serves the GPU; for the compiled kernels `python -m fastsam_kernels.build --cuda`"),
+        ([CUDA], "13.0", True, ["nvcc"], "next:  Triton serves the GPU; for the compiled kernels `python -m "
+                                         "fastsam_kernels.build --cuda`"),
         ([CUDA], "13.0", True, [], "next:  Triton serves the GPU; for the compiled kernels install nvcc"),
         ([CUDA, TRITON], "13.0", True, [], "next:  for the GPU `pip install triton`, or install nvcc"),
         ([], "13.0", True, [], None),

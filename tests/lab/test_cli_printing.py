@@ -85,7 +85,8 @@ assert "fastsam.fed" not in sys.modules
 from fastsam import fed
 assert fed is sys.modules["fastsam.fed"]
 print({"matplotlib", "sklearn", "rich", "triton", "scipy"} & set(sys.modules))
-import fastsam.lab.cli, fastsam.lab.config, fastsam.lab.experiment, fastsam.lab.compare, fastsam.lab.sweep, fastsam.lab.report
+import fastsam.lab.cli, fastsam.lab.config, fastsam.lab.experiment
+import fastsam.lab.compare, fastsam.lab.sweep, fastsam.lab.report
 import fastsam.fed.measures, fastsam.fed.data, fastsam.fed.models, fastsam.lab.plots
 print({"matplotlib", "sklearn", "rich"} & set(sys.modules))
 """
@@ -105,6 +106,9 @@ def test_modules_are_imported_when_asked_for_and_heavy_libraries_when_needed() -
     ],
 )
 def test_what_only_prints_starts_at_once(words: list[str], heavy: set[str]) -> None:
-    code = f"import atexit, sys\natexit.register(lambda: print({heavy!r} & set(sys.modules)))\nfrom fastsam.lab.cli import main\nmain({words!r})"
+    code = (
+        f"import atexit, sys\natexit.register(lambda: print({heavy!r} & set(sys.modules)))\nfrom fastsam.lab.cli "
+        f"import main\nmain({words!r})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("set()\n"), done.stdout[-200:] + done.stderr

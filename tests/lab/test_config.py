@@ -1,4 +1,5 @@
-"""The config of a run: layers, types, unknown keys, another algorithm's options, the record that gives the same run again."""
+"""The config of a run: layers, types, unknown keys, another algorithm's options, the record that gives the same run
+again."""
 
 from __future__ import annotations
 

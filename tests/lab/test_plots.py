@@ -12,7 +12,8 @@ from fastsam.lab import plots
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """Where the next figure that is saved can be looked at, as "figure"; of its files only the PNG is written, and small."""
+    """Where the next figure that is saved can be looked at, as "figure"; of its files only the PNG is written, and
+    small."""
     seen: dict = {}
 
     def save(made: Figure, path: Path) -> Path:

@@ -35,7 +35,8 @@ def finished(
     summary = {
         "algorithm": label, "accuracy_final": known[-1], "accuracy_best": max(known),
         "client_accuracy_mean": 0.6, "client_accuracy_std": 0.1 + 0.1 * seed,
-        "validation": "prior", "target": target, "rounds_to_target": reached, "seconds_per_round": 0.25, "megabytes": 12.0, "seed": seed,
+        "validation": "prior", "target": target, "rounds_to_target": reached, "seconds_per_round": 0.25,
+        "megabytes": 12.0, "seed": seed,
         **more,
     }  # fmt: skip
     where, algorithm = Path("cmp") / f"{label}-seed{seed}", label.split(" ")[0]
@@ -98,7 +99,8 @@ def test_small_sizes_keep_two_digits() -> None:
         "backprops": 1,
     }
     runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
-    assert report.table(runs)[1][0][-1] == "0.028" and tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
+    assert report.table(runs)[1][0][-1] == "0.028"
+    assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
     assert tables.cost(runs).rows[0][-3:] == ["0.028", "0.00", "0.0025"]
     assert [tables.size(v) for v in (0.0, 0.5, 1.0, 12.04, 31000.0)] == ["0.0", "0.5", "1.0", "12.0", "31000.0"]
 
@@ -128,7 +130,8 @@ def test_what_the_target_took_is_relative_to_fedavg_wherever_it_stands() -> None
         finished("late", 0, [0.5], 5, **took), finished("late", 1, [0.4], None),
     ]  # fmt: skip
     made = tables.to_target(runs)
-    assert made is not None and list(made.head) == ["algorithm", "rounds", "× fedavg", "computing s", "× fedavg", "MB sent", "× fedavg"]  # fmt: skip
+    assert made is not None and list(made.head) == ["algorithm", "rounds", "× fedavg", "computing s", "× fedavg",
+        "MB sent", "× fedavg"]  # fmt: skip
     assert made.rows[0] == ["mine", "4.5", "0.45", "3.00", "1.50", "8.0", "2.00"]
     assert made.rows[1][:3] == ["fedavg", "10", "1.00"]
     assert made.rows[2] == ["late", "5 / –", "–", "–", "–", "–", "–"]  # one seed of two did not get there

@@ -89,14 +89,16 @@ def test_figures_have_no_claims() -> None:
 
 @pytest.mark.parametrize(
     ("text", "base", "multiple"),
-    [("0.31x", "786 (1x)", 0.31), ("246 (1x)", "246 (1x)", 1), ("253", "246 (1x)", 253 / 246), ("0.54", "156 (1x)", 0.54), ("–", "88 (1x)", None)],
+    [("0.31x", "786 (1x)", 0.31), ("246 (1x)", "246 (1x)", 1), ("253", "246 (1x)", 253 / 246),
+        ("0.54", "156 (1x)", 0.54), ("–", "88 (1x)", None)],
 )  # fmt: skip
 def test_multiples_as_the_paper_prints_them(text: str, base: str, multiple: float | None) -> None:
     assert ordering.multiple_of(text, base) == multiple
 
 
 def test_kendalls_tau() -> None:
-    """tau-b by its definition: (concordant - discordant) / sqrt(pairs not tied in one * pairs not tied in the other)."""
+    """tau-b by its definition: (concordant - discordant) / sqrt(pairs not tied in one * pairs not tied in the
+    other)."""
     assert ordering.kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1 and ordering.kendall([1, 2, 3], [3, 2, 1]) == -1
     assert ordering.kendall([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx((5 - 1) / 6)
     assert ordering.kendall([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / math.sqrt(2 * 3))

@@ -73,7 +73,8 @@ def test_resuming_reuses_the_runs_and_extends_them(finished: Path, tmp_path: Pat
     ("words", "message"),
     [
         (["fedlesam-table9", *QUICK], "is not a directory of `fastsam reproduce fedlesam-table9 --scale digits`"),
-        (["fedlesam-table5", "--scale", "--seeds", "0", "--rounds", "2", "--lr", "0.3"], "cannot be resumed with another lr"),
+        (["fedlesam-table5", "--scale", "--seeds", "0", "--rounds", "2", "--lr", "0.3"],
+            "cannot be resumed with another lr"),
     ],
 )  # fmt: skip
 def test_a_directory_of_something_else(finished: Path, words: list[str], message: str, capsys: Any) -> None:
@@ -126,7 +127,8 @@ def test_a_run_that_fails_leaves_its_cells_empty(tmp_path: Path, monkeypatch: An
     directory = tmp_path / "t"
     assert cli.main(["reproduce", "fedlesam-table7", "--scale", "--run-dir", str(directory)]) == 1
     text = (directory / "report.md").read_text()
-    assert "| FedSAM | 1x | – | 1x | – | 2x | – |" in text and "| FedGAMMA | 3x | 3x | 2x | 2x | 2x | 2x |" in text
+    assert "| FedSAM | 1x | – | 1x | – | 2x | – |" in text
+    assert "| FedGAMMA | 3x | 3x | 2x | 2x | 2x | 2x |" in text
     assert "- failed: fedsam-seed0: all clients of round 1 were excluded" in text
     assert "error: fedsam-seed0" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""The tables' config files: they resolve, they hold the papers' numbers and settings, and the doubtful cells are marked."""
+"""The tables' config files: they resolve, they hold the papers' numbers and settings, and the doubtful cells are
+marked."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_table_4_averages_the_settings_of_tables_2_and_3() -> None:
     table = reproduce.load("fedlesam-table4")
     assert [len(column.parts) for column in table.sections[0].columns] == [8, 8, 8, 12]
     for j, (other, data) in enumerate(
-        [("fedlesam-table2", "CIFAR-10,"), ("fedlesam-table2", "CIFAR-100,"), ("fedlesam-table3", "OfficeHome"), ("fedlesam-table3", "DomainNet")]
+        [("fedlesam-table2", "CIFAR-10,"), ("fedlesam-table2", "CIFAR-100,"), ("fedlesam-table3", "OfficeHome"),
+            ("fedlesam-table3", "DomainNet")]
     ):  # fmt: skip
         sections = [s for s in reproduce.load(other).sections if s.title.startswith(data)]
         assert {p.title for s in sections for c in s.columns for p in c.parts} == {
@@ -133,9 +135,12 @@ def test_doubts_name_cells_that_exist(name: str) -> None:
         ("fedlesam-table3", ("OfficeHome, 1 client per domain, 100 % active", "Art", "fedlesam", "accuracy"), True),
         ("fedlesam-table3", ("OfficeHome, 1 client per domain, 100 % active", "Art", "fedlesam-s", "accuracy"), False),
         ("fedlesam-table3", ("DomainNet, 1 client per domain, 100 % active", "real", "fedavg", "accuracy"), True),
-        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d", "relative_compute"), True),
-        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "68 %", "fedlesam-d", "relative_compute"), False),
-        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d", "relative_rounds"), False),
+        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d",
+            "relative_compute"), True),
+        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "68 %", "fedlesam-d",
+            "relative_compute"), False),
+        ("fedlesam-table5", ("CIFAR-10, Dirichlet 0.1, 100 clients, 10 % active", "74 %", "fedlesam-d",
+            "relative_rounds"), False),
         ("fedsam-table4", ("EMNIST", "Dirichlet 0.6", "mimelite", "train"), True),
         ("fedsam-table4", ("EMNIST", "IID", "mimelite", "train"), False),
         ("fedsam-table5", ("CIFAR-100", "Dirichlet 0.6", "fedsam", "train"), False),
@@ -173,7 +178,8 @@ def test_settings_of_fedlesam_on_cifar() -> None:
 
 @pytest.mark.parametrize(
     ("name", "model", "batch", "rho", "target"),
-    [("fedsam-table4", "emnist_cnn", 32, 0.2, 0.8), ("fedsam-table2", "resnet18_gn", 128, 0.5, 0.8), ("fedsam-table5", "resnet18_gn", 128, 0.6, 0.5)],
+    [("fedsam-table4", "emnist_cnn", 32, 0.2, 0.8), ("fedsam-table2", "resnet18_gn", 128, 0.5, 0.8),
+        ("fedsam-table5", "resnet18_gn", 128, 0.6, 0.5)],
 )  # fmt: skip
 def test_settings_of_fedsam(name: str, model: str, batch: int, rho: float, target: float) -> None:
     """Section 5.1 and appendix E of the paper."""

@@ -48,10 +48,12 @@ def test_an_option_is_swept_for_the_algorithms_that_take_it(tmp_path: Path) -> N
 def test_sweeps_are_combined_and_a_table_names_one_algorithm(tmp_path: Path) -> None:
     plan = compare.plan(read(tmp_path), ["fedavg", "fedsmoo"], None, ["lr=0.1,0.2", "fedsmoo.dyn=true,false"])
     assert labels(plan) == [
-        "fedavg lr=0.1", "fedavg lr=0.2", "fedsmoo lr=0.1 dyn=true", "fedsmoo lr=0.1 dyn=false", "fedsmoo lr=0.2 dyn=true",
+        "fedavg lr=0.1", "fedavg lr=0.2", "fedsmoo lr=0.1 dyn=true", "fedsmoo lr=0.1 dyn=false",
+            "fedsmoo lr=0.2 dyn=true",
         "fedsmoo lr=0.2 dyn=false",
     ]  # fmt: skip
-    assert [(c.lr, c.options.get("dyn")) for c in plan.configs[2:]] == [(0.1, True), (0.1, False), (0.2, True), (0.2, False)]  # fmt: skip
+    assert [(c.lr, c.options.get("dyn")) for c in plan.configs[2:]] == [(0.1, True), (0.1, False), (0.2, True),
+        (0.2, False)]  # fmt: skip
 
 
 def test_the_name_of_a_key_of_the_run_means_that_key_outside_a_table(tmp_path: Path) -> None:
@@ -110,7 +112,8 @@ def test_bad_sweeps(tmp_path: Path, sweep: list[str], message: str, capsys: pyte
     read(tmp_path)
     flags = [part for text in sweep for part in ("--sweep", text)]
     where = tmp_path / "cmp"
-    assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg,fedsam", *flags, "--run-dir", str(where)]) == 1  # fmt: skip
+    assert cli.main(["compare", str(tmp_path / "small.toml"), "--algorithms", "fedavg,fedsam", *flags, "--run-dir",
+        str(where)]) == 1  # fmt: skip
     assert message in capsys.readouterr().err and not where.exists()
 
 
@@ -125,7 +128,8 @@ def test_the_command_line_draws_it_all(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     read(tmp_path)
-    command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--sweep", "rho=0.01,0.1", "--sweep", "clients=5,6",
+    command = ["compare", "small.toml", "--algorithms", "fedavg,fedsam", "--sweep", "rho=0.01,0.1", "--sweep",
+        "clients=5,6",
                "--measures", "sharpness,consistency", "--surface", "3", "--run-dir", "cmp"]  # fmt: skip
     assert cli.main(command) == 0
     names = {path.name for path in (tmp_path / "cmp").iterdir()}

@@ -1,4 +1,5 @@
-"""What a config may import: the user's own files, packages that --trust names, never the standard library; and what a resumed run shows first."""
+"""What a config may import: the user's own files, packages that --trust names, never the standard library; and what a
+resumed run shows first."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 STANDARD = sysconfig.get_path("stdlib")
 NEVER = [
-    "os:system", "posix:system", "subprocess:run", "builtins:eval", "builtins:exec", "shutil:rmtree", "importlib:import_module", "runpy:run_path",
+    "os:system", "posix:system", "subprocess:run", "builtins:eval", "builtins:exec", "shutil:rmtree",
+    "importlib:import_module", "runpy:run_path",
     "os.path:join", f"{STANDARD}/os.py:system", "own.py:system", "own:system", "own.py:start",
 ]  # fmt: skip
 

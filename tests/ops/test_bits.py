@@ -102,7 +102,8 @@ def test_a_row_alone_and_in_a_batch(backend: Backend) -> None:
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, seeded: bool) -> None:
-    """A zero, infinite or NaN norm: `z = w`, bit for bit, minus zero included, and a NaN stays one; the other rows move."""
+    """A zero, infinite or NaN norm: `z = w`, bit for bit, minus zero included, and a NaN stays one; the other rows
+    move."""
 
     @explore(backend, examples=25)
     @given(cases(max_rows=1), st.permutations((0.0, torch.inf, torch.nan, 4.0)))
@@ -159,7 +160,8 @@ def test_restore_after_perturb(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> None:
-    """Where z is no longer the rounding of its master, z counts; elsewhere the master keeps the digits that z has not."""
+    """Where z is no longer the rounding of its master, z counts; elsewhere the master keeps the digits that z has
+    not."""
     master = torch.tensor([[1.0009765625, 1.0, 3.0, 0.1, 5.0]], device=backend.device)
     z = master.to(torch.bfloat16)
     z[0, 2] = 2.5

@@ -1,7 +1,8 @@
-"""The bytes that a step moves, counted: what each op reads and writes is found by experiment, and what the kernels access by recording it.
+"""The bytes that a step moves, counted: what each op reads and writes is found by experiment, and what the kernels
+access by recording it.
 
-An op that reads an operand gives other results when that operand is NaN; one that writes it changes its bits. The Triton kernels run in
-their interpreter, where every load and store passes through one function each.
+An op that reads an operand gives other results when that operand is NaN; one that writes it changes its bits. The
+Triton kernels run in their interpreter, where every load and store passes through one function each.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def tensors(operand: Any) -> list[Tensor]:
     return [operand] if isinstance(operand, Tensor) else list(operand)
 
 
-# ---- by experiment: what an op depends on, and what it changes ---------------------------------------------------------
+# ---- by experiment: what an op depends on, and what it changes
+# ---------------------------------------------------------
 
 
 def outputs(op: Op, kernels: Any, poisoned: str | None) -> dict[str, list[Tensor]]:
@@ -111,7 +113,8 @@ def test_bytes_of_whole_steps(ops: tuple[str, ...], bytes_: int) -> None:
     assert sum(OPS[name].bytes_per_parameter for name in ops) == bytes_
 
 
-# ---- by recording: what the Triton kernels access ----------------------------------------------------------------------
+# ---- by recording: what the Triton kernels access
+# ----------------------------------------------------------------------
 
 
 @needs_interpreter
@@ -124,7 +127,8 @@ def test_bytes_of_whole_steps(ops: tuple[str, ...], bytes_: int) -> None:
     ],
 )
 def test_every_element_is_accessed_once(op: Op, layout: str) -> None:
-    """Each operand that is read is read once per element, each that is written is written once; paddings and the others never."""
+    """Each operand that is read is read once per element, each that is written is written once; paddings and the others
+    never."""
     kernels, case = kernels_of(TRITON, op), operator(op, layout)
     operands = case.sets[0]
     buffers = {name: tensors(operands[name]) for name in op.operands}
@@ -153,7 +157,8 @@ def test_rows_of_a_sum_are_read_once_and_its_limbs_too() -> None:
 
 
 def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
-    """1 for each element of a field that belongs to a segment, 0 for paddings; all 1 for a tensor of the user's, and for `whole`."""
+    """1 for each element of a field that belongs to a segment, 0 for paddings; all 1 for a tensor of the user's, and
+    for `whole`."""
     mask = torch.ones(tensor.shape, dtype=torch.int64)
     if tensor.shape[-1] == layout.stride and not whole:
         mask.zero_()
@@ -167,15 +172,16 @@ def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
     ("dtype", "base", "bytes_"),
     [
         (torch.float32, torch.optim.SGD, 40),
-        # norm 2; perturb 14: weights, master and gradient, master and weights; update 20. Reading the weights and writing the master
-        # (6 of them) is what notices weights that somebody wrote between the steps.
+        # norm 2; perturb 14: weights, master and gradient, master and weights; update 20. Reading the weights and
+        # writing the master (6 of them) is what notices weights that somebody wrote between the steps.
         (torch.bfloat16, torch.optim.SGD, 36),
         (torch.float32, torch.optim.AdamW, 48),
     ],
     ids=lambda value: str(getattr(value, "__name__", value)),
 )
 def test_bytes_of_a_step_of_the_optimizer(dtype: torch.dtype, base: type, bytes_: int) -> None:
-    """All that the kernels access in one step, tables and scalars included: at most two per cent beyond the operands."""
+    """All that the kernels access in one step, tables and scalars included: at most two per cent beyond the
+    operands."""
     params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((128, 64), (4096,))]
     options = {"momentum": 0.9} if base is torch.optim.SGD else {}
     opt = FusedSAM(params, base, rho=0.05, lr=0.1, backend="triton", **options)

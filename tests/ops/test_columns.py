@@ -30,7 +30,8 @@ def test_math_h_declares_the_same_columns() -> None:
 
 @pytest.mark.parametrize("name", rules.RULES)
 def test_a_rule_is_the_same_in_both_files(name: str) -> None:
-    """The fields of its state, which of them may be missing, whether steps are counted, and its own columns in their places."""
+    """The fields of its state, which of them may be missing, whether steps are counted, and its own columns in their
+    places."""
     rule, header = rules.find(name), MATH.parent / "rules" / f"{name}.h"
     text, module = header.read_text(), importlib.import_module(f"fastsam_kernels.rules.{name}")
     assert rule.name == name and f"namespace fastsam::{name} {{" in text

@@ -109,14 +109,16 @@ TWO_LISTS = tuple(op for op in WITH_HYPER if op != "dual_norm_")
 DUAL, INNER = ("dual_norm_", "dual_perturb_"), ("inner_",)
 ADAM, SGD = ("update_ adam",), ("update_ sgd",)
 CHANGES: list[tuple[tuple[str, ...], Change, str]] = [
-    (ALL, put("table", lambda t: t.int()), r"table must be contiguous int64 \[segments, 4\] on the CPU.* got torch.int32 \[3, 4\]"),
+    (ALL, put("table", lambda t: t.int()), r"table must be contiguous int64 \[segments, 4\] on the CPU.* got "
+                                           r"torch.int32 \[3, 4\]"),
     (ALL, put("table", lambda t: t[:, :3].contiguous()), r"got torch.int64 \[3, 3\]"),
     (ALL, put("table", lambda t: t.t().contiguous().t()), r"table must be contiguous"),
     (ALL, enter(1, 0, -16), "negative entry"),
     (WITH_Z, enter(1, 0, 2**63 - 1), r"at least 922337203685477581\d"),
     (ALL, enter(1, 0, 8), "overlap: one begins at 8, another ends at 12"),
     (WITH_HYPER, enter(1, 2, 2), r"names parameter group 2 \(counted from 0\), but hyper has 2 groups"),
-    (WITH_HYPER, put("hyper", lambda h: h.float()), rf"hyper must be .* float64 \[rows, groups, {WIDTH}\] on cpu, got torch.float32"),
+    (WITH_HYPER, put("hyper", lambda h: h.float()), rf"hyper must be .* float64 \[rows, groups, {WIDTH}\] on cpu, got "
+                                                    rf"torch.float32"),
     (WITH_HYPER, put("hyper", lambda h: h[0]), r"got torch.float64 \[2, 16\]"),
     (WITH_HYPER, put("hyper", lambda h: h.to("meta")), "on meta"),
     (WITH_HYPER, put("hyper", lambda h: h[:, :, :1].expand(-1, -1, WIDTH)), "hyper must be contiguous"),
@@ -124,39 +126,49 @@ CHANGES: list[tuple[tuple[str, ...], Change, str]] = [
     (WITH_SUMS, put("sumsq", torch.ones(2, dtype=F64)), r"sumsq must be .*\[1\].* got torch.float64 \[2\]"),
     (SGD, put("sumsq_v", torch.ones((), dtype=F64)), "sumsq_v must be contiguous float64"),
     (WITH_Z, put("z", lambda z: z[:2]), r"z must be one tensor per segment \(3\) or one field, got 2 tensors"),
-    (WITH_Z, put_one("z", 1, lambda t: t.double()), r"z\[1\] must be torch.float32 with 1 x 5 elements on cpu, got torch.float64"),
+    (WITH_Z, put_one("z", 1, lambda t: t.double()), r"z\[1\] must be torch.float32 with 1 x 5 elements on cpu, got "
+                                                    r"torch.float64"),
     (WITH_Z, put_one("z", 1, lambda t: t[:4]), r"z\[1\] must be .* 1 x 5 elements .* got torch.float32 \[4\]"),
-    (WITH_Z, put_one("z", 0, lambda t: torch.zeros(4, 6)[:, ::2]), r"z\[0\] must be dense \(pass tensor.contiguous\(\)\)"),
+    (WITH_Z, put_one("z", 0, lambda t: torch.zeros(4, 6)[:, ::2]),
+        r"z\[0\] must be dense \(pass tensor.contiguous\(\)\)"),
     (WITH_Z, put_one("z", 1, lambda t: t.to("meta")), r"z\[1\] must be .* on cpu, got .* on meta"),
     (WITH_Z, put("z", [torch.zeros(1, 20)]), r"z must be torch.float32 \[1, at least 1\d\d\] on cpu with unit stride"),
     (WITH_HYPER, put_one("grads", 1, lambda t: t.half()), r"grads\[1\] must be torch.float32"),
     (WITH_HYPER, put("grads", []), r"grads must be one tensor per segment \(3\) or one field, got 0 tensors"),
-    (TWO_LISTS, put_one("grads", 2, lambda t: t.contiguous(memory_format=torch.channels_last)), r"different orders, strides"),
-    (SGD, put_one("g1", 2, lambda t: t.contiguous(memory_format=torch.channels_last)), r"z\[2\] and g1\[2\] have .* in different orders"),
+    (TWO_LISTS, put_one("grads", 2, lambda t: t.contiguous(memory_format=torch.channels_last)),
+        r"different orders, strides"),
+    (SGD, put_one("g1", 2, lambda t: t.contiguous(memory_format=torch.channels_last)),
+        r"z\[2\] and g1\[2\] have .* in different orders"),
     (SGD, put("g1", lambda g: g[1:]), r"g1 must be one tensor per segment"),
-    (WITH_Z, put("origin", lambda o: o.double()), r"origin must be torch.float32 \[1, at least 1\d\d\] .* got torch.float64"),
+    (WITH_Z, put("origin", lambda o: o.double()), r"origin must be torch.float32 \[1, at least 1\d\d\] .* got "
+                                                  r"torch.float64"),
     (WITH_Z, put("origin", lambda o: o[:, :50]), r"origin must be .* got torch.float32 \[1, 50\]"),
     (WITH_Z, put("origin", lambda o: o[0]), r"origin must be"),
     (WITH_Z, put("origin", lambda o: torch.zeros(1, 2 * o.shape[1])[:, ::2]), "with unit stride"),
     (("update_norm_", "update_ sgd"), put("q", lambda q: q.half()), r"q must be torch.float32"),
     (SGD, put("momentum_buffer", lambda m: m.repeat(2, 1)), r"momentum_buffer must be torch.float32 \[1, at least"),
     (DUAL, put("mu", lambda m: m.half()), "mu must be torch.float32"),
-    (DUAL, put("s", lambda s: s[:, :3]), r"s must be torch.float32 \[1, at least 1\d\d\] .* got torch.float32 \[1, 3\]"),
+    (DUAL, put("s", lambda s: s[:, :3]), r"s must be torch.float32 \[1, at least 1\d\d\] .* torch.float32 \[1, 3\]"),
     (("dual_perturb_",), put("eps", lambda e: e.double()), "eps must be torch.float32"),
     (SGD, put("shift", lambda s: s.double()), "shift must be torch.float32"),
-    (INNER, put("out", torch.ones(2, dtype=F64)), r"out must be contiguous float64 \[rows, 2\], got torch.float64 \[2\]"),
+    (INNER, put("out", torch.ones(2, dtype=F64)), r"out must be contiguous float64 \[rows, 2\], got torch.float64 "
+                                                  r"\[2\]"),
     (INNER, put("out", torch.ones(1, 2)), r"out must be .* got torch.float32 \[1, 2\]"),
     (INNER, put_one("g1", 1, lambda t: t.double()), r"y\[1\] must be torch.float32"),
-    (INNER, put_one("g1", 2, lambda t: t.contiguous(memory_format=torch.channels_last)), r"x\[2\] and y\[2\] have .* in different orders"),
+    (INNER, put_one("g1", 2, lambda t: t.contiguous(memory_format=torch.channels_last)),
+        r"x\[2\] and y\[2\] have .* in different orders"),
     (ADAM, put("exp_avg", lambda m: m.bfloat16()), "exp_avg must be torch.float32"),
     (ADAM, put("exp_avg_sq", lambda m: m[:, :3]), "exp_avg_sq must be torch.float32"),
-    (ADAM, put("steps", torch.zeros(1, 2)), r"steps must be contiguous float32 \[1, at least 3 slots\] on cpu, got torch.float32 \[1, 2\]"),
+    (ADAM, put("steps", torch.zeros(1, 2)), r"steps must be contiguous float32 \[1, at least 3 slots\] on cpu, got "
+                                            r"torch.float32 \[1, 2\]"),
     (ADAM, put("steps", torch.zeros(3)), "steps must be"),
     (ADAM, put("steps", None), "adam counts steps"),
     (ADAM, put("exp_avg_sq", None), "the state of adam needs exp_avg_sq"),
     (ADAM, put("steps", torch.zeros(1, 3, dtype=torch.int64)), "steps must be .* got torch.int64"),
-    (("update_norm_", *SGD, *ADAM), put("grad_scale", torch.ones(1, dtype=F64)), "grad_scale must be one float32 number on cpu"),
-    ((*SGD, *ADAM), put("found_inf", torch.zeros(2)), r"found_inf must be one float32 number on cpu, got torch.float32 \[2\]"),
+    (("update_norm_", *SGD, *ADAM), put("grad_scale", torch.ones(1, dtype=F64)),
+        "grad_scale must be one float32 number on cpu"),
+    ((*SGD, *ADAM), put("found_inf", torch.zeros(2)), r"found_inf must be one float32 number on cpu, got torch.float32 "
+                                                      r"\[2\]"),
 ]  # fmt: skip
 
 
@@ -283,7 +295,8 @@ def test_adaptive_groups_need_the_weights() -> None:
 
 
 def test_a_field_without_padding_is_a_field() -> None:
-    """Two segments that fill a row: one tensor with as many elements as both is the field, not a list that is too short."""
+    """Two segments that fill a row: one tensor with as many elements as both is the field, not a list that is too
+    short."""
     table, hyper = torch.tensor([[0, 16, 0, 0], [16, 16, 0, 1]]), torch.zeros(1, 1, WIDTH, dtype=F64)
     sumsq, grads = torch.zeros(1, dtype=F64), torch.full((1, 32), 2.0)
     ops.norm_(sumsq, [grads], [], table, hyper, backend="reference")

@@ -1,4 +1,5 @@
-"""The ops of federated algorithms, as in test_ops_parity.py: perturbation with a dual, inner products, order-independent sums."""
+"""The ops of federated algorithms, as in test_ops_parity.py: perturbation with a dual, inner products,
+order-independent sums."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_dual_perturb(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend) -> None:
-    """A zero, infinite or NaN norm: `z = w` bit for bit, minus zero included, and `eps = 0`, whatever the gradients hold."""
+    """A zero, infinite or NaN norm: `z = w` bit for bit, minus zero included, and `eps = 0`, whatever the gradients
+    hold."""
 
     @explore(backend, examples=20)
     @given(cases(max_rows=1), st.permutations((0.0, inf, not_a_number, 4.0)))
@@ -194,7 +196,8 @@ def numbers(sums: tuple[Tensor, Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accumulate_rows(backend: Backend) -> None:
-    """Any rows of any numbers: Python's integers, the largest element, and taking out again leaves nothing, to the last bit."""
+    """Any rows of any numbers: Python's integers, the largest element, and taking out again leaves nothing, to the last
+    bit."""
 
     @explore(backend, examples=80)
     @given(
@@ -232,7 +235,8 @@ def test_accumulate_rows(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_many_rows_are_the_single_calls(backend: Backend, dtype: torch.dtype) -> None:
-    """More rows than low limbs of all ones would fit, several blocks and threads, with the bits of one call after the other."""
+    """More rows than low limbs of all ones would fit, several blocks and threads, with the bits of one call after the
+    other."""
     device, rows, n = backend.device, 2100, 5
     ones = torch.full((rows, n), -(1 - 2.0**-24) * 2.0**-29, dtype=dtype, device=device)
     small = torch.zeros(2, n, dtype=torch.int64, device=device).unbind()

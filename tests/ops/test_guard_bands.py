@@ -1,7 +1,8 @@
-"""No op touches memory beyond its operands: they lie against pages that cannot be read or written, with NaN in the paddings.
+"""No op touches memory beyond its operands: they lie against pages that cannot be read or written, with NaN in the
+paddings.
 
-The property tests of the ops (`op_cases.Memory`) have bands of NaN around every buffer and compare them afterwards, which finds wrong
-writes; a read beyond an operand whose value is then not used is found only here.
+The property tests of the ops (`op_cases.Memory`) have bands of NaN around every buffer and compare them afterwards,
+which finds wrong writes; a read beyond an operand whose value is then not used is found only here.
 """
 
 from __future__ import annotations

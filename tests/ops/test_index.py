@@ -1,5 +1,6 @@
-"""csrc/index.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's: every element is met
-once, none outside, packs begin where they are aligned. An off-by-one in a copy of it must be noticed.
+"""csrc/index.h enumerated on the host, over all blocks and threads of the CUDA kernels and all ranges of the CPU's:
+every element is met once, none outside, packs begin where they are aligned. An off-by-one in a copy of it must be
+noticed.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ EVERY_EXAMPLE = settings(max_examples=50, deadline=None, derandomize=True)
 def test_blocks_and_threads_meet_every_element_once(
     walker: Walker, table: Tensor, rows: int, width: int, turns: int, enough: int
 ) -> None:
-    """More segments than a launch takes, chunks of one sweep and of several, small segments that share blocks, all widths and turns."""
+    """More segments than a launch takes, chunks of one sweep and of several, small segments that share blocks, all
+    widths and turns."""
     assert walker.cuda(table, rows, width, turns, enough) is None
 
 

@@ -1,4 +1,5 @@
-"""What is particular to the compiled backend: its schemas, its instruction sets, its threads, streamed stores, and torch.compile."""
+"""What is particular to the compiled backend: its schemas, its instruction sets, its threads, streamed stores, and
+torch.compile."""
 
 from __future__ import annotations
 

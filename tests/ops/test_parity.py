@@ -1,4 +1,5 @@
-"""Every backend against the reference in float64, on upcast inputs; guard bands around every buffer; outputs that start as NaN."""
+"""Every backend against the reference in float64, on upcast inputs; guard bands around every buffer; outputs that start
+as NaN."""
 
 from __future__ import annotations
 
@@ -86,8 +87,9 @@ def test_perturb(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_perturb_with_stochastic_rounding(backend: Backend) -> None:
-    """The same bits as the reference in the same dtypes. float32 and float64 take no notice: they have the bits that they have without seeds
-    (not always the reference's: MKL's root of a float64, which is torch's, is not always the nearest)."""
+    """The same bits as the reference in the same dtypes. float32 and float64 take no notice: they have the bits that
+    they have without seeds (not always the reference's: MKL's root of a float64, which is torch's, is not always the
+    nearest)."""
 
     @explore(backend, examples=30)
     @given(cases(), st.booleans())
@@ -120,7 +122,8 @@ def test_perturb_with_stochastic_rounding(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.dtype) -> None:
-    """400 seeds: every result is a neighbour of the exact sum, their mean is the sum, and neighbouring seeds and places are unrelated."""
+    """400 seeds: every result is a neighbour of the exact sum, their mean is the sum, and neighbouring seeds and places
+    are unrelated."""
     rows, n, device = 400, 300, backend.device
     generator = torch.Generator().manual_seed(5)
     w = (torch.randn(n, generator=generator) * torch.logspace(-8, 2, n)).to(dtype)
@@ -316,7 +319,8 @@ def test_update(backend: Backend, rule: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_real_parameters(backend: Backend, rows: int) -> None:
-    """A SAM step on channels-last, transposed, 0-dim and empty tensors against torch.optim.SGD at the perturbed point."""
+    """A SAM step on channels-last, transposed, 0-dim and empty tensors against torch.optim.SGD at the perturbed
+    point."""
     generator = torch.Generator().manual_seed(3)
 
     def draw() -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""`torch.ops.fastsam.*` called past `fastsam.ops`: every misuse is an error before anything is written, not a signal and not a wrong number."""
+"""`torch.ops.fastsam.*` called past `fastsam.ops`: every misuse is an error before anything is written, not a signal
+and not a wrong number."""
 
 from __future__ import annotations
 

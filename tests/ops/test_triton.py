@@ -122,7 +122,8 @@ def test_compiled_without_graph_breaks() -> None:
 
 
 def test_launchers_have_the_signatures_of_their_twins() -> None:
-    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a state come one by one."""
+    """Names, kinds and defaults, which the types and the schemas of `compilable` take for granted; the fields of a
+    state come one by one."""
     for name in (*set(triton_launch.__all__) - {"update_", "why_not"}, "_update_"):
         launcher = triton_update._update_ if name == "_update_" else getattr(triton_launch, name)
         expected = [

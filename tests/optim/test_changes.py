@@ -1,4 +1,5 @@
-"""What happens to a model after its optimizer was built: converted, moved, loaded, frozen, shared between optimizers."""
+"""What happens to a model after its optimizer was built: converted, moved, loaded, frozen, shared between
+optimizers."""
 
 from __future__ import annotations
 
@@ -193,7 +194,8 @@ def quick_collection() -> Iterator[None]:
 @pytest.mark.parametrize("clear_with", ["opt", "model"])
 @pytest.mark.parametrize("when", ["before the first step", "after two steps"])
 def test_assigned_parameters_are_noticed(when: str, clear_with: str, backend: Backend) -> None:
-    """The module then has other Parameters, and the optimizer's are dead: an error instead of steps that train nothing."""
+    """The module then has other Parameters, and the optimizer's are dead: an error instead of steps that train
+    nothing."""
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
     if when == "after two steps":

@@ -57,7 +57,8 @@ def joined(z: Tensor, low: Tensor) -> Tensor:
 
 
 def without_ties(w: Tensor) -> Tensor:
-    """What compact masters hold of float32 numbers: of the ties between bfloat16 neighbours, those that round to the one farther from zero."""
+    """What compact masters hold of float32 numbers: of the ties between bfloat16 neighbours, those that round to the
+    one farther from zero."""
     bits = w.view(torch.int32)
     inner_is_even = ((bits >> 16) & 1) == 0
     tie = ((bits & 0xFFFF) == 0x8000) & inner_is_even & w.isfinite()
@@ -65,7 +66,8 @@ def without_ties(w: Tensor) -> Tensor:
 
 
 def test_every_float32_number_but_a_tie_comes_back() -> None:
-    """All low halves beside upper halves of every kind: zeros, subnormal, even and odd, powers of two, the largest, and those of inf and NaN."""
+    """All low halves beside upper halves of every kind: zeros, subnormal, even and odd, powers of two, the largest, and
+    those of inf and NaN."""
     upper = torch.tensor([0, 1, 2, 0x7F, 0x80, 0x3F7F, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80, 0x7FBF, 0x7FC0, 0x7FFF])
     upper = torch.cat([upper, upper - 0x8000])
     w = (upper[:, None] * 65536 + torch.arange(65536)).to(torch.int32).view(F32).flatten()
@@ -122,7 +124,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @MOMENTA
 @pytest.mark.parametrize("name", OPTIONS)
 def test_bits_are_those_of_full_masters(name: str, momentum_dtype: torch.dtype, backend: Backend) -> None:
-    """But for ties, and momenta in bfloat16 are rounded to nearest once a step; with parameters that have no gradient in one pass or the other."""
+    """But for ties, and momenta in bfloat16 are rounded to nearest once a step; with parameters that have no gradient
+    in one pass or the other."""
     options = {"backend": backend.name, **OPTIONS[name]}
     model, other = (make_parameters([*SHAPES, (33, 65)], HALF, backend.device) for _ in range(2))
     opt, twin = built(model, momentum_dtype, **options), full(other, **options)
@@ -162,7 +165,8 @@ def test_ties_become_their_neighbour_towards_zero(backend: Backend) -> None:
 
 
 def test_bfloat16_momenta_stay_near_those_of_float64() -> None:
-    """A rounding of 2^-8 a step, of which momentum 0.9 remembers ten: 2^-8/(1 - 0.9) at most, and by chance a fifth of that."""
+    """A rounding of 2^-8 a step, of which momentum 0.9 remembers ten: 2^-8/(1 - 0.9) at most, and by chance a fifth of
+    that."""
     params = make_parameters([(64, 64)], HALF)
     opt = built(params, HALF)
     exact, largest = torch.zeros(64, 64, dtype=torch.float64), torch.zeros(64, 64, dtype=torch.float64)

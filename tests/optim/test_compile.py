@@ -31,7 +31,8 @@ def fresh_dynamo() -> Iterator[None]:
 def losses(
     name: str, tensors: bool, compiled: Callable[[Any], Any] | None, warm: int, zero_grad: bool = False
 ) -> list[float]:
-    """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled. zero_grad: the halves clear the gradients."""
+    """Eight steps with a schedule of lr and rho; the ones after `warm` are compiled. zero_grad: the halves clear the
+    gradients."""
     base, options = BASES[name]
     params = make_parameters([(5, 3), (8,), (2, 3, 4, 4)], torch.float32)
     first = {"lr": 0.05, "rho": 0.1}
@@ -96,7 +97,8 @@ def other_process() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.slow  # a process of its own, with all that torch.compile imports
 @pytest.mark.parametrize(("name", "zero_grad"), [("sgd", True), ("adamw", False)])
 def test_forward_backward_and_step_in_one_graph(name: str, zero_grad: bool, other_process: ProcessPoolExecutor) -> None:
-    """After one ordinary step, which makes the buffers, and with lr and rho as tensors; with gradients cleared by the halves, and by the user."""
+    """After one ordinary step, which makes the buffers, and with lr and rho as tensors; with gradients cleared by the
+    halves, and by the user."""
     if backend("cpu") != "native":
         pytest.skip("the reference reads its tables on the host; whole graphs need the compiled kernels")
     if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
@@ -165,7 +167,8 @@ def closure_losses(compiled: Callable[[Any], Any] | None) -> list[float]:
 
 
 def test_a_closure_breaks_the_graph_and_makes_the_same_steps() -> None:
-    """Also where torch traces backward passes: it would lose the gradients at the break, and nothing would be trained."""
+    """Also where torch traces backward passes: it would lose the gradients at the break, and nothing would be
+    trained."""
     config = torch._dynamo.config
     if not hasattr(config, "trace_autograd_ops"):
         pytest.skip("this torch cannot trace backward()")

@@ -1,4 +1,5 @@
-"""What a step costs besides its arithmetic: calls of kernels and memory, counted; and that its shorter way past torch's dispatcher is the same."""
+"""What a step costs besides its arithmetic: calls of kernels and memory, counted; and that its shorter way past torch's
+dispatcher is the same."""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def test_unobserved_it_is_two_calls_and_no_op_of_torch(monkeypatch: pytest.Monke
 
 @native
 def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saved weights are updated where they are, and the parameters are written once, with the next perturbed point."""
+    """The saved weights are updated where they are, and the parameters are written once, with the next perturbed
+    point."""
     params, called, real = model(20), [], raw_calls._function
     opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, sam=MSAM())
 
@@ -98,7 +100,8 @@ class Watching(TorchDispatchMode):
 def test_the_shorter_way_gives_the_same_bits(
     base: type[torch.optim.Optimizer], dtype: torch.dtype, adaptive: bool
 ) -> None:
-    """A mode that looks at torch's calls makes them ops; a gradient that is missing or in another order changes nothing of that."""
+    """A mode that looks at torch's calls makes them ops; a gradient that is missing or in another order changes nothing
+    of that."""
     found = []
     for watched in (False, True):
         params = model(5, dtype)

@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint's functions for an optimizer's state, on one process and plain parameters (`test_sharded.py` has several)."""
+"""torch.distributed.checkpoint's functions for an optimizer's state, on one process and plain parameters
+(`test_sharded.py` has several)."""
 
 from __future__ import annotations
 

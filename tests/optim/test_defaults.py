@@ -1,4 +1,5 @@
-"""torch's default device and dtype are for tensors that a user makes without naming them; a step does not depend on them."""
+"""torch's default device and dtype are for tensors that a user makes without naming them; a step does not depend on
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`FusedSAM(exclusive=True)`: the same bits with less traffic, and every parameter in its own memory when a step is over, however it ends."""
+"""`FusedSAM(exclusive=True)`: the same bits with less traffic, and every parameter in its own memory when a step is
+over, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The bytes that `FusedSAM(exclusive=True)` saves, and half-precision weights, whose master copies are then not compared with them."""
+"""The bytes that `FusedSAM(exclusive=True)` saves, and half-precision weights, whose master copies are then not
+compared with them."""
 
 from __future__ import annotations
 
@@ -66,8 +67,9 @@ def test_thirty_bytes_with_a_master_copy() -> None:
 
 @native
 def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By experiment, as the interpreter sees no compiled kernels: the first pass does not write the weights' memory, the second does not read the
-    perturbed ones and does not write them. That is the registry's separate perturbation, and an update of the weights alone."""
+    """By experiment, as the interpreter sees no compiled kernels: the first pass does not write the weights' memory,
+    the second does not read the perturbed ones and does not write them. That is the registry's separate perturbation,
+    and an update of the weights alone."""
     monkeypatch.setattr(exchange, "WORTH", 0)
     params, called, real = make_parameters(SHAPES, torch.float32), [], raw_calls._function
     monkeypatch.setattr(raw_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))

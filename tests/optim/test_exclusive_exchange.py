@@ -1,4 +1,5 @@
-"""Which parameters of an exclusive owner change their memory: a rule on sizes, and the same bits, memory and promises at both of its sides."""
+"""Which parameters of an exclusive owner change their memory: a rule on sizes, and the same bits, memory and promises
+at both of its sides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An exclusive owner's perturbed weights in the memory of the first gradients, where the step itself clears these; where it is not theirs to take."""
+"""An exclusive owner's perturbed weights in the memory of the first gradients, where the step itself clears these;
+where it is not theirs to take."""
 
 from __future__ import annotations
 

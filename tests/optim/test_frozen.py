@@ -126,7 +126,8 @@ def test_no_kernel_reads_or_writes_them(backend: Backend) -> None:
 def trained(
     sam: SAM, base: Any, frozen_until: tuple[int, int] | None, backend: str = "auto", dtype: torch.dtype = torch.float32
 ) -> tuple[list[nn.Parameter], FusedSAM]:
-    """Six steps. The second parameter needs no gradient before this backward pass (step, pass); None: it has none before (3, 0), and needs one."""
+    """Six steps. The second parameter needs no gradient before this backward pass (step, pass); None: it has none
+    before (3, 0), and needs one."""
     cls, options = base
     params = make_parameters(SHAPES, dtype)
     opt = FusedSAM(params, cls, sam=sam, backend=backend, **options)
@@ -202,7 +203,8 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
     ids=str,
 )
 def test_resuming_continues_bit_for_bit(sam: SAM, moment: int, how: str) -> None:
-    """ESAM's masks are a function of where the weights lie among those that have buffers; without a momentum nothing else tells which have."""
+    """ESAM's masks are a function of where the weights lie among those that have buffers; without a momentum nothing
+    else tells which have."""
 
     def steps(params: list[nn.Parameter], opt: FusedSAM, numbers: range) -> None:
         for number in numbers:

@@ -128,8 +128,8 @@ def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backen
 
 
 def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend: Backend) -> None:
-    """bfloat16 rounds a perturbation that is small beside the weights to nothing, or to one unit: it must at least be the rounding of the
-    right point, step after step."""
+    """bfloat16 rounds a perturbation that is small beside the weights to nothing, or to one unit: it must at least be
+    the rounding of the right point, step after step."""
     p = nn.Parameter(torch.ones(4000, dtype=torch.bfloat16, device=backend.device))
     opt = FusedSAM([p], SGD, rho=0.05, lr=1e-3, backend=backend.name)
     master = torch.ones(4000, device=backend.device)
@@ -168,7 +168,8 @@ def awkward_parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_of_every_layout(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """The same numbers in contiguous parameters must take the same steps, bit for bit where the order of the norm's sum is the same."""
+    """The same numbers in contiguous parameters must take the same steps, bit for bit where the order of the norm's sum
+    is the same."""
     base, options = BASES[name]
     if dtype == torch.bfloat16 and name == "rmsprop":
         pytest.skip("without a fused update there is no master copy")

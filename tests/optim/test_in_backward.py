@@ -1,4 +1,5 @@
-"""`FusedSAM(exclusive=True, in_backward=True)`: the bits of an ordinary step, each update as soon as its gradient is whole; and what it refuses."""
+"""`FusedSAM(exclusive=True, in_backward=True)`: the bits of an ordinary step, each update as soon as its gradient is
+whole; and what it refuses."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def hooks(params: Params) -> int:
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("way", [by_closure, in_halves])
 def test_bits_of_an_ordinary_step(way: Callable[..., None], base: str, dtype: torch.dtype, adaptive: bool) -> None:
-    """Learning rates of two groups that change, a parameter without a gradient; half precision takes the ordinary step."""
+    """Learning rates of two groups that change, a parameter without a gradient; half precision takes the ordinary
+    step."""
     trained = []
     for early_ in (True, False):
         params = make_parameters(SHAPES, dtype)

@@ -1,4 +1,5 @@
-"""An exception at any line of a step: the weights are the original ones bit for bit, or the step was made; nothing in between, nothing lost."""
+"""An exception at any line of a step: the weights are the original ones bit for bit, or the step was made; nothing in
+between, nothing lost."""
 
 from __future__ import annotations
 
@@ -33,14 +34,16 @@ EVERY_CASE += [("lookbehind", style, warm, "auto") for style in ("step", "by_han
 EVERY_CASE += [("lookbehind", "step", 1, "reference"), ("lookbehind", "by_hand", 2, "foreach")]
 EVERY_CASE += [("lookbehind bf16", "step", 2, "auto"), ("lookbehind bf16", "by_hand", 2, "reference")]
 EVERY_CASE += [("interval", "step", 1, backend) for backend in ("foreach", "reference")]
-# A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every base. So are a step's lines.
+# A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every
+# base. So are a step's lines.
 USUAL = [("sgd", "step", 0, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd", "step", 2, "foreach")]
 USUAL += [("check_finite", "step", 2, "auto"), ("interval", "alone", 1, "auto"), ("looksam", "step", 2, "auto")]
 USUAL += [("lookbehind", "by_hand", 2, "auto")]
 USUAL += [("compact", "step", 2, "auto")]
 
 
-# Each line costs a step or two, and a step has hundreds: in `make test` it is every eighth one, in `make test-slow` each.
+# Each line costs a step or two, and a step has hundreds: in `make test` it is every eighth one, in `make test-slow`
+# each.
 EACH = [pytest.param(1, marks=pytest.mark.slow), 8]
 
 
@@ -51,7 +54,8 @@ EACH = [pytest.param(1, marks=pytest.mark.slow), 8]
 def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, each: int) -> None:
     """`warm`: steps before. The first step makes the buffers, the third uses what it finds.
 
-    A step with the compiled CPU kernels or the reference is made or not made whatever line is interrupted, those around the kernels included.
+    A step with the compiled CPU kernels or the reference is made or not made whatever line is interrupted, those around
+    the kernels included.
     """
     plan = Plan(name, style, warm, backend)
     lines = plan.lines()
@@ -71,7 +75,8 @@ WITH_REFERENCE = [
 def test_the_reference_interrupted_in_its_update_writes_nothing(
     backend: str, name: str, warm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has its half precision from it."""
+    """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has
+    its half precision from it."""
     build, dtypes = {**CASES, **FAMILY}[name]
     write, calls, last = reference._write, [], 0
 
@@ -97,7 +102,8 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
 @pytest.mark.parametrize("warm", [0, 1])
 @pytest.mark.parametrize("backend", ["reference", "foreach", "auto"])
 def test_raising_inside_the_kernels(backend: str, warm: int, each: int) -> None:
-    """The reference works tensor by tensor, so an interrupt can leave some weights perturbed and others not, and some updated."""
+    """The reference works tensor by tensor, so an interrupt can leave some weights perturbed and others not, and some
+    updated."""
 
     def make() -> Case:
         return Case(lambda params: sgd(params, backend=backend), [F32], warm)

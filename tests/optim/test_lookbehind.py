@@ -28,7 +28,8 @@ def gradients(loss: Loss, at: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("k", "alpha"), [(1, 1.0), (1, 0.3), (2, 0.5), (4, 0.8)])
 def test_fast_and_slow_weights_of_the_paper(k: int, alpha: float, backend: backends.Backend) -> None:
-    """Algorithm 1 with SGD, step by step: fast weights descend by each gradient, and the slow ones go a part of the way to them."""
+    """Algorithm 1 with SGD, step by step: fast weights descend by each gradient, and the slow ones go a part of the way
+    to them."""
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
     slow, loss = problem()
@@ -147,7 +148,8 @@ def test_a_closure_that_ends_the_step(dtype: torch.dtype, steps_itself: bool, la
 @pytest.mark.parametrize("options", [{}, {"check_finite": True}], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_a_gradient_that_is_not_finite(base: str, options: dict[str, Any], bad: int) -> None:
-    """At the weights it moves nothing, and the step goes on from there; at a point on the way it updates nothing, and the next step is as ever."""
+    """At the weights it moves nothing, and the step goes on from there; at a point on the way it updates nothing, and
+    the next step is as ever."""
     training = fused(THREE, base, 2, **options)
     before = copies(training.params)
     for made in range(4):
@@ -167,7 +169,8 @@ def test_a_gradient_that_is_not_finite(base: str, options: dict[str, Any], bad: 
 
 
 def test_parameters_without_a_gradient_in_some_of_the_passes() -> None:
-    """Whoever has none stays where it is; the sum is of those that were there, and the update of those that have a last one."""
+    """Whoever has none stays where it is; the sum is of those that were there, and the update of those that have a last
+    one."""
     start = [torch.full((3,), 1.0 + i, dtype=torch.float64) for i in range(4)]
     given = ((1, 1, None, None), (None, 1, 1, None), (1, None, 1, 1))  # in the two ascents and in the last pass
     params = [nn.Parameter(p.clone()) for p in start]
@@ -225,7 +228,7 @@ def test_parameters_of_two_dtypes_and_with_gaps(kinds: tuple[torch.dtype, ...]) 
             params = [nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format)) for p in params]
         opt = FusedSAM(params, torch.optim.SGD, sam=THREE, lr=0.1, momentum=0.9)
         for _ in range(3):
-            opt.step(lambda ps=params: sum(p.double().sin().square().sum() for p in ps).backward())  # type: ignore[union-attr]
+            opt.step(lambda ps=params: torch.stack([p.double().sin().square().sum() for p in ps]).sum().backward())
         ends.append(params)
     assert same_bits(*ends)
 
@@ -236,7 +239,8 @@ def test_parameters_of_two_dtypes_and_with_gaps(kinds: tuple[torch.dtype, ...]) 
 @needs_interpreter
 @pytest.mark.parametrize("k", [2, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 4))])
 def test_the_bytes_of_a_step(k: int) -> None:
-    """Those that docs/variants.md has, without the gradients that torch's calls keep: 8 of the first, 12 of each other; a chunk, and its scalars."""
+    """Those that docs/variants.md has, without the gradients that torch's calls keep: 8 of the first, 12 of each other;
+    a chunk, and its scalars."""
     p = nn.Parameter(torch.linspace(-1, 1, 4096))
     sam = Lookbehind(RHO, k=k)
     opt = FusedSAM([p], torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9, backend="triton")

@@ -1,4 +1,5 @@
-"""MSAM and the last gradient: evaluated at the clean weights, saved, interrupted, and following the model's own modes."""
+"""MSAM and the last gradient: evaluated at the clean weights, saved, interrupted, and following the model's own
+modes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ OPTIONS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("base", "options"), OPTIONS)
 @pytest.mark.parametrize("style", ["closure", "halves"])
 def test_the_same_trajectory_as_pytorch_optimizer(base: Any, options: dict[str, Any], style: str) -> None:
-    """30 steps in float64, each on its own: the losses they see and the weights they end with. The default of eta makes them the same ASAM."""
+    """30 steps in float64, each on its own: the losses they see and the weights they end with. The default of eta makes
+    them the same ASAM."""
     library = pytest.importorskip(
         "pytorch_optimizer", reason="pytorch-optimizer is not installed; it is in the extra `test`"
     )
@@ -61,7 +62,8 @@ def test_the_same_trajectory_as_pytorch_optimizer(base: Any, options: dict[str, 
 def test_the_tests_of_pytorch_optimizer_pass() -> None:
     if not SDIST.exists():
         pytest.skip(
-            f"its source distribution is not here: `python {RUNNER.relative_to(ROOT)}` fetches it and runs its tests, or name an unpacked one "
+            f"its source distribution is not here: `python {RUNNER.relative_to(ROOT)}` fetches it and runs its tests, "
+            f"or name an unpacked one "
             "in FASTSAM_PEER_SDIST"
         )
     done = subprocess.run([sys.executable, str(RUNNER), str(SDIST), "-q"], capture_output=True, text=True, timeout=300)

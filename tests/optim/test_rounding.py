@@ -1,4 +1,5 @@
-"""`stochastic_rounding=True`: what half-precision weights become at the perturbed point, step after step, and after a checkpoint."""
+"""`stochastic_rounding=True`: what half-precision weights become at the perturbed point, step after step, and after a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def perturbations(weight, gradient, optimizer, count: int) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_mean_perturbation_is_the_intended_one(dtype: torch.dtype) -> None:
-    """A radius far below the weights' last place: rounding to nearest loses it, on average stochastic rounding does not."""
+    """A radius far below the weights' last place: rounding to nearest loses it, on average stochastic rounding does
+    not."""
     intended = made(dtype)[1].float()
     intended *= 0.01 / intended.norm()
 

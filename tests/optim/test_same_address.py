@@ -1,4 +1,5 @@
-"""A parameter that changes and keeps its address: another shape, order, dtype or size of its storage is noticed before a kernel touches memory."""
+"""A parameter that changes and keeps its address: another shape, order, dtype or size of its storage is noticed before
+a kernel touches memory."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ SCHEDULERS: dict[str, Any] = {
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("style", ["closure", "halves"])
 def test_schedulers_see_the_steps_and_set_the_rate(style: str, tensor: bool, scheduler: str, owner: str) -> None:
-    """No warning that `scheduler.step()` came before `optimizer.step()`, and the same rates as around the base optimizer alone."""
+    """No warning that `scheduler.step()` came before `optimizer.step()`, and the same rates as around the base
+    optimizer alone."""
     lr = 0.1
     params, plain_params = make_parameters([(5,)], torch.float64), make_parameters([(5,)], torch.float64)
     opt = FusedSAM(params, SGD, rho=0.0, lr=torch.tensor(lr, dtype=torch.float64) if tensor else lr, momentum=0.9)
@@ -218,7 +219,8 @@ def test_frozen_statistics_after_an_exception() -> None:
     with pytest.raises(KeyboardInterrupt), frozen_batchnorm_stats(model):
         raise KeyboardInterrupt
     assert model.layers[1].track_running_stats and identities == list(map(id, model.buffers()))
-    with pytest.raises(TypeError, match="expects a torch.nn.Module, got list"), frozen_batchnorm_stats([model]):  # type: ignore[arg-type]
+    wrong: Any = [model]
+    with pytest.raises(TypeError, match="expects a torch.nn.Module, got list"), frozen_batchnorm_stats(wrong):
         pass
 
 

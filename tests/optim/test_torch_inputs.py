@@ -1,4 +1,5 @@
-"""torch's own inputs for testing optimizers, with an entry for FusedSAM around each of torch's optimizers that can be a base."""
+"""torch's own inputs for testing optimizers, with an entry for FusedSAM around each of torch's optimizers that can be a
+base."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def step_both(opt: FusedSAM, oracle: Oracle | None, params: list[nn.Parameter], 
 
 @pytest.mark.parametrize("name", BASES)
 def test_follows_the_base_optimizer(name: str) -> None:
-    """From every input: the step that torch's optimizer takes from the unperturbed weights with the perturbed gradient."""
+    """From every input: the step that torch's optimizer takes from the unperturbed weights with the perturbed
+    gradient."""
     for optim_input in inputs_of(name):
         follow_the_base(name, optim_input)
 

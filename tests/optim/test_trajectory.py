@@ -184,7 +184,8 @@ def test_every_backend_takes_three_steps(base: Any, every_backend: Backend) -> N
     lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5),
 )
 def test_sgd_with_any_options(
-    lr: float, rho: float, eta: float, adaptive: bool, momentum: float, dampening: float, weight_decay: float, nesterov: bool, maximize: bool,
+    lr: float, rho: float, eta: float, adaptive: bool, momentum: float, dampening: float, weight_decay: float,
+    nesterov: bool, maximize: bool,
     lengths: list[int],
 ) -> None:  # fmt: skip
     nesterov = nesterov and momentum > 0
@@ -301,7 +302,8 @@ def test_the_same_steps_give_the_same_bits(backend: Backend) -> None:
 
 
 def test_lion_is_algorithm_2_of_its_paper() -> None:
-    """The class by itself, against the update written down once more; a closure is called, a parameter without a gradient stays."""
+    """The class by itself, against the update written down once more; a closure is called, a parameter without a
+    gradient stays."""
     params = make_parameters([(6,), (5, 2), (3,)], torch.float64)
     weights, momenta = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
     opt = fastsam.Lion(params, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1)

@@ -82,7 +82,8 @@ def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dt
 
 
 def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
-    """Else the case beside the paper would show one of them only; and `rho` bounds it in every group, as a number and as a tensor."""
+    """Else the case beside the paper would show one of them only; and `rho` bounds it in every group, as a number and
+    as a tensor."""
     training, radii = fused(SAM(RHO, radius=LESAM(sigma=8.0)), "sgd", 0), []
     for t in range(6):
         training.backward(t)
@@ -166,7 +167,8 @@ def test_sam_on_without_normalisation_layers() -> None:
 
 
 def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
-    """`lr` as a number that somebody changes, and as a tensor: the correction after the update has the learning rate of its step."""
+    """`lr` as a number that somebody changes, and as a tensor: the correction after the update has the learning rate of
+    its step."""
     ends = []
     for lr in (0.05, torch.tensor(0.05, dtype=torch.float64)):
         training = fused(WSAM(RHO, gamma=0.8), "adamw", 2)
@@ -177,7 +179,8 @@ def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
 
 
 def test_looksam_reuses_nothing_where_there_is_nothing() -> None:
-    """Without a perturbation both gradients are the same, so that no part of the second one is orthogonal: steps as of the base optimizer."""
+    """Without a perturbation both gradients are the same, so that no part of the second one is orthogonal: steps as of
+    the base optimizer."""
     steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, every=3))]
     assert same_bits(*steps)
 
@@ -222,7 +225,8 @@ def test_masks_that_let_all_through_are_sam() -> None:
 
 
 def test_masks_are_of_their_step_and_seed() -> None:
-    """What a step that was taken back perturbed is perturbed again; another step and another seed perturb others, a beta-th part of all."""
+    """What a step that was taken back perturbed is perturbed again; another step and another seed perturb others, a
+    beta-th part of all."""
 
     def moved(training: Training) -> torch.Tensor:
         before = flat(copies(training.params))
@@ -247,7 +251,8 @@ def kept_mask(training: Training) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_dynamic_mask_keeps_its_size_and_moves_less_and_less(dtype: torch.dtype) -> None:
-    """37 of 92, of which at most 30 go (drop .8), in every other step, up to the horizon; those that go had the smallest gradients."""
+    """37 of 92, of which at most 30 go (drop .8), in every other step, up to the horizon; those that go had the
+    smallest gradients."""
     training = fused(SSAMD(RHO, sparsity=0.6, interval=2, drop=0.8, horizon=6), "sgd", 1, dtype=dtype)
     before, gone = kept_mask(training), []
     for t in range(1, 10):
@@ -292,7 +297,8 @@ def test_a_dynamic_mask_where_no_gradient_is() -> None:
 
 
 def test_a_perturbation_for_each_part_of_a_batch() -> None:
-    """m-SAM as the page on variants writes it: the mean of the parts' gradients, each at the point that the part's own gradient perturbs to."""
+    """m-SAM as the page on variants writes it: the mean of the parts' gradients, each at the point that the part's own
+    gradient perturbs to."""
     start, loss = problem()
     training = fused(SAM(RHO), "sgd", 0)
     params, opt = training

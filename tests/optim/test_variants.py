@@ -1,4 +1,5 @@
-"""The variants of SAM: each against its paper's equations in float64, written without fastsam; and the promises of a step."""
+"""The variants of SAM: each against its paper's equations in float64, written without fastsam; and the promises of a
+step."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
         torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-11)
 
 
-# Gradients of half precision, and the point where g2 is taken, are rounded to 2^-9; WSAM multiplies their difference by 9, and LookSAM makes it as
-# long as the gradient. On the way of three steps: 0.6 % with GSAM, 8 % with these.
+# Gradients of half precision, and the point where g2 is taken, are rounded to 2^-9; WSAM multiplies their difference by
+# 9, and LookSAM makes it as long as the gradient. On the way of three steps: 0.6 % with GSAM, 8 % with these.
 @every_case
 @pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-4), (torch.bfloat16, 0.12)])
 def test_a_variant_in_lower_precision(name: str, dtype: torch.dtype, part: float) -> None:
@@ -84,7 +85,8 @@ def test_a_closure_is_called_once_for_every_pass(name: str) -> None:
 def test_a_step_between_is_the_base_optimizers(
     base: str, dtype: torch.dtype, exclusive: bool, backend: backends.Backend
 ) -> None:
-    """After one that perturbed: the bits of a step with rho = 0, and half-precision weights that somebody wrote are taken over."""
+    """After one that perturbed: the bits of a step with rho = 0, and half-precision weights that somebody wrote are
+    taken over."""
     if exclusive and dtype != torch.float32:
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
@@ -173,8 +175,8 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
 @pytest.mark.parametrize("unscales", [False, True], ids=["the step unscales", "unscaled before it"])
 @pytest.mark.parametrize("base", ["sgd", "adamw", "nadam"])
 def test_with_a_scaler(name: str, base: str, unscales: bool) -> None:
-    """Scaled gradients in both passes, the first ones too, and another scale in every step: the same step. Whoever clips unscales the second
-    gradients alone."""
+    """Scaled gradients in both passes, the first ones too, and another scale in every step: the same step. Whoever
+    clips unscales the second gradients alone."""
     _, loss = problem()
     params, opt = fused(CASES[name].sam, base, 0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
@@ -216,7 +218,8 @@ def test_a_scaler_that_skips_a_step_leaves_the_state(name: str) -> None:
 
 
 def test_one_bad_gradient_costs_one_step() -> None:
-    """A first gradient with inf leaves no weight of the gradients behind, of which the next check would make another skipped step."""
+    """A first gradient with inf leaves no weight of the gradients behind, of which the next check would make another
+    skipped step."""
     params, opt = fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, check_finite=True)
     for p in params:
         p.grad = torch.full_like(p, torch.inf)

@@ -1,4 +1,5 @@
-"""Robust rules in place of the mean over a round's clients, one file each (docs/robust.md). `rule_of` finds one by its name.
+"""Robust rules in place of the mean over a round's clients, one file each (docs/robust.md). `rule_of` finds one by its
+name.
 
 Every module of this folder is imported: a subclass of `Rule` with a name is a rule by being defined.
 """
@@ -25,7 +26,8 @@ def names() -> list[str]:
 
 
 def rule_of(text: object) -> Rule | None:
-    """The rule of "name" or "name:number"; None for the plain mean. Raises ValueError for what names no rule, or a number out of range."""
+    """The rule of "name" or "name:number"; None for the plain mean. Raises ValueError for what names no rule, or a
+    number out of range."""
     if isinstance(text, str) and text == MEAN:
         return None
     name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")

@@ -1,8 +1,8 @@
 """What a robust rule is: it makes of the rows that the clients of a round send what takes the place of their mean.
 
-A subclass with a `name`, in a module of this folder, is a rule: a run's `aggregation` takes the name, and after a colon the rule's one number
-where it has one ("trimmed_mean:0.1"). Rows come as a list in the order of the clients' numbers, never in that of their arrival, so a rule's
-bits are those of its rows.
+A subclass with a `name`, in a module of this folder, is a rule: a run's `aggregation` takes the name, and after a colon
+the rule's one number where it has one ("trimmed_mean:0.1"). Rows come as a list in the order of the clients' numbers,
+never in that of their arrival, so a rule's bits are those of its rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _BLOCK = 2**16  # columns that are looked at together: what a rule needs beside 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """weighs: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves whole clients out.
+    """weighs: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves whole
+    clients out.
 
     Both functions get the rows of the n clients that were not excluded, n >= 1.
     """
@@ -34,11 +35,13 @@ class Rule(ABC):
             registry[cls.name] = cls
 
     def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
-        """The places, ascending, of the clients that count, by their displacements `[stride]`: of all unless a rule chooses."""
+        """The places, ascending, of the clients that count, by their displacements `[stride]`: of all unless a rule
+        chooses."""
         return list(range(len(displacements)))
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        """What takes the place of the mean of one upload, float64: of the rows `[...]` of those who were chosen, and their weights."""
+        """What takes the place of the mean of one upload, float64: of the rows `[...]` of those who were chosen, and
+        their weights."""
         total = torch.zeros_like(rows[0], dtype=torch.float64)
         for row, weight in zip(rows, weights, strict=True):
             total.add_(row, alpha=weight)
@@ -49,7 +52,8 @@ registry: dict[str, type[Rule]] = {}  # the rules by name, as they are defined
 
 
 def middle(rows: Sequence[Tensor], k: int) -> Tensor:
-    """The mean, in every element by itself, of what is left of the rows without the k largest and the k smallest values; float64."""
+    """The mean, in every element by itself, of what is left of the rows without the k largest and the k smallest
+    values; float64."""
     flat = [row.reshape(-1) for row in rows]
     out = torch.empty(len(flat[0]), dtype=torch.float64, device=flat[0].device)
     for at in range(0, len(out), _BLOCK):

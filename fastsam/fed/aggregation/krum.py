@@ -1,5 +1,5 @@
-"""Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent",
-NeurIPS 2017 (section 4)."""
+"""Krum and multi-Krum: Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries: Byzantine
+Tolerant Gradient Descent", NeurIPS 2017 (section 4)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from fastsam.fed.common.checks import number
 class Krum(Rule):
     """The displacement that is nearest to its neighbours.
 
-        score(i) = sum of ||Delta_i - Delta_j||^2 over the n - f - 2 clients j nearest to i,    Delta = Delta_i of the least score
+        score(i) = sum of ||Delta_i - Delta_j||^2 over the n - f - 2 clients j nearest to i,    Delta = Delta_i of the
+        least score
 
-    share: of the clients that may send anything, f = ceil(share * n); the paper needs 2f + 2 < n, so f is at most (n - 3)/2. Of several with
-    the least score it is the one with the smallest number. All but one client are left out of a round: where clients are heterogeneous
-    it follows one of them at a time.
+    share: of the clients that may send anything, f = ceil(share * n); the paper needs 2f + 2 < n, so f is at most (n -
+    3)/2. Of several with the least score it is the one with the smallest number. All but one client are left out of a
+    round: where clients are heterogeneous it follows one of them at a time.
     Memory: the rows of the round. Time: n^2/2 distances, a read of all rows for each client.
     """
 
@@ -53,8 +54,9 @@ class Krum(Rule):
 class MultiKrum(Krum):
     """The mean of the m displacements with the least scores of Krum.
 
-    m = n - f - 2: the paper leaves m open; up to there El Mhamdi, Guerraoui and Rouault ("The Hidden Vulnerability of Distributed Learning in
-    Byzantium", ICML 2018) show that it keeps Krum's guarantee. share, memory and time as of `Krum`.
+    m = n - f - 2: the paper leaves m open; up to there El Mhamdi, Guerraoui and Rouault ("The Hidden Vulnerability of
+    Distributed Learning in Byzantium", ICML 2018) show that it keeps Krum's guarantee. share, memory and time as of
+    `Krum`.
     """
 
     name: ClassVar[str] = "multi_krum"

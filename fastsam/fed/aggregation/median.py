@@ -1,5 +1,5 @@
-"""The coordinate median: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
-ICML 2018 (Definition 1)."""
+"""The coordinate median: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates", ICML 2018 (Definition 1)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Median(Rule):
 
         Delta_j = median_i (Delta_i)_j,    of an even number the mean of the two in the middle
 
-    Whatever fewer than half of the clients send, every element stays within what the others sent. It is no mean: on heterogeneous clients
-    it is biased towards what most of them have in common. One client counts like another, so there are no weights.
+    Whatever fewer than half of the clients send, every element stays within what the others sent. It is no mean: on
+    heterogeneous clients it is biased towards what most of them have in common. One client counts like another, so
+    there are no weights.
     Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 

@@ -12,7 +12,8 @@ from fastsam.fed.sums.fixed_point import RoundSums
 
 
 class RobustSums:
-    """The means are the rule's, over the rows of all clients, which are kept until the round ends; clients and numbers are those of the plain
+    """The means are the rule's, over the rows of all clients, which are kept until the round ends; clients and numbers
+    are those of the plain
     sums: of all that were not excluded, those that the rule left out too.
     """
 
@@ -28,7 +29,8 @@ class RobustSums:
         displacements: Tensor,
         mean: Mapping[str, Tensor],
     ) -> None:
-        """The rows at some places, those of clients that are not excluded: displacements `[n, stride]`, uploads `[n, ...]`. They are not copied."""
+        """The rows at some places, those of clients that are not excluded: displacements `[n, stride]`, uploads
+        `[n, ...]`. They are not copied."""
         for place in places:
             rows = {name: x[place].detach() for name, x in mean.items()}
             self._kept[clients[place]] = weights[place], displacements[place].detach(), rows

@@ -1,5 +1,5 @@
-"""The coordinate-wise trimmed mean: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
-Statistical Rates", ICML 2018 (Definition 2)."""
+"""The coordinate-wise trimmed mean: Yin, Chen, Ramchandran and Bartlett, "Byzantine-Robust Distributed Learning:
+Towards Optimal Statistical Rates", ICML 2018 (Definition 2)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class TrimmedMean(Rule):
 
         Delta_j = 1/(n - 2k) * sum of (Delta_i)_j over the i that are left,    k = ceil(share * n)
 
-    share: beta of the paper, of the clients that may send anything; at most 1/2. The paper takes share*n to be whole; we round up, and leave
-    one value or two where more would be cut. share = 0 is the mean. One client counts like another, so there are no weights.
+    share: beta of the paper, of the clients that may send anything; at most 1/2. The paper takes share*n to be whole;
+    we round up, and leave one value or two where more would be cut. share = 0 is the mean. One client counts like
+    another, so there are no weights.
     Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 

@@ -1,7 +1,8 @@
-"""Federated algorithms, one file per paper. `registry` holds the built-in ones by lower-case name, in the order of their files.
+"""Federated algorithms, one file per paper. `registry` holds the built-in ones by lower-case name, in the order of
+their files.
 
-Every module of this folder is imported: a dataclass derived from `Algorithm` in one of them is a built-in algorithm by being defined, and
-a name of `fastsam.fed`.
+Every module of this folder is imported: a dataclass derived from `Algorithm` in one of them is a built-in algorithm by
+being defined, and a name of `fastsam.fed`.
 """
 
 from __future__ import annotations

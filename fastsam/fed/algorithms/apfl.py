@@ -1,4 +1,5 @@
-"""APFL: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, 2020 (Algorithm 1, and its rule for alpha)."""
+"""APFL: Deng, Kamani and Mahdavi, "Adaptive Personalized Federated Learning", arXiv:2003.13461, 2020 (Algorithm 1, and
+its rule for alpha)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ class APFL(Algorithm):
     """FedAvg, and each client's own model, a mixture of the shared model and of a v_i that only this client trains.
 
         u = alpha_i*v_i + (1 - alpha_i)*w_i
-        v_i <- v_i - lr * alpha_i*grad f_i(u),   w_i <- w_i - lr * grad f_i(w_i)         in each local step, on one batch, from one point
-        alpha_i <- clip(alpha_i - eta_alpha*<v_i - w_i, grad f_i(u)>, 0, 1)              in the first step of a round
+        v_i <- v_i - lr * alpha_i*grad f_i(u),   w_i <- w_i - lr * grad f_i(w_i)         in each local step, on one
+        batch, from one point alpha_i <- clip(alpha_i - eta_alpha*<v_i - w_i, grad f_i(u)>, 0, 1)              in the
+        first step of a round
 
-    Own models are u with the global w. alpha: the first alpha_i, ours by choice; eta_alpha: None for the round's lr, as in the paper, 0 for an
-    alpha that stays. v_i begins as the first model that the client receives. The run's momentum and weight decay are those of both.
-    Per round and client 1 P down and 1 P up; state: w, and v_i and alpha_i on every client. Two back-propagations a step.
+    Own models are u with the global w. alpha: the first alpha_i, ours by choice; eta_alpha: None for the round's lr, as
+    in the paper, 0 for an alpha that stays. v_i begins as the first model that the client receives. The run's momentum
+    and weight decay are those of both. Per round and client 1 P down and 1 P up; state: w, and v_i and alpha_i on every
+    client. Two back-propagations a step.
     """
 
     client_vectors: ClassVar[float] = 1

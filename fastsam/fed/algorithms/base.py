@@ -1,15 +1,15 @@
 """What an algorithm is: constants of the local step, what a client keeps, and what the server does with the sums.
 
-An algorithm is a frozen dataclass of hyper-parameters with pure functions: they return new states and never write into a tensor that
-they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is federated averaging, so a
-method overrides what differs.
+An algorithm is a frozen dataclass of hyper-parameters with pure functions: they return new states and never write into
+a tensor that they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is
+federated averaging, so a method overrides what differs.
 
-All vectors are flat rows `[stride]` of one layout (the trainable parameters in the order of `model.parameters()`), in the dtype of the
-weights; the padding between the parameters is zero. A parameter's elements stand in the order in which it is stored: `round.rows` gives
-views by name (`Rows.unflatten`).
+All vectors are flat rows `[stride]` of one layout (the trainable parameters in the order of `model.parameters()`), in
+the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
+it is stored: `round.rows` gives views by name (`Rows.unflatten`).
 
-Clients are rows: `local_step` and `close_client` are called for n of them at once, as many as it suits the executor, with all vectors
-`[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
+Clients are rows: `local_step` and `close_client` are called for n of them at once, as many as it suits the executor,
+with all vectors `[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ State = dict[str, Tensor]
 class Round:
     """What a round is to an algorithm.
 
-    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. clients: N, all of them. active: clients
-    sampled for this round. rows: what a row holds, by parameter. momentum: of the local steps. seed: of the run, whose random numbers are
-    functions of it.
+    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. clients: N, all of them.
+    active: clients sampled for this round. rows: what a row holds, by parameter. momentum: of the local steps. seed: of
+    the run, whose random numbers are functions of it.
     """
 
     index: int
@@ -56,10 +56,11 @@ class Round:
 
 @dataclass(frozen=True)
 class Upload:
-    """What of n clients enters the server's sums: rows for a mean with the run's weights, and rows for a plain sum, all `[n, ...]`.
+    """What of n clients enters the server's sums: rows for a mean with the run's weights, and rows for a plain sum, all
+    `[n, ...]`.
 
-    weight: `[n]`, by which the run's weights are multiplied in all means, those of averaged buffers too; finite and not negative. An algorithm
-    that sends them says so (`Algorithm.weighs`).
+    weight: `[n]`, by which the run's weights are multiplied in all means, those of averaged buffers too; finite and not
+    negative. An algorithm that sends them says so (`Algorithm.weighs`).
     """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
@@ -87,13 +88,14 @@ class Sums(Protocol):
 class Algorithm:
     """Federated averaging, to be overridden.
 
-    `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and `client_vectors` what is
-    kept between the rounds in the same unit. For reports: `working_vectors` is what a local step needs beyond the weights and one gradient,
-    `backprops` the back-propagations of a step; `pools_data` says that the method is no federated one and trains on everybody's data (see
-    `fastsam.fed.loop.pooled_data`). `totals` says that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust
-    rule can stand in for; `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
-    model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm
-    keeps a model of its own for every client (`own_model`).
+    `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and
+    `client_vectors` what is kept between the rounds in the same unit. For reports: `working_vectors` is what a local
+    step needs beyond the weights and one gradient, `backprops` the back-propagations of a step; `pools_data` says that
+    the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`). `totals` says
+    that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust rule can stand in for;
+    `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
+    model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm keeps a
+    model of its own for every client (`own_model`).
     """
 
     down: ClassVar[float] = 1
@@ -120,7 +122,8 @@ class Algorithm:
         return super().__new__(cls)
 
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
-        """Names or patterns of the parameters of the user's model that stay with the clients, as with the run's `personal`."""
+        """Names or patterns of the parameters of the user's model that stay with the clients, as with the run's
+        `personal`."""
         return ()
 
     def init_server(self, w0: Tensor) -> State:
@@ -132,8 +135,9 @@ class Algorithm:
         return {}
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep | Sequence[LocalStep]:
-        """The constants of form U for n clients in this round, whose states are `client`: one LocalStep for all, with vectors `[n, stride]`, or
-        `[stride]` where they are the same. Or n of them, with vectors `[stride]`, where their numbers (rho, ...) differ."""
+        """The constants of form U for n clients in this round, whose states are `client`: one LocalStep for all, with
+        vectors `[n, stride]`, or `[stride]` where they are the same. Or n of them, with vectors `[stride]`, where their
+        numbers (rho, ...) differ."""
         return LocalStep()
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
@@ -148,7 +152,8 @@ class Algorithm:
         return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
-        """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where `own_models` says so."""
+        """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where
+        `own_models` says so."""
         return server["w"]
 
 
@@ -156,7 +161,8 @@ def no_server_lr(algorithm: object, round: Round) -> None:
     """Raises ValueError for a run with a server's learning rate, for an algorithm whose server's step has none."""
     if round.server_lr != 1:
         raise ValueError(
-            f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got {round.server_lr:g}; in a "
+            f"the server's step of {type(algorithm).__name__} has no learning rate: leave server_lr at 1, got "
+            f"{round.server_lr:g}; in a "
             "comparison, set server_lr in the table of the algorithm that uses it"
         )
 

@@ -1,5 +1,5 @@
-"""The baselines without a federation: SGD, and SAM (Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently
-Improving Generalization", ICLR 2021), on the data of all clients together."""
+"""The baselines without a federation: SGD, and SAM (Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization
+for Efficiently Improving Generalization", ICLR 2021), on the data of all clients together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fastsam.fed.algorithms.fedsam import FedSAM
 
 @dataclass(frozen=True)
 class Centralised_SGD(FedAvg):
-    """SGD on the pooled data, with the samples, batches and learning rates that a federated run has (see `fastsam.fed.loop.pooled_data`).
+    """SGD on the pooled data, with the samples, batches and learning rates that a federated run has (see
+    `fastsam.fed.loop.pooled_data`).
 
     Nothing is sent. State: w. One back-propagation a step.
     """

@@ -1,5 +1,5 @@
-"""Control variates, shared by SCAFFOLD, FedGAMMA and FedLESAM-S: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic
-Controlled Averaging for Federated Learning", ICML 2020 (Algorithm 1, option II)."""
+"""Control variates, shared by SCAFFOLD, FedGAMMA and FedLESAM-S: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh,
+"SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020 (Algorithm 1, option II)."""
 
 from __future__ import annotations
 

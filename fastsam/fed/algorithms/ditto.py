@@ -1,5 +1,5 @@
-"""Ditto: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021 (Algorithm 1);
-https://github.com/litian96/ditto."""
+"""Ditto: Li, Hu, Beirami and Smith, "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021
+(Algorithm 1); https://github.com/litian96/ditto."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from fastsam.fed.common.checks import integer, number
 class Ditto(Algorithm):
     """FedAvg, and beside it a model v_i of each client, trained on the same batches and held to the global one.
 
-        v_i <- v_i - lr * (grad f_i(v_i) + lam*(v_i - w^t))     in each local step of a round in which client i takes part
+        v_i <- v_i - lr * (grad f_i(v_i) + lam*(v_i - w^t))     in each local step of a round in which client i takes
+        part
 
-    v_i begins as the first model that the client receives. epochs: passes over its data for v_i; None: the run's local work.
-    Per round and client 1 P down and 1 P up; state: w, and v_i on every client. Two back-propagations for each local step of w.
+    v_i begins as the first model that the client receives. epochs: passes over its data for v_i; None: the run's local
+    work. Per round and client 1 P down and 1 P up; state: w, and v_i on every client. Two back-propagations for each
+    local step of w.
     """
 
     client_vectors: ClassVar[float] = 1

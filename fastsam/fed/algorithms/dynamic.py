@@ -1,5 +1,5 @@
-"""Dynamic regularisation, shared by FedDyn, FedSMOO, FedLESAM-D and FedSpeed: Acar, Zhao, Navarro, Mattina, Whatmough and Saligrama,
-"Federated Learning Based on Dynamic Regularization", ICLR 2021 (Algorithm 1)."""
+"""Dynamic regularisation, shared by FedDyn, FedSMOO, FedLESAM-D and FedSpeed: Acar, Zhao, Navarro, Mattina, Whatmough
+and Saligrama, "Federated Learning Based on Dynamic Regularization", ICLR 2021 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fastsam.fed.common.checks import decayed, number
 
 
 class DynamicRegularizer(Algorithm):
-    """A client keeps h_i, the sum of its displacements, the server H, the mean of all h_i. Steps add `phi*(h_i + w - w^t)`.
+    """A client keeps h_i, the sum of its displacements, the server H, the mean of all h_i. Steps add
+    `phi*(h_i + w - w^t)`.
 
-    In the paper's terms `lambda_i = -phi*h_i`. The server's step is `w^{t+1} = w^t + mean_i(w_i - w^t) + H` with the new H: it has no
-    learning rate, so a run's server_lr must be 1. phi_decay: factor on phi after each round.
+    In the paper's terms `lambda_i = -phi*h_i`. The server's step is `w^{t+1} = w^t + mean_i(w_i - w^t) + H` with the
+    new H: it has no learning rate, so a run's server_lr must be 1. phi_decay: factor on phi after each round.
     Per round and client 1 P down and 1 P up.
     """
 

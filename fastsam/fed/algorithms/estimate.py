@@ -1,6 +1,6 @@
-"""The locally estimated perturbation, shared by FedLESAM, FedLESAM-S and FedLESAM-D: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang,
-"Locally Estimated Global Perturbations are Better than Local Perturbations for Federated Sharpness-aware Minimization", ICML 2024
-(Algorithm 1)."""
+"""The locally estimated perturbation, shared by FedLESAM, FedLESAM-S and FedLESAM-D: Fan, Hu, Yao, Niu, Zhang, Sugiyama
+and Wang, "Locally Estimated Global Perturbations are Better than Local Perturbations for Federated Sharpness-aware
+Minimization", ICML 2024 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fastsam.fed.common.checks import choice
 class LocalEstimate(Algorithm):
     """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient.
 
-    first: what a client does that has no w_old yet. "origin": the paper's w_old = 0, so eps points from w^t to the origin; "none": no
-    perturbation, as the authors' code does in round 0.
-    ref: "client": w_old is the model that this client received last (the paper); "last_round": w^{t-1} for everybody (the authors' code),
-    which the server sends too, 1 P more down.
+    first: what a client does that has no w_old yet. "origin": the paper's w_old = 0, so eps points from w^t to the
+    origin; "none": no perturbation, as the authors' code does in round 0.
+    ref: "client": w_old is the model that this client received last (the paper); "last_round": w^{t-1} for everybody
+    (the authors' code), which the server sends too, 1 P more down.
     """
 
     rho: Scheduled

@@ -1,5 +1,5 @@
-"""FedAvg: McMahan, Moore, Ramage, Hampson and Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from Decentralized
-Data", AISTATS 2017 (Algorithm 1)."""
+"""FedAvg: McMahan, Moore, Ramage, Hampson and Agüera y Arcas, "Communication-Efficient Learning of Deep Networks from
+Decentralized Data", AISTATS 2017 (Algorithm 1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""FedAvgM: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification", arXiv
-1909.06335, 2019 (section 4.2)."""
+"""FedAvgM: Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+Classification", arXiv 1909.06335, 2019 (section 4.2)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FedAvgM(Algorithm):
 
         m <- beta*m + mean_i (w_i - w^t),    w^{t+1} = w^t + server_lr * m
 
-    beta = 0 is FedAvg. Of a displacement that stays the same, 1/(1 - beta) times as much is taken in the end: with beta = 0.9 a run's
-    server_lr of 0.1 goes as far as FedAvg.
+    beta = 0 is FedAvg. Of a displacement that stays the same, 1/(1 - beta) times as much is taken in the end: with beta
+    = 0.9 a run's server_lr of 0.1 goes as far as FedAvg.
     Per round and client 1 P down and 1 P up; state: w, m. One back-propagation a step.
     """
 

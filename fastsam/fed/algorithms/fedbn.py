@@ -1,5 +1,5 @@
-"""FedBN: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021 (Algorithm 1);
-https://github.com/med-air/FedBN."""
+"""FedBN: Li, Jiang, Zhang, Kamp and Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization",
+ICLR 2021 (Algorithm 1); https://github.com/med-air/FedBN."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class FedBN(Algorithm):
 
         w <- w + server_lr * mean_i Delta_i     over all parameters but those of normalisation layers
 
-    The paper has BatchNorm; the layers may also be those of GroupNorm, InstanceNorm, LayerNorm and RMSNorm. A model without any is refused, a
-    run with `buffers="average"` or `"keep"` too. Around another algorithm: its run with `personal=` (those parameters) and `buffers="local"`.
-    Per round and client 1 P down and 1 P up, less what stays; state: w, and these layers on every client.
+    The paper has BatchNorm; the layers may also be those of GroupNorm, InstanceNorm, LayerNorm and RMSNorm. A model
+    without any is refused, a run with `buffers="average"` or `"keep"` too. Around another algorithm: its run with
+    `personal=` (those parameters) and `buffers="local"`. Per round and client 1 P down and 1 P up, less what stays;
+    state: w, and these layers on every client.
     """
 
     own_buffers: ClassVar[bool] = True
@@ -31,7 +32,8 @@ class FedBN(Algorithm):
         layers = [(name, m) for name, m in model.named_modules() if isinstance(m, LAYERS)]
         if not layers:
             raise ValueError(
-                "FedBN leaves normalisation layers (BatchNorm, GroupNorm, LayerNorm, ...) with the clients, and the model has none: use FedAvg"
+                "FedBN leaves normalisation layers (BatchNorm, GroupNorm, LayerNorm, ...) with the clients, and the "
+                "model has none: use FedAvg"
             )
         ids = {id(p) for _, layer in layers for p in layer.parameters(recurse=False)}
         return [name for name, p in model.named_parameters() if id(p) in ids and p.requires_grad]

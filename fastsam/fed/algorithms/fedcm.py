@@ -1,4 +1,5 @@
-"""FedCM: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum", arXiv 2106.10874, 2021 (Algorithm 2)."""
+"""FedCM: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum", arXiv 2106.10874, 2021
+(Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class FedCM(ServerDirection):
         w <- w - lr * (alpha*g + (1 - alpha)*D^t + weight_decay*w)
         D^{t+1} = -mean_i (w_i - w^t)/(lr_t*K_i),  D^0 = 0;  the server's step is FedAvg's
 
-    alpha = 1 is FedAvg; in round 0 a step is alpha times FedAvg's. The paper writes the server's step as `w - server_lr*D`, which is the
-    plain mean only where `lr*K = 1`; the simulators take the plain mean, and so do we.
+    alpha = 1 is FedAvg; in round 0 a step is alpha times FedAvg's. The paper writes the server's step as
+    `w - server_lr*D`, which is the plain mean only where `lr*K = 1`; the simulators take the plain mean, and so do we.
     momentum_K: K_i counts local "steps" or local "epochs".
     Per round and client 2 P down (w, D) and 1 P up; state: w, D. One back-propagation a step.
     """

@@ -1,4 +1,5 @@
-"""FedGAMMA: Dai, Yang, Sun, Tian, Cao and Zhou, "FedGAMMA: Federated Learning with Global Sharpness-Aware Minimization", IEEE TNNLS 2023."""
+"""FedGAMMA: Dai, Yang, Sun, Tian, Cao and Zhou, "FedGAMMA: Federated Learning with Global Sharpness-Aware
+Minimization", IEEE TNNLS 2023."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class FedGAMMA(ControlVariates):
         w <- w - lr * (g2 + c - c_i + weight_decay*w),    g2 as in FedSAM
         c_i, c: as in SCAFFOLD, of these steps
 
-    The perturbation follows the uncorrected batch gradient, its norm is that of the whole model. rho = 0 is SCAFFOLD. rho: a number or a
-    schedule.
+    The perturbation follows the uncorrected batch gradient, its norm is that of the whole model. rho = 0 is SCAFFOLD.
+    rho: a number or a schedule.
     Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. Two back-propagations a step.
     """
 

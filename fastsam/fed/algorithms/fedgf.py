@@ -1,4 +1,5 @@
-"""FedGF: Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024; https://github.com/hwan-sig/Official-FedGF."""
+"""FedGF: Lee and Yoon, "Rethinking the Flat Minima Searching in Federated Learning", ICML 2024;
+https://github.com/hwan-sig/Official-FedGF."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from fastsam.fed.step.local_step import NU
 
 @dataclass(frozen=True)
 class FedGF(Algorithm):
-    """FedSAM whose gradients are taken between the client's perturbed weights and the perturbed global model, the more so the further clients go.
+    """FedSAM whose gradients are taken between the client's perturbed weights and the perturbed global model, the more
+    so the further clients go.
 
         p^t = w^t + rho_g * D/||D||,   D = w^{t-1} - w^t;                    no p in round 0
-        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is FedAvg's
-        c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
+        w <- w - lr * (g2 + weight_decay*w),   g2 at (1 - c)*(w + rho*g1/||g1||) + c*p^t;   the server's step is
+        FedAvg's c = the share of the last `window` rounds in which mean_i ||w_i - w^t|| was more than `threshold`
 
-    In the first rounds c is the share of those that there were. The authors' code has no defaults for its T_D and W: a threshold of 1 and 10
-    rounds are ours, and the threshold belongs to a model. c = 0 is FedSAM. rho, rho_g: numbers or schedules.
-    Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and `window` numbers. Two back-propagations a step.
+    In the first rounds c is the share of those that there were. The authors' code has no defaults for its T_D and W: a
+    threshold of 1 and 10 rounds are ours, and the threshold belongs to a model. c = 0 is FedSAM. rho, rho_g: numbers or
+    schedules. Per round and client 2 P down (w, p) and 1 P up, and a number; state: w, d = D/||D||, and `window`
+    numbers. Two back-propagations a step.
     """
 
     down: ClassVar[float] = 2

@@ -1,5 +1,5 @@
-"""FedGMT: Li, Liu, Cui, Hu and Li, "One Arrow, Two Hawks: Sharpness-aware Minimization for Federated Learning via Global Model Trajectory",
-ICML 2025; https://github.com/harrylee999/FL-SAM."""
+"""FedGMT: Li, Liu, Cui, Hu and Li, "One Arrow, Two Hawks: Sharpness-aware Minimization for Federated Learning via
+Global Model Trajectory", ICML 2025; https://github.com/harrylee999/FL-SAM."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from fastsam.fed.step.teacher import Teacher, divergence
 
 @dataclass(frozen=True)
 class FedGMT(DynamicRegularizer):
-    """Clients stay close, in their outputs, to a moving average e of the global model: its loss less theirs stands in for the global sharpness.
+    """Clients stay close, in their outputs, to a moving average e of the global model: its loss less theirs stands in
+    for the global sharpness.
 
         f_i = loss(w) + gamma * tau^2 * KL(softmax(out_e/tau) || softmax(out_w/tau))
         w <- w - lr * (grad f_i + phi*h_i + weight_decay*w)
         h_i <- h_i + Delta_i,   H <- H + 1/N * sum_i Delta_i;   w^{t+1} = w^t + mean_i Delta_i + H
         e^{t+1} = alpha*e^t + (1 - alpha)*w^{t+1},   e^0 = w^0
 
-    phi is the paper's 1/beta, h_i = -beta*u_i; there is no proximal term beside the dual one. H, the mean of h_i over all clients, and the
-    numbers are those of the authors' code; a published transcription of the paper has the mean over the active clients in its place. The
-    server has no learning rate: a run's server_lr must be 1.
-    Per round and client 2 P down (w, e) and 1 P up; state: w, e, H, and h_i on every client. One back-propagation and a further forward
-    pass a step.
+    phi is the paper's 1/beta, h_i = -beta*u_i; there is no proximal term beside the dual one. H, the mean of h_i over
+    all clients, and the numbers are those of the authors' code; a published transcription of the paper has the mean
+    over the active clients in its place. The server has no learning rate: a run's server_lr must be 1.
+    Per round and client 2 P down (w, e) and 1 P up; state: w, e, H, and h_i on every client. One back-propagation and a
+    further forward pass a step.
     """
 
     down: ClassVar[float] = 2

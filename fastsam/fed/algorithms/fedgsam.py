@@ -1,5 +1,6 @@
-"""FedGSAM: FedAvg with local GSAM steps. GSAM: Zhuang, Gong, Yuan, Cui, Adam, Dvornek, Tatikonda, Duncan and Liu, "Surrogate Gap
-Minimization Improves Sharpness-Aware Training", ICLR 2022 (Algorithm 1). Qu et al. (ICML 2022) plot a FedGSAM without defining it."""
+"""FedGSAM: FedAvg with local GSAM steps. GSAM: Zhuang, Gong, Yuan, Cui, Adam, Dvornek, Tatikonda, Duncan and Liu,
+"Surrogate Gap Minimization Improves Sharpness-Aware Training", ICLR 2022 (Algorithm 1). Qu et al. (ICML 2022) plot a
+FedGSAM without defining it."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class FedGSAM(Algorithm):
 
         rho_t = rho_min + (rho - rho_min) * (lr_t - lr_min)/(lr_0 - lr_min),    lr_0 that of the first round
 
-    GSAM's settings: alpha 0.01, rho 0.04 to 0.02 for ResNets, alpha 0.6, rho 0.6 to 0.1 for ViT-B/32; our default alpha lies between.
-    Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
+    GSAM's settings: alpha 0.01, rho 0.04 to 0.02 for ResNets, alpha 0.6, rho 0.6 to 0.1 for ViT-B/32; our default alpha
+    lies between. Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
     """
 
     working_vectors: ClassVar[float] = 2
@@ -44,7 +45,8 @@ class FedGSAM(Algorithm):
             raise ValueError(f"lr_min belongs to rho_min (rho as a function of lr), got lr_min={self.lr_min!r} alone")
 
     def radius(self, round: Round) -> float:
-        """rho_t. Raises ValueError for an lr_min that is not below the first learning rate, and where rho_t is negative."""
+        """rho_t. Raises ValueError for an lr_min that is not below the first learning rate, and where rho_t is
+        negative."""
         rho = value_at("rho", self.rho, round)
         if self.rho_min is None:
             return rho

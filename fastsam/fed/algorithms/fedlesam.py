@@ -1,5 +1,5 @@
-"""FedLESAM: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global Perturbations are Better than Local Perturbations for
-Federated Sharpness-aware Minimization", ICML 2024 (Algorithm 1)."""
+"""FedLESAM: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global Perturbations are Better than Local
+Perturbations for Federated Sharpness-aware Minimization", ICML 2024 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class FedLESAM(LocalEstimate):
         w <- w - lr * (g + weight_decay*w),  g the batch gradient at w + eps
         w_old_i <- w^t after the round, in clients that took part;  the server's step is FedAvg's
 
-    rho: a number or a schedule. first: without a w_old_i, "origin" takes w_old_i = 0 (the paper), "none" no perturbation (the authors'
-    code, in round 0). ref: "client" as above (the paper), or "last_round", w^{t-1} for everybody (the authors' code; 1 P more down).
-    We follow the paper: the released optimizer shifts every tensor by a constant of its own instead of along this direction.
-    Per round and client 1 P down and 1 P up; state: w, and w_old_i on every client (clients of one round share it). One back-propagation
-    a step.
+    rho: a number or a schedule. first: without a w_old_i, "origin" takes w_old_i = 0 (the paper), "none" no
+    perturbation (the authors' code, in round 0). ref: "client" as above (the paper), or "last_round", w^{t-1} for
+    everybody (the authors' code; 1 P more down). We follow the paper: the released optimizer shifts every tensor by a
+    constant of its own instead of along this direction. Per round and client 1 P down and 1 P up; state: w, and w_old_i
+    on every client (clients of one round share it). One back-propagation a step.
     """
 
     working_vectors: ClassVar[float] = 1

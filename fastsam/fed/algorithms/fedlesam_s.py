@@ -1,5 +1,5 @@
-"""FedLESAM-S: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global Perturbations are Better than Local Perturbations
-for Federated Sharpness-aware Minimization", ICML 2024 (Algorithm 3)."""
+"""FedLESAM-S: Fan, Hu, Yao, Niu, Zhang, Sugiyama and Wang, "Locally Estimated Global Perturbations are Better than
+Local Perturbations for Federated Sharpness-aware Minimization", ICML 2024 (Algorithm 3)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from fastsam.fed.common.checks import number
 class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
     """FedLESAM's perturbation in SCAFFOLD.
 
-        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps, eps as in FedLESAM
+        w <- w - lr * (g + control_scale*(c - c_i) + weight_decay*w),  g the batch gradient at w + eps, eps as in
+        FedLESAM
         c_i, c: as in SCAFFOLD;  w_old_i <- w^t
 
-    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over the active clients in
-    place of the sum of their changes over N: both are slips, its code and SCAFFOLD have what stands above. control_scale: 1 in the paper,
-    0.1 in its code. rho, first, ref: see FedLESAM.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One back-propagation a step.
+    rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over the
+    active clients in place of the sum of their changes over N: both are slips, its code and SCAFFOLD have what stands
+    above. control_scale: 1 in the paper, 0.1 in its code. rho, first, ref: see FedLESAM.
+    Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One back-propagation a
+    step.
     """
 
     rho: Scheduled = 0.1

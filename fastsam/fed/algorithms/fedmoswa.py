@@ -1,5 +1,6 @@
-"""FedMoSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly Heterogeneous Data via
-Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016); https://github.com/junkangLiu0/FedSWA."""
+"""FedMoSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly
+Heterogeneous Data via Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016);
+https://github.com/junkangLiu0/FedSWA."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ class FedMoSWA(ControlVariates):
 
         lr_k = lr * (1 - (1 - rho)*k/K),   k = 0 .. K-1
         w <- w - lr_k * (g + c - c_i + weight_decay*w)
-        c_i <- c_i - c - (w_i - w^t)/sum_k lr_k;   c <- c + gamma * mean_i (c_i - c)      with the new c_i, over the active clients
-        w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
+        c_i <- c_i - c - (w_i - w^t)/sum_k lr_k;   c <- c + gamma * mean_i (c_i - c)      with the new c_i, over the
+        active clients w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
 
-    rho and alpha as in `FedSWA`; gamma = 0.4 is the authors' code's, which divides by K times the mean of the first and the last rate in the
-    place of their sum, and lets the next client begin with the last one's. The mean of the c_i is the plain one, whatever the run's weights.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One back-propagation a step.
+    rho and alpha as in `FedSWA`; gamma = 0.4 is the authors' code's, which divides by K times the mean of the first and
+    the last rate in the place of their sum, and lets the next client begin with the last one's. The mean of the c_i is
+    the plain one, whatever the run's weights. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every
+    client. One back-propagation a step.
     """
 
     rho: float = 0.1

@@ -1,5 +1,5 @@
-"""FedNova: Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization",
-NeurIPS 2020 (eq. 6, section 4)."""
+"""FedNova: Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem in Heterogeneous Federated
+Optimization", NeurIPS 2020 (eq. 6, section 4)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, 
 class FedNova(Algorithm):
     """FedAvg whose clients count by their direction, not by how many steps they took.
 
-        d_i = (w_i - w^t)/|a_i|,    |a_i| = K_i; with local momentum beta (K_i - beta*(1 - beta^K_i)/(1 - beta))/(1 - beta)
-        w^{t+1} = w^t + server_lr * mean_i |a_i| * mean_i d_i
+        d_i = (w_i - w^t)/|a_i|,    |a_i| = K_i; with local momentum beta (K_i - beta*(1 - beta^K_i)/(1 - beta))/(1 -
+        beta) w^{t+1} = w^t + server_lr * mean_i |a_i| * mean_i d_i
 
-    |a_i| is the sum of the weights with which client i's gradients enter its displacement. Where all take as many steps it is FedAvg. The
-    paper weighs clients by their samples: the run's weighting="samples". The server has no momentum (the paper's has one in its
-    experiments with momentum).
+    |a_i| is the sum of the weights with which client i's gradients enter its displacement. Where all take as many steps
+    it is FedAvg. The paper weighs clients by their samples: the run's weighting="samples". The server has no momentum
+    (the paper's has one in its experiments with momentum).
     Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
     """
 
@@ -30,7 +30,8 @@ class FedNova(Algorithm):
 
 
 def weight_of_gradients(steps: int, momentum: float) -> float:
-    """|a|: the sum over local steps of the weights that their gradients have in the displacement, in units of the learning rate."""
+    """|a|: the sum over local steps of the weights that their gradients have in the displacement, in units of the
+    learning rate."""
     if not momentum:
         return float(steps)
     step = total = 0.0

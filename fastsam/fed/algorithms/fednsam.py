@@ -1,5 +1,5 @@
-"""FedNSAM: Liu, Shang, Tian, Liu and Liu, "Consistency of Local and Global Flatness for Federated Learning", 2026 (arXiv 2602.23827);
-https://github.com/junkangLiu0/FedNSAM."""
+"""FedNSAM: Liu, Shang, Tian, Liu and Liu, "Consistency of Local and Global Flatness for Federated Learning", 2026
+(arXiv 2602.23827); https://github.com/junkangLiu0/FedNSAM."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class FedNSAM(Algorithm):
         w <- w - lr * (g2 + weight_decay*w),   g2 at w + rho*g1/||g1||;      Delta_i = w_i - z^t
         m^{t+1} = gamma*m^t + mean_i Delta_i,   w^{t+1} = w^t + server_lr * m^{t+1},   m^0 = 0
 
-    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. gamma and rho are the authors' code's. Their abstract has the
-    momentum as the direction of the perturbation too; their code perturbs along the local gradient. perturb: "gradient", that of the code, or
-    "momentum", along -m^t, which is known before the gradient: one back-propagation a step, and no perturbation in round 0. The code's
-    momentum is (1 + gamma) times the last mean displacement: it forgets those before.
-    Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up; state: w, m. Two back-propagations a step.
+    so that, with server_lr = 1, w^{t+1} is the mean of the clients' models. gamma and rho are the authors' code's.
+    Their abstract has the momentum as the direction of the perturbation too; their code perturbs along the local
+    gradient. perturb: "gradient", that of the code, or "momentum", along -m^t, which is known before the gradient: one
+    back-propagation a step, and no perturbation in round 0. The code's momentum is (1 + gamma) times the last mean
+    displacement: it forgets those before. Per round and client 1 P down (z^t; with "momentum" m^t too) and 1 P up;
+    state: w, m. Two back-propagations a step.
     """
 
     server_vectors: ClassVar[float] = 2

@@ -1,5 +1,5 @@
-"""FedNTD: Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS
-2022 (eq. 4 and 5)."""
+"""FedNTD: Lee, Jeong, Shin, Bae and Yun, "Preservation of the Global Knowledge by Not-True Distillation in Federated
+Learning", NeurIPS 2022 (eq. 4 and 5)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class FedNTD(Algorithm):
 
         f_i = loss(w) + beta * tau^2 * KL(softmax'(out_{w^t}/tau) || softmax'(out_w/tau))
 
-    softmax' is taken over all classes but the sample's own. Needs labels that number the model's outputs. The server's step is FedAvg's.
-    Per round and client 1 P down and 1 P up; state: w. One back-propagation and a further forward pass a step.
+    softmax' is taken over all classes but the sample's own. Needs labels that number the model's outputs. The server's
+    step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. One back-propagation and a further forward
+    pass a step.
     """
 
     working_vectors: ClassVar[float] = 1

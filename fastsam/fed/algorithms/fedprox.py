@@ -1,4 +1,5 @@
-"""FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated Optimization in Heterogeneous Networks", MLSys 2020 (Algorithm 2)."""
+"""FedProx: Li, Sahu, Zaheer, Sanjabi, Talwalkar and Smith, "Federated Optimization in Heterogeneous Networks", MLSys
+2020 (Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""FedRep: Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021
-(Algorithm 1); https://github.com/lgcollins/FedRep."""
+"""FedRep: Collins, Hassani, Mokhtari and Shakkottai, "Exploiting Shared Representations for Personalized Federated
+Learning", ICML 2021 (Algorithm 1); https://github.com/lgcollins/FedRep."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastsam.fed.common.checks import integer
 class FedRep(Algorithm):
     """Clients share a representation and have heads of their own, which are trained first.
 
-        h_i: head_epochs passes over the client's data, the representation at rest;   then w: the run's local work, the head at rest
-        w <- w + server_lr * mean_i Delta_i     over the representation; h_i stays
+        h_i: head_epochs passes over the client's data, the representation at rest;   then w: the run's local work, the
+        head at rest w <- w + server_lr * mean_i Delta_i     over the representation; h_i stays
 
-    head: a module or parameter by name, or a pattern; None: the last layer. Both phases are the run's local steps (momentum, weight decay,
-    clipping), each with a momentum of its own.
+    head: a module or parameter by name, or a pattern; None: the last layer. Both phases are the run's local steps
+    (momentum, weight decay, clipping), each with a momentum of its own.
     Per round and client 1 P down and 1 P up, less the head; state: w, and the head on every client.
     """
 

@@ -1,5 +1,5 @@
-"""FedRobust: Reisizadeh, Farnia, Pedarsani and Jadbabaie, "Robust Federated Learning: The Case of Affine Distribution Shifts",
-NeurIPS 2020 (FLRA objective; gradient descent-ascent)."""
+"""FedRobust: Reisizadeh, Farnia, Pedarsani and Jadbabaie, "Robust Federated Learning: The Case of Affine Distribution
+Shifts", NeurIPS 2020 (FLRA objective; gradient descent-ascent)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class FedRobust(Algorithm):
         w <- w - lr * (grad_w f_i + weight_decay*w)
         Lam_i <- Lam_i + eta_2*grad_Lam f_i,  delta_i <- delta_i + eta_2*grad_delta f_i
 
-    All gradients of a step are taken at the same point. The maps start at the identity and stay with their clients; the server's step
-    is FedAvg's. Our choice, for want of published settings: lam = 1; eta_2 = None, the local learning rate of the round; the map's `form`,
-    "full" up to 1024 inputs, else "channel" ("diag" is the third); ascent_steps, steps of the map per step of w, of which the last
-    shares its back-propagation. radius = (e1, e2) takes the constraints ||Lam - I|| <= e1, ||delta|| <= e2 in place of the penalty lam.
-    Per round and client 1 P down and 1 P up; state: w, and Lam, delta on every client (d^2 + d numbers for d inputs, not P).
-    One back-propagation a step and one more for every further ascent step.
+    All gradients of a step are taken at the same point. The maps start at the identity and stay with their clients; the
+    server's step is FedAvg's. Our choice, for want of published settings: lam = 1; eta_2 = None, the local learning
+    rate of the round; the map's `form`, "full" up to 1024 inputs, else "channel" ("diag" is the third); ascent_steps,
+    steps of the map per step of w, of which the last shares its back-propagation. radius = (e1, e2) takes the
+    constraints ||Lam - I|| <= e1, ||delta|| <= e2 in place of the penalty lam. Per round and client 1 P down and 1 P
+    up; state: w, and Lam, delta on every client (d^2 + d numbers for d inputs, not P). One back-propagation a step and
+    one more for every further ascent step.
     """
 
     lam: float = 1.0

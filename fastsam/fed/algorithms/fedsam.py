@@ -1,5 +1,6 @@
-"""FedSAM: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022 (eq. 4 and
-Algorithm 1). ASAM: Kwon, Kim, Park and Choi, "ASAM: Adaptive Sharpness-Aware Minimization", ICML 2021 (eq. 9)."""
+"""FedSAM: Qu, Li, Duan, Liu, Tang and Lu, "Generalized Federated Learning via Sharpness Aware Minimization", ICML 2022
+(eq. 4 and Algorithm 1). ASAM: Kwon, Kim, Park and Choi, "ASAM: Adaptive Sharpness-Aware Minimization", ICML 2021 (eq.
+9)."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class FedSAM(Algorithm):
 
     rho: a number, or a schedule (see `fastsam.fed.algorithms.schedule`); the paper's theorems want c/sqrt(rounds).
     adaptive: ASAM, `eps = rho * T^2*g1/||T*g1||` with `T = |w| + eta`, element by element.
-    The paper's eq. 3 multiplies by a further sign(g1) and its server uses the displacement one round late; its eq. 4 and Algorithm 3 do
-    neither, and nor do we.
+    The paper's eq. 3 multiplies by a further sign(g1) and its server uses the displacement one round late; its eq. 4
+    and Algorithm 3 do neither, and nor do we.
     Per round and client 1 P down and 1 P up; state: w. Two back-propagations a step.
     """
 

@@ -1,5 +1,5 @@
-"""FedSMOO: Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated Learning: Approaching Global
-Consistency and Smooth Landscape", ICML 2023 (Algorithm 1)."""
+"""FedSMOO: Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated Learning:
+Approaching Global Consistency and Smooth Landscape", ICML 2023 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ RULES = ("paper", "mu_active", "mu_all")
 class FedSMOO(DynamicRegularizer):
     """FedDyn whose clients agree on one perturbation s by the method of multipliers.
 
-        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha          in every local step
-        w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
+        d = alpha*(g1 - mu_i) - s,   eps = rho * d/||d||,   then mu_i <- mu_i + (eps - s)/alpha          in every local
+        step w <- w - lr * (g2 + phi*(h_i + w - w^t) + weight_decay*w),   g2 at w + eps
         s <- rho * r/||r||,   r = mean_i (alpha*mu_i - eps_i),   eps_i that of the last step
 
     and h_i, H and w^{t+1} as in FedDyn. All vectors start at zero, so the first step is a SAM step; rho = 0 is FedDyn.
     alpha: penalty of the perturbation's sub-problem. phi: 1/beta of the paper. rho: a number or a schedule.
-    s_rule: r as above ("paper"), `mean_i mu_i` ("mu_active", the authors' simulator), or minus the mean of the mu_i of all clients
-    ("mu_all", their first code; 1 P more on the server).
+    s_rule: r as above ("paper"), `mean_i mu_i` ("mu_active", the authors' simulator), or minus the mean of the mu_i of
+    all clients ("mu_all", their first code; 1 P more on the server).
     dyn: False drops the FedDyn half (h_i, H and the proximal term; phi and phi_decay are then not used) for ablations.
-    Per round and client 2 P down (w, s) and 2 P up (displacement, r_i); state: w, s, H, and h_i, mu_i on every client. Two
-    back-propagations a step.
+    Per round and client 2 P down (w, s) and 2 P up (displacement, r_i); state: w, s, H, and h_i, mu_i on every client.
+    Two back-propagations a step.
     """
 
     down: ClassVar[float] = 2

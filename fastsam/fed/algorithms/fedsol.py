@@ -1,5 +1,5 @@
-"""FedSOL: Lee, Jeong, Kim, Oh and Yun, "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated Learning", CVPR
-2024; the numbers and the weighting of the perturbation as in the authors' code."""
+"""FedSOL: Lee, Jeong, Kim, Oh and Yun, "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated
+Learning", CVPR 2024; the numbers and the weighting of the perturbation as in the authors' code."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from fastsam.fed.step.teacher import Teacher, divergence
 
 @dataclass(frozen=True)
 class FedSOL(Algorithm):
-    """Local steps whose gradient is taken where the outputs leave those of the received model most: orthogonal to what keeps them there.
+    """Local steps whose gradient is taken where the outputs leave those of the received model most: orthogonal to what
+    keeps them there.
 
         g_p = grad_w tau^2 * KL(softmax(out_{w^t}/tau) || softmax(out_w/tau)),   eps = rho * L * g_p/||g_p||
         L   = |w - w^t|, of each parameter over its norms along the first dimension
         w <- w - lr * (g2 + weight_decay*w),   g2 the gradient of the loss alone at w + eps
 
-    A round's first step has no perturbation: w = w^t. rho: a number or a schedule. Classes stand in the outputs' second dimension. The
-    server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. Two back-propagations and a
-    further forward pass a step. rho = 0 is FedAvg.
+    A round's first step has no perturbation: w = w^t. rho: a number or a schedule. Classes stand in the outputs' second
+    dimension. The server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w. Two back-propagations
+    and a further forward pass a step. rho = 0 is FedAvg.
     """
 
     working_vectors: ClassVar[float] = 4

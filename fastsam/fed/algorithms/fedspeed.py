@@ -1,5 +1,5 @@
-"""FedSpeed: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round, and Higher Generalization
-Accuracy", ICLR 2023 (Algorithm 1)."""
+"""FedSpeed: Sun, Shen, Huang, Ding and Tao, "FedSpeed: Larger Local Interval, Less Communication Round, and Higher
+Generalization Accuracy", ICLR 2023 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class FedSpeed(Algorithm):
         w <- w - lr * (v + phi*(h_i + w - w^t) + weight_decay*w)       h_i = -ghat_i/phi, phi = 1/lambda of the paper
         h_i <- h_i + (w_i - w^t);    the client sends (w_i - w^t) + h_i,  the server's step is FedAvg's
 
-    The difference to FedDyn's server: the mean of h_i over the active clients, not over all (the authors' later simulator takes all).
-    alpha = 1, plain SAM gradients, is that simulator's choice. rho: a number or a schedule.
+    The difference to FedDyn's server: the mean of h_i over the active clients, not over all (the authors' later
+    simulator takes all). alpha = 1, plain SAM gradients, is that simulator's choice. rho: a number or a schedule.
     Per round and client 1 P down and 1 P up; state: w, and h_i on every client. Two back-propagations a step.
     """
 

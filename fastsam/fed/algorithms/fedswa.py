@@ -1,5 +1,6 @@
-"""FedSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly Heterogeneous Data via
-Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016); https://github.com/junkangLiu0/FedSWA."""
+"""FedSWA: Liu, Liu, Shang, Liu, Liu and Feng, "Improving Generalization in Federated Learning with Highly Heterogeneous
+Data via Momentum-Based Stochastic Controlled Weight Averaging", ICML 2025 (arXiv 2507.20016);
+https://github.com/junkangLiu0/FedSWA."""
 
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class FedSWA(Algorithm):
-    """Stochastic weight averaging: a learning rate that falls within every round, and a server that goes beyond the clients' mean.
+    """Stochastic weight averaging: a learning rate that falls within every round, and a server that goes beyond the
+    clients' mean.
 
         lr_k = lr * (1 - (1 - rho)*k/K),   k = 0 .. K-1
         w <- w - lr_k * (g + weight_decay*w);      w^{t+1} = w^t + alpha * server_lr * mean_i (w_i - w^t)
 
-    rho: the rate at the end of a round over that at its beginning; 0, the authors' code, lets it fall to nothing. rho = alpha = 1 is FedAvg.
-    That code doubles the rate, and takes alpha = 1 unless told otherwise.
+    rho: the rate at the end of a round over that at its beginning; 0, the authors' code, lets it fall to nothing. rho =
+    alpha = 1 is FedAvg. That code doubles the rate, and takes alpha = 1 unless told otherwise.
     Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
     """
 

@@ -1,5 +1,5 @@
-"""FedWMSAM: Li, Huang et al., "FedWMSAM: Fast and Flat Federated Learning via Weighted Momentum and Sharpness-Aware Minimization", NeurIPS 2025;
-https://github.com/Huang-Yongzhi/NeurlPS_FedWMSAM."""
+"""FedWMSAM: Li, Huang et al., "FedWMSAM: Fast and Flat Federated Learning via Weighted Momentum and Sharpness-Aware
+Minimization", NeurIPS 2025; https://github.com/Huang-Yongzhi/NeurlPS_FedWMSAM."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ LEAST, MOST = 0.1, 0.9  # of what alpha moves towards
 
 @dataclass(frozen=True)
 class FedWMSAM(ControlVariates):
-    """SAM steps at the price of SGD, perturbed away from where the server's momentum leads, which every client corrects by control variates.
+    """SAM steps at the price of SGD, perturbed away from where the server's momentum leads, which every client corrects
+    by control variates.
 
         D_i = D + alpha/(1 - alpha) * (c - c_i)
-        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||             in local step k = 0, 1, ...; eps = 0 in the first one
-        w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
+        d_k = (w^t + k*D_i) - w,   eps = rho * d_k/||d_k||             in local step k = 0, 1, ...; eps = 0 in the first
+        one w <- w - lr * (alpha*g + (1 - alpha)*D_i + weight_decay*w),    g the batch gradient at w + eps
         D <- -mean_i (w_i - w^t)/(lr_t*K_i);    c_i, c and the server's step as in SCAFFOLD
-        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)      with the D that was sent
+        alpha <- (1 - alpha_rate)*alpha + alpha_rate*clip(1 + mean_i cos(w_i - w^t, D), 0.1, 0.9)      with the D that
+        was sent
 
-    D is signed like a gradient: the global model moves along -D. So both parts of d_k, k*D_i and the way back to w^t, lead uphill, as a
-    perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of it; we follow the paper. alpha: the
-    first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is FedCM with control variates.
-    Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and c_i on every client. One back-propagation a step.
+    D is signed like a gradient: the global model moves along -D. So both parts of d_k, k*D_i and the way back to w^t,
+    lead uphill, as a perturbation of SAM must. The authors' code subtracts d_k, and shifts each tensor by one number of
+    it; we follow the paper. alpha: the first one; rho: a number or a schedule. With alpha_rate = 0 and rho = 0 it is
+    FedCM with control variates. Per round and client 3 P down (w, D, c) and 2 P up, and a number; state: w, D, c, and
+    c_i on every client. One back-propagation a step.
     """
 
     down: ClassVar[float] = 3

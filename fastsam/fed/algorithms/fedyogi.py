@@ -1,4 +1,5 @@
-"""FedYogi: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization", ICLR 2021 (Algorithm 2)."""
+"""FedYogi: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization", ICLR
+2021 (Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ class FedYogi(AdaptiveServer):
         m <- beta1*m + (1 - beta1)*D,    V <- V - (1 - beta2)*D^2*sign(V - D^2),    D = mean_i (w_i - w^t)
         w^{t+1} = w^t + server_lr * m/(sqrt(V) + tau)
 
-    The run's server_lr is the paper's eta; its experiments use 0.1 or less, the run's own default is 1. V0: every element of the first V; the
-    paper also allows tau^2.
+    The run's server_lr is the paper's eta; its experiments use 0.1 or less, the run's own default is 1. V0: every
+    element of the first V; the paper also allows tau^2.
     Per round and client 1 P down and 1 P up; state: w, m, V. One back-propagation a step.
     """
 

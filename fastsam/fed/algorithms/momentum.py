@@ -1,5 +1,5 @@
-"""The server's direction D, shared by FedCM and MoFedSAM: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with Client-level Momentum",
-arXiv 2106.10874, 2021 (Algorithm 2)."""
+"""The server's direction D, shared by FedCM and MoFedSAM: Xu, Wang, Wang and Yao, "FedCM: Federated Learning with
+Client-level Momentum", arXiv 2106.10874, 2021 (Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021 (eq. 3, Algorithm 1); https://github.com/QinbinLi/MOON."""
+"""MOON: Li, He and Song, "Model-Contrastive Federated Learning", CVPR 2021 (eq. 3, Algorithm 1);
+https://github.com/QinbinLi/MOON."""
 
 from __future__ import annotations
 
@@ -17,13 +18,17 @@ from fastsam.fed.step.teacher import Teacher
 
 @dataclass(frozen=True)
 class MOON(Algorithm):
-    """FedAvg whose clients' representations z come closer to the received model's and go away from their own last model's.
+    """FedAvg whose clients' representations z come closer to the received model's and go away from their own last
+    model's.
 
-        f_i = loss(w) - mu * mean log( exp(s/tau) / (exp(s/tau) + exp(s_old/tau)) ),    s = cos(z_w, z_{w^t}),  s_old = cos(z_w, z_{w_i})
+        f_i = loss(w) - mu * mean log( exp(s/tau) / (exp(s/tau) + exp(s_old/tau)) ),    s = cos(z_w, z_{w^t}),  s_old =
+        cos(z_w, z_{w_i})
 
-    w_i is what client i's local steps last ended with; in its first round the received model, for which the term has no gradient.
-    features: the module that returns z, by name (the paper's projection head); None: what the last layer receives. The server's step is FedAvg's.
-    Per round and client 1 P down and 1 P up; state: w, and w_i on every client. One back-propagation and two further forward passes a step.
+    w_i is what client i's local steps last ended with; in its first round the received model, for which the term has no
+    gradient.
+    features: the module that returns z, by name (the paper's projection head); None: what the last layer receives. The
+    server's step is FedAvg's. Per round and client 1 P down and 1 P up; state: w, and w_i on every client. One
+    back-propagation and two further forward passes a step.
     """
 
     client_vectors: ClassVar[float] = 1
@@ -38,7 +43,8 @@ class MOON(Algorithm):
         number("tau", self.tau, above=0)
         if self.features is not None and (not isinstance(self.features, str) or not self.features):
             raise ValueError(
-                f"features must be the name of a module, or None for what the last layer receives, got {self.features!r}"
+                f"features must be the name of a module, or None for what the last layer receives, got "
+                f"{self.features!r}"
             )
 
     def init_client(self, server: State) -> State:

@@ -15,14 +15,16 @@ from fastsam.fed.step.local_step import Envelope
 
 @dataclass(frozen=True)
 class pFedMe(Algorithm):
-    """Each client's own model theta minimises its loss about a local model w_i, which follows it, and which is averaged.
+    """Each client's own model theta minimises its loss about a local model w_i, which follows it, and which is
+    averaged.
 
-        on each batch: K times   theta <- theta - lr * (grad f_i(theta) + lam*(theta - w_i));   then   w_i <- w_i - eta*lam*(w_i - theta)
-        w <- (1 - server_lr)*w + server_lr * mean_i w_i
+        on each batch: K times   theta <- theta - lr * (grad f_i(theta) + lam*(theta - w_i));   then   w_i <- w_i -
+        eta*lam*(w_i - theta) w <- (1 - server_lr)*w + server_lr * mean_i w_i
 
-    Both begin a round at w^t; theta goes on from batch to batch. lr is the run's, the paper's learning rate of theta; server_lr is its beta.
-    theta is what is evaluated as the client's model, and that of its last round. The run's momentum and weight decay are those of theta.
-    Per round and client 1 P down and 1 P up; state: w, and theta on every client. One back-propagation a step, K steps a batch.
+    Both begin a round at w^t; theta goes on from batch to batch. lr is the run's, the paper's learning rate of theta;
+    server_lr is its beta. theta is what is evaluated as the client's model, and that of its last round. The run's
+    momentum and weight decay are those of theta. Per round and client 1 P down and 1 P up; state: w, and theta on every
+    client. One back-propagation a step, K steps a batch.
 
     Raises ValueError in a round whose lr * lam is 2 or more: the proximal term alone then diverges.
     """

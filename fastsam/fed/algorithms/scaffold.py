@@ -1,5 +1,5 @@
-"""SCAFFOLD: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
-ICML 2020 (Algorithm 1, option II)."""
+"""SCAFFOLD: Karimireddy, Kale, Mohri, Reddi, Stich and Suresh, "SCAFFOLD: Stochastic Controlled Averaging for Federated
+Learning", ICML 2020 (Algorithm 1, option II)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SCAFFOLD(ControlVariates):
         c_i <- c_i - c - (w_i - w^t)/(lr_t*K_i)          K_i the true number of local steps, c as received
         c <- c + 1/N * sum_i (change of c_i);  the server's step on w is FedAvg's
 
-    c = c_i = 0 at the start, so round 0 is FedAvg. N are all clients, not the active ones: c is always the mean of all c_i.
-    Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One back-propagation a step.
+    c = c_i = 0 at the start, so round 0 is FedAvg. N are all clients, not the active ones: c is always the mean of all
+    c_i. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One back-propagation a step.
     """
 
     def local_step(self, server: State, client: State, round: Round) -> LocalStep:

@@ -1,7 +1,8 @@
 """A hyper-parameter that may change from round to round: a number, a formula, or a function of the round.
 
-A formula is a short string such as `"0.5/sqrt(round)"`; it is parsed, never executed. It may hold numbers, `+ - * / **`, brackets, the
-names `round` (from 1), `lr` and `first_lr` (local learning rate of this and of the first round), and the functions
+A formula is a short string such as `"0.5/sqrt(round)"`; it is parsed, never executed. It may hold numbers,
+`+ - * / **`, brackets, the names `round` (from 1), `lr` and `first_lr` (local learning rate of this and of the first
+round), and the functions
 
     sqrt(x), exp(x), log(x), min(x, y, ...), max(x, y, ...)
     linear(start, end, n), cosine(start, end, n)    from start in round 1 to end in round n, then end

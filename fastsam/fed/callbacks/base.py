@@ -16,21 +16,25 @@ METHODS = ("on_start", "on_evaluation", "on_round", "on_end")
 
 
 class Stop(Exception):
-    """Raised by a callback's `on_start`, `on_evaluation` or `on_round`: the run ends here as if all its rounds were over, with a `Result`.
+    """Raised by a callback's `on_start`, `on_evaluation` or `on_round`: the run ends here as if all its rounds were
+    over, with a `Result`.
 
     The other callbacks still hear of the round. The text is `stopped` in the summary.
     """
 
 
 class CallbackError(RuntimeError):
-    """A callback raised: the message names it, the cause is attached. The run directory holds the last completed round."""
+    """A callback raised: the message names it, the cause is attached. The run directory holds the last completed
+    round."""
 
 
 class RunView:
-    """What a callback sees of a run. Nothing in it is the run's own: whatever is written into it changes no weight and no record.
+    """What a callback sees of a run. Nothing in it is the run's own: whatever is written into it changes no weight and
+    no record.
 
-    config: what was asked for, as JSON has it. rounds: how many the run shall have. run_dir: where it is written, or None. stopped: why it was
-    stopped, None where it was not. error: what ended it, in `on_end` alone; None where it ended well.
+    config: what was asked for, as JSON has it. rounds: how many the run shall have. run_dir: where it is written, or
+    None. stopped: why it was stopped, None where it was not. error: what ended it, in `on_end` alone; None where it
+    ended well.
     """
 
     def __init__(
@@ -68,18 +72,21 @@ class RunView:
 class Callback:
     """Listens to a run: override what is needed. An object of any class serves that has one of these methods.
 
-    The methods of several callbacks are called in the order of the list. Of several ranks the first one calls them, and no other. They
-    cannot change the weights: `run.model()` is a copy, and so is a record.
+    The methods of several callbacks are called in the order of the list. Of several ranks the first one calls them, and
+    no other. They cannot change the weights: `run.model()` is a copy, and so is a record.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Before the first round of this call. In a run that is resumed `run.history` has the rounds before: what is counted begins with them."""
+        """Before the first round of this call. In a run that is resumed `run.history` has the rounds before: what is
+        counted begins with them."""
 
     def on_evaluation(self, run: RunView, record: Record) -> None:
-        """After a round in which the global model was evaluated, before its `on_round`. record: the round's, as in metrics.jsonl."""
+        """After a round in which the global model was evaluated, before its `on_round`. record: the round's, as in
+        metrics.jsonl."""
 
     def on_round(self, run: RunView, record: Record) -> None:
         """After every round, when its record has been written."""
 
     def on_end(self, run: RunView, result: Result | None) -> None:
-        """When the run directory is complete. Called after an error too (Ctrl-C, say): then `result` is None, and `run.error` says what it was."""
+        """When the run directory is complete. Called after an error too (Ctrl-C, say): then `result` is None, and
+        `run.error` says what it was."""

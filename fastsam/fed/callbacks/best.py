@@ -37,7 +37,8 @@ class Best(Callback):
         if self.metric not in record:
             names = [key for key, value in record.items() if value is None or isinstance(value, (int, float))]
             raise ValueError(
-                f"the records of this run have no {self.metric!r}{nearest(self.metric, names)}; they have {', '.join(names)}"
+                f"the records of this run have no {self.metric!r}{nearest(self.metric, names)}; they have "
+                f"{', '.join(names)}"
             )
         value = record[self.metric]
         if value is None:  # a round without evaluation
@@ -59,8 +60,9 @@ class Best(Callback):
 class EarlyStopping(Best):
     """Stops a run when `metric` has not improved in `patience` evaluations.
 
-    metric: a key of a round's record; rounds without a value do not count. mode: "min" or "max", by default what the name says
-    (losses fall, accuracies rise). min_delta: an improvement must be larger. A resumed run counts its earlier rounds.
+    metric: a key of a round's record; rounds without a value do not count. mode: "min" or "max", by default what the
+    name says (losses fall, accuracies rise). min_delta: an improvement must be larger. A resumed run counts its earlier
+    rounds.
     """
 
     def __init__(
@@ -88,10 +90,11 @@ class EarlyStopping(Best):
 
 
 class SaveBest(Best):
-    """Keeps the global model of the round with the best `metric` in a file: `model.load_state_dict(safetensors.torch.load_file(path))`.
+    """Keeps the global model of the round with the best `metric` in a file:
+    `model.load_state_dict(safetensors.torch.load_file(path))`.
 
-    path: of the file; folders above it are made. metric, mode: as of `EarlyStopping`. The file is replaced in one step, and says in its metadata
-    which round it is of. A resumed run goes on with the file that it finds.
+    path: of the file; folders above it are made. metric, mode: as of `EarlyStopping`. The file is replaced in one step,
+    and says in its metadata which round it is of. A resumed run goes on with the file that it finds.
     """
 
     def __init__(self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None) -> None:

@@ -1,4 +1,5 @@
-"""The records of a run for people's dashboards: a CSV file, TensorBoard, Weights & Biases, MLflow. Each needs its package only when it is made."""
+"""The records of a run for people's dashboards: a CSV file, TensorBoard, Weights & Biases, MLflow. Each needs its
+package only when it is made."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class CSV(Callback):
-    """One line per round in a CSV file; a list, such as that of excluded clients, as JSON. A resumed run has all its rounds in it.
+    """One line per round in a CSV file; a list, such as that of excluded clients, as JSON. A resumed run has all its
+    rounds in it.
 
     path: of the file, which is written anew; folders above it are made.
     """
@@ -62,7 +64,8 @@ class CSV(Callback):
 
 
 class TensorBoard(Callback):
-    """The numbers of every round as TensorBoard's scalars, by round. directory: where its event files go. Needs `tensorboard`."""
+    """The numbers of every round as TensorBoard's scalars, by round. directory: where its event files go. Needs
+    `tensorboard`."""
 
     def __init__(self, directory: str | PathLike[str]) -> None:
         self.directory = Path(directory)
@@ -85,7 +88,8 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """The numbers of every round, the config and the summary for Weights & Biases. options: those of `wandb.init`. Needs `wandb`.
+    """The numbers of every round, the config and the summary for Weights & Biases. options: those of `wandb.init`.
+    Needs `wandb`.
 
     To go on with a run that is resumed, name it: `WandB(project="fed", id="mine", resume="allow")`.
     """
@@ -111,9 +115,11 @@ class WandB(Callback):
 
 
 class MLflow(Callback):
-    """The numbers of every round and the config for MLflow. options: those of `mlflow.start_run`. Needs `mlflow` or `mlflow-skinny`.
+    """The numbers of every round and the config for MLflow. options: those of `mlflow.start_run`. Needs `mlflow` or
+    `mlflow-skinny`.
 
-    experiment: its name there, None for the one that is set. To go on with a run that is resumed, name it: `MLflow(run_id=...)`.
+    experiment: its name there, None for the one that is set. To go on with a run that is resumed, name it:
+    `MLflow(run_id=...)`.
     """
 
     def __init__(self, experiment: str | None = None, **options: Any) -> None:

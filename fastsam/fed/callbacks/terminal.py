@@ -95,7 +95,8 @@ def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
 
 
 class Countdown:
-    """Which of several runs is next, and how long all of them are likely to take; runs that were done before take no time.
+    """Which of several runs is next, and how long all of them are likely to take; runs that were done before take no
+    time.
 
     clock: in seconds.
     """

@@ -13,9 +13,11 @@ _PATIENCE = 0.1  # seconds of a wait between two looks for Ctrl-C
 
 
 class Ahead(Generic[T]):
-    """Whoever is expected next is loaded next, one after the other; at most so many are there that nobody has asked for yet.
+    """Whoever is expected next is loaded next, one after the other; at most so many are there that nobody has asked for
+    yet.
 
-    What a load raises comes out where its client is asked for. The thread lives while it has something to do, and holds up no exit.
+    What a load raises comes out where its client is asked for. The thread lives while it has something to do, and holds
+    up no exit.
     """
 
     def __init__(self, load: Callable[[int], T]) -> None:
@@ -28,7 +30,8 @@ class Ahead(Generic[T]):
         self._works, self._most = False, 0
 
     def expect(self, clients: Sequence[int], most: int) -> None:
-        """Who will be asked for, in this order, each once; what is there of others is forgotten. most: how many may be there at once."""
+        """Who will be asked for, in this order, each once; what is there of others is forgotten. most: how many may be
+        there at once."""
         with self._changed:
             self._wanted, self._most = set(clients), most
             self._found = {i: one for i, one in self._found.items() if i in self._wanted}

@@ -16,11 +16,13 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 class BatchLoss:
-    """A loss of the form `loss(model, batch) -> scalar tensor`, the mean over the batch: `fed.run(..., loss=fed.BatchLoss(f))`.
+    """A loss of the form `loss(model, batch) -> scalar tensor`, the mean over the batch:
+    `fed.run(..., loss=fed.BatchLoss(f))`.
 
-    batch: what a `DataLoader` over the client's data would give, on the run's device: a dict, a list `[x, y, ...]`, a tensor; floating-point
-    tensors in the dtype of the model. predict: `predict(model, batch) -> (outputs, labels)`, of which metrics are made, and the accuracy where
-    outputs are `[n, classes]`, one per class, and labels int64 `[n]`; without it a run has the loss alone. It runs in evaluation only.
+    batch: what a `DataLoader` over the client's data would give, on the run's device: a dict, a list `[x, y, ...]`, a
+    tensor; floating-point tensors in the dtype of the model. predict: `predict(model, batch) -> (outputs, labels)`, of
+    which metrics are made, and the accuracy where outputs are `[n, classes]`, one per class, and labels int64 `[n]`;
+    without it a run has the loss alone. It runs in evaluation only.
 
     Raises ValueError for what is no function.
     """
@@ -42,7 +44,8 @@ class BatchLoss:
         return self.predict is not None
 
     def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        """The loss and, where they are asked for, outputs and labels. Raises ValueError for a `predict` that gives something else."""
+        """The loss and, where they are asked for, outputs and labels. Raises ValueError for a `predict` that gives
+        something else."""
         value = float(self(model, batch))
         if not predicted or self.predict is None:
             return value, None, None
@@ -75,7 +78,8 @@ def parted(batch: Any) -> tuple[Any, Any]:
     """x and y of a batch that is a pair. Raises ValueError for another."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
-            f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, batch) -> scalar, "
+            f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, "
+            f"batch) -> scalar, "
             "or hand over samples (x, y)"
         )
     return batch[0], batch[1]

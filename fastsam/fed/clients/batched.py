@@ -14,8 +14,8 @@ from fastsam.fed.clients.samples import Samples
 
 
 class BatchedClients(Sequence[Samples]):
-    """Client i is `clients[i]`. sizes: samples of each; known_sizes: of those of whom it is known before they are loaded. draws: whether
-    reading a batch draws random numbers. labels: y of each client, where they are in memory."""
+    """Client i is `clients[i]`. sizes: samples of each; known_sizes: of those of whom it is known before they are
+    loaded. draws: whether reading a batch draws random numbers. labels: y of each client, where they are in memory."""
 
     sizes: Sequence[int]
     draws: bool
@@ -75,8 +75,8 @@ class Held(BatchedClients):
 
 
 def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
-    """Raises ValueError for samples that the loss cannot take apart (whole: it takes any batch), or that are built otherwise than those of
-    client 0, whose `kinds` are `first`."""
+    """Raises ValueError for samples that the loss cannot take apart (whole: it takes any batch), or that are built
+    otherwise than those of client 0, whose `kinds` are `first`."""
     if not whole:
         try:
             parted(own.take(torch.zeros(1, dtype=torch.int64), 0))
@@ -86,7 +86,8 @@ def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: b
             ) from None
     if first is not None and own.kinds != first:
         raise ValueError(
-            f"{who}: a batch has {_words(own.kinds)}, that of client 0 {_words(first)}; clients' samples must be built alike"
+            f"{who}: a batch has {_words(own.kinds)}, that of client 0 {_words(first)}; clients' samples must be built "
+            f"alike"
         )
 
 

@@ -21,16 +21,17 @@ _INSTANT = 1e-3  # seconds: what loads faster is not loaded ahead
 
 
 class Lazy:
-    """`clients` clients for `fed.run`, of which `load(i)` gives the data of client i, all that a client may be, when it trains.
+    """`clients` clients for `fed.run`, of which `load(i)` gives the data of client i, all that a client may be, when it
+    trains.
 
-    sizes: samples of each client, `[clients]` integers; None: known when a client is loaded, which serves a run in one process with
-    weighting="uniform" and without measures. `load` must give the same data again for the same i, in every process: it is called once for
-    every round of a client, and under seeds of that client where it draws from torch's, numpy's or Python's generators. (Two calls before
-    the first round tell whether it does.)
+    sizes: samples of each client, `[clients]` integers; None: known when a client is loaded, which serves a run in one
+    process with weighting="uniform" and without measures. `load` must give the same data again for the same i, in every
+    process: it is called once for every round of a client, and under seeds of that client where it draws from torch's,
+    numpy's or Python's generators. (Two calls before the first round tell whether it does.)
 
-    ahead: clients that a thread of its own loads before they train, while others do; None: as many as train at once, where loading takes
-    more than a millisecond (its calls then come from several threads); 0: none. A `load` that draws random numbers is called when its client
-    trains, always.
+    ahead: clients that a thread of its own loads before they train, while others do; None: as many as train at once,
+    where loading takes more than a millisecond (its calls then come from several threads); 0: none. A `load` that draws
+    random numbers is called when its client trains, always.
 
     Raises ValueError for sizes that are none, and for an `ahead` below 0.
     """
@@ -77,7 +78,8 @@ class LazySizes(Sequence[int]):
 
 
 class LazyClients(BatchedClients):
-    """The clients of a `Lazy`. Nothing of a client is kept but its number of samples and a digest, by which other data are noticed."""
+    """The clients of a `Lazy`. Nothing of a client is kept but its number of samples and a digest, by which other data
+    are noticed."""
 
     def __init__(
         self, lazy: Lazy, whole: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
@@ -120,17 +122,20 @@ class LazyClients(BatchedClients):
         own = early if isinstance(early, Samples) else self._loaded(client, early)
         if self._known.setdefault(client, len(own)) != len(own):
             raise ValueError(
-                f"client {client}: it has {len(own)} samples, {'sizes says' if self.told else 'it had'} {self._known[client]}"
+                f"client {client}: it has {len(own)} samples, {'sizes says' if self.told else 'it had'} "
+                f"{self._known[client]}"
             )
         if self._digests.setdefault(client, digest := own.digest()) != digest:
             raise ValueError(
-                f"client {client}: load({client}) gives other data than at its first call, on which the bits of a run depend; it must be a "
+                f"client {client}: load({client}) gives other data than at its first call, on which the bits of a run "
+                f"depend; it must be a "
                 "function of the client alone"
             )
         return own
 
     def _early(self, client: int) -> Samples | Given:
-        """What can be done before the client trains: all of it on the CPU; a GPU's memory belongs to the stream that asks for it."""
+        """What can be done before the client trains: all of it on the CPU; a GPU's memory belongs to the stream that
+        asks for it."""
         return self._loaded(client) if self.device.type == "cpu" else Given(self._given(client, False))
 
     def _loaded(self, client: int, early: Given | None = None) -> Samples:

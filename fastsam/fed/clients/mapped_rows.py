@@ -20,7 +20,8 @@ def lies_in_files(given: Any) -> bool:
 
 
 class MappedRows:
-    """Columns `[n, ...]` in a tree, some of them `numpy.memmap`, as a data set of n samples. Raises ValueError, naming `who`, for unequal lengths."""
+    """Columns `[n, ...]` in a tree, some of them `numpy.memmap`, as a data set of n samples. Raises ValueError, naming
+    `who`, for unequal lengths."""
 
     def __init__(self, columns: Any, who: str) -> None:
         self.columns = columns
@@ -43,7 +44,8 @@ class MappedRows:
 
 
 def one_ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each of them returns, in their order; the next one is called in a thread of its own while the last one's is used."""
+    """What each of them returns, in their order; the next one is called in a thread of its own while the last one's is
+    used."""
     with ThreadPoolExecutor(1, "fastsam reads ahead") as thread:
         under_way: Future[T] | None = None
         for make in makers:

@@ -12,10 +12,11 @@ from fastsam.fed.clients.pairs import Pair, checked_pair
 
 
 class PerClient:
-    """A test set for each client, in their order, None for one without: `fed.run(..., test=fed.PerClient([(x0, y0), None, ...]))`.
+    """A test set for each client, in their order, None for one without:
+    `fed.run(..., test=fed.PerClient([(x0, y0), None, ...]))`.
 
-    Each is a pair (x, y) of tensors or arrays, all of samples of one shape. The global model is tested on all of them together; accuracies
-    and metrics of a client are those on its own, and the records have them client by client.
+    Each is a pair (x, y) of tensors or arrays, all of samples of one shape. The global model is tested on all of them
+    together; accuracies and metrics of a client are those on its own, and the records have them client by client.
 
     Raises ValueError for what is no list, and where nobody has a test set.
     """
@@ -30,7 +31,8 @@ class PerClient:
         self.tests = list(tests)
 
     def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
-        """All of them behind each other, and how many samples each client has. Raises ValueError, naming the client, for a bad one."""
+        """All of them behind each other, and how many samples each client has. Raises ValueError, naming the client,
+        for a bad one."""
         if len(self.tests) != clients:
             raise ValueError(
                 f"PerClient must have a test set, or None, for each of the {clients} clients, got {len(self.tests)}"
@@ -44,7 +46,8 @@ class PerClient:
         for i, pair in found.items():
             if _kinds(*pair) != wanted:
                 raise ValueError(
-                    f"the test set of client {i} has samples {_kinds(*pair)}, that of client {first} {wanted}; they must be built alike"
+                    f"the test set of client {i} has samples {_kinds(*pair)}, that of client {first} {wanted}; they "
+                    f"must be built alike"
                 )
         x, y = (torch.cat(parts) for parts in zip(*found.values(), strict=True))
         return (x, y), [len(found[i][1]) if i in found else 0 for i in range(clients)]

@@ -18,7 +18,8 @@ def is_array(given: Any) -> bool:
 
 
 def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError, naming `who`, for what is no good pair."""
+    """Tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError, naming `who`, for
+    what is no good pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
     x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
@@ -50,7 +51,8 @@ def _tensor(part: Any, who: str) -> Tensor:
             ) from error
     if part.dim() == 0 or part.is_complex() or part.is_sparse:
         raise ValueError(
-            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} {list(part.shape)}"
+            f"{who} must be a dense real tensor whose first dimension counts samples, got {part.dtype} "
+            f"{list(part.shape)}"
         )
     return part.detach()
 

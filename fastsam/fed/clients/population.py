@@ -37,14 +37,17 @@ def augmented(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor
 
 @dataclass(frozen=True)
 class Population:
-    """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if one did.
+    """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if
+    one did.
 
-    augment: what makes training inputs out of stored ones, or None. store: where the clients' samples lie, where they are in one.
+    augment: what makes training inputs out of stored ones, or None. store: where the clients' samples lie, where they
+    are in one.
 
-    samples: the clients, and test_samples the test set, where they are no pairs of tensors; `clients` is then empty, `test` None,
-    and `place` the device.
+    samples: the clients, and test_samples the test set, where they are no pairs of tensors; `clients` is then empty,
+    `test` None, and `place` the device.
 
-    test_sizes: samples of each client in the test set, one client's behind the other's, where they have test sets of their own.
+    test_sizes: samples of each client in the test set, one client's behind the other's, where they have test sets of
+    their own.
     """
 
     clients: Sequence[Pair]
@@ -86,7 +89,8 @@ class Population:
         return (y for _, y in self.clients) if self.samples is None else self.samples.labels
 
     def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
-        """y of everybody, flat, one client behind the other, and how many labels each has; None where they are in batches alone."""
+        """y of everybody, flat, one client behind the other, and how many labels each has; None where they are in
+        batches alone."""
         if self.store is not None:
             y = self.store.labels()
             each = y[0].numel()
@@ -111,7 +115,8 @@ class Population:
             ""
             if self.samples is None
             else (
-                "clients' samples are no pairs of tensors of one shape with a loss of outputs and labels: they come batch by batch"
+                "clients' samples are no pairs of tensors of one shape with a loss of outputs and labels: they come "
+                "batch by batch"
             )
         )
 
@@ -137,7 +142,8 @@ class Population:
         return ignored_labels(self.clients[client][1]) if self.samples is None else self.samples.about_ignored(client)
 
     def fingerprint(self) -> str:
-        """A hash to know the same data again: of all samples in memory, and of the number and the first one of those that are read in batches."""
+        """A hash to know the same data again: of all samples in memory, and of the number and the first one of those
+        that are read in batches."""
         digest = blake2b(digest_size=16)
         for own in (self.samples, self.test_samples):
             digest.update(b"" if own is None else own.digest())
@@ -161,7 +167,8 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _add_store(digest: blake2b, store: Store) -> None:
-    """What the clients' tensors would add one by one: those of as many samples, where they are neighbours, in one piece."""
+    """What the clients' tensors would add one by one: those of as many samples, where they are neighbours, in one
+    piece."""
     both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
     at = 0
     for n, alike in groupby(store.sizes):
@@ -179,7 +186,8 @@ def _add_store(digest: blake2b, store: Store) -> None:
 
 
 def check_labels(population: Population, classes: int, ignored: int = IGNORED) -> None:
-    """Raises ValueError for a label outside 0..classes-1 that is not `ignored` by the loss, and for a client of nothing but ignored labels.
+    """Raises ValueError for a label outside 0..classes-1 that is not `ignored` by the loss, and for a client of nothing
+    but ignored labels.
 
     The test set must have none of them where a sample has one label: accuracies are of all its samples.
     """
@@ -209,7 +217,8 @@ def _check_range(y: Tensor, who: str, classes: int, ignored: int) -> None:
 
 
 def ignored_labels(y: Tensor) -> str:
-    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses ignore has no mean."""
+    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses
+    ignore has no mean."""
     count = 0 if y.is_floating_point() else int((y == IGNORED).sum())
     if not count:
         return ""

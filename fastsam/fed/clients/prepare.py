@@ -32,13 +32,15 @@ def prepare(
     collate: Collate | None = None,
     watched: Watched = iter,
 ) -> Population:
-    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may be, a `PerClient`, or
+    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may
+    be, a `PerClient`, or
     None: the data's).
 
-    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels int64. whole: the loss
-    takes batches, of pairs too. collate: makes batches of lists of samples. watched: goes through the clients while they are read one by
-    one, and may show how far that is.
-    Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples, NaN or infinity in x.
+    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels
+    int64. whole: the loss takes batches, of pairs too. collate: makes batches of lists of samples. watched: goes
+    through the clients while they are read one by one, and may show how far that is.
+    Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples,
+    NaN or infinity in x.
     """
     own_tests: list[int] | None = None
     if isinstance(test, PerClient):
@@ -74,7 +76,8 @@ def prepare(
         return Population(pairs, cast("Pair | None", tested), store=store, **about)
     if about["augment"] is not None:
         raise ValueError(
-            "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the samples are read, or in the model"
+            "augment makes inputs x' of pairs (x, y) in memory, with a loss of outputs and y; augment where the "
+            "samples are read, or in the model"
         )
     samples = [as_samples(own) for own in found]
     for i, own in enumerate(samples):
@@ -114,7 +117,8 @@ def _read(
     sources = [(source(one, f"client {i}", collated), f"client {i}") for i, one in enumerate(given)]
     if collated and sources and not any(isinstance(one, Source) for one, _ in sources):
         raise ValueError(
-            "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it out, or hand over data sets"
+            "collate makes a batch of a list of samples, and all clients are tensors of all their samples; leave it "
+            "out, or hand over data sets"
         )
     if test is not None:
         sources.append((source(test, "the test set", collated), "the test set"))
@@ -124,8 +128,8 @@ def _read(
 
 
 def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Store | None:
-    """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong, of which the look at
-    one after the other tells whose it is, and where they are not alike."""
+    """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong,
+    of which the look at one after the other tells whose it is, and where they are not alike."""
     if not set(map(type, given)) <= {tuple, list} or set(map(len, given)) != {2}:
         return None
     columns = list(zip(*given, strict=True))

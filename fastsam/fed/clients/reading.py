@@ -27,7 +27,10 @@ from fastsam.fed.clients.pairs import Pair, all_finite, checked_pair, is_array
 from fastsam.fed.clients.samples import Collate, Fetched, Samples, Stacked, fetch, generators, leaves, placed, seeded
 
 LARGEST_READ = 2**30  # bytes of all clients together; data sets of more are read batch by batch
-WANTED = "a pair (x, y) of tensors or arrays, a dict of columns [n, ...], a data set (anything with __len__ and __getitem__) or a DataLoader"
+WANTED = (
+    "a pair (x, y) of tensors or arrays, a dict of columns [n, ...], a data set (anything with __len__ and "
+    "__getitem__) or a DataLoader"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Source:
 
 
 def source(given: Any, who: str, collated: bool = False) -> Any:
-    """A `Source` of a data set, a list of samples or a loader; what holds columns comes back as it is. collated: a `collate` wants samples.
+    """A `Source` of a data set, a list of samples or a loader; what holds columns comes back as it is. collated: a
+    `collate` wants samples.
 
     Raises ValueError for neither.
     """
@@ -50,7 +54,8 @@ def source(given: Any, who: str, collated: bool = False) -> Any:
         return _of_loader(given, who, collated)
     if isinstance(given, (IterableDataset, Iterator)):
         raise ValueError(
-            f"{who} is {type(given).__name__}, which has no samples by number; hand over {WANTED} (list(...) of it, say)"
+            f"{who} is {type(given).__name__}, which has no samples by number; hand over {WANTED} (list(...) of it, "
+            f"say)"
         )
     if type(given) is TensorDataset and not collated:
         return _columns(list(given.tensors))
@@ -83,9 +88,9 @@ def _columns(tensors: list[Tensor]) -> Any:
 def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
     """The loader's data set, the part that its sampler takes, and its collate."""
     data, sampler = loader.dataset, loader.sampler
-    whole = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)  # type: ignore[arg-type]
-    )
+    whole = type(sampler) is SequentialSampler
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        whole = sampler.num_samples == len(data)  # type: ignore[arg-type]
     if isinstance(data, IterableDataset) or type(loader.batch_sampler) not in (BatchSampler, type(None)):
         whole = False
     elif type(sampler) is SubsetRandomSampler:
@@ -93,7 +98,8 @@ def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
     if not whole:
         raise ValueError(
             f"{who} is a DataLoader with a sampler of its own ({type(loader.batch_sampler or sampler).__name__}, "
-            f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, indices)"
+            f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, "
+            f"indices)"
         )
     own = loader.collate_fn if loader.batch_size is not None else None
     if own is default_collate or own is None:
@@ -112,9 +118,9 @@ def read(
 ) -> Pair | Samples:
     """What `source` gave, as a pair of tensors or as samples.
 
-    collate: of the run, before that of a loader. per_sample: bytes that a sample may take in memory. draws: whether reading draws random
-    numbers; None where that is to be found out (which looks at generators that other threads might use).
-    Raises ValueError for data that cannot be read, naming client and sample.
+    collate: of the run, before that of a loader. per_sample: bytes that a sample may take in memory. draws: whether
+    reading draws random numbers; None where that is to be found out (which looks at generators that other threads might
+    use). Raises ValueError for data that cannot be read, naming client and sample.
     """
     if not isinstance(given, Source):
         return _of_columns(given, who, dtype, device)
@@ -181,7 +187,8 @@ def _look(data: Any, who: str) -> tuple[bool, int]:
     draws = generators() != before
     if not draws and not _same(first, _items(data, [0], who)[0]):
         raise ValueError(
-            f"{who}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or Python's own generators, "
+            f"{who}: sample 0 is another one when it is read again, and the numbers are not from torch's, numpy's or "
+            f"Python's own generators, "
             "which a run seeds for every batch; draw from one of these"
         )
     sizes = (np.asarray(leaf).nbytes if not isinstance(leaf, Tensor) else leaf.nbytes for _, leaf in leaves(first))
@@ -207,7 +214,8 @@ def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.devic
         tree = default_collate(items)
     except Exception as error:
         raise ValueError(
-            f"{who}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of a list of samples "
+            f"{who}: its samples make no batch ({type(error).__name__}: {error}); hand over collate=, a function of a "
+            f"list of samples "
             "that returns tensors, or samples of tensors, arrays and numbers"
         ) from error
     if isinstance(tree, (tuple, list)) and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
@@ -223,7 +231,8 @@ def _check_alike(items: list[Any], who: str) -> None:
             part = next((path for path in {**wanted, **found} if wanted.get(path) != found.get(path)), "")
             said = [s.get(part, "missing") for s in (found, wanted)]
             raise ValueError(
-                f"{who}: sample {i} differs from sample 0: {_named(part)} is {said[0]}, there {said[1]}; samples of variable length need "
+                f"{who}: sample {i} differs from sample 0: {_named(part)} is {said[0]}, there {said[1]}; samples of "
+                f"variable length need "
                 "collate=, a function of a list of samples that pads them to a batch"
             )
 

@@ -1,4 +1,5 @@
-"""A client's samples that are no pair of tensors: trees of tensors in memory, or a data set that is read batch by batch."""
+"""A client's samples that are no pair of tensors: trees of tensors in memory, or a data set that is read batch by
+batch."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The tree with its tensors on `device`: floating-point ones in `dtype`, small integers int64, bytes and bools as they are."""
+    """The tree with its tensors on `device`: floating-point ones in `dtype`, small integers int64, bytes and bools as
+    they are."""
 
     def put(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype != object and leaf.dtype.kind not in "US":
@@ -83,8 +85,8 @@ def generators() -> bytes:
 
 
 class Samples(ABC):
-    """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a seed. ahead: any thread may
-    read them, and it is of use to read the next batch while one is trained."""
+    """`len(samples)` samples, taken in batches. draws: reading them draws random numbers, so a batch is read under a
+    seed. ahead: any thread may read them, and it is of use to read the next batch while one is trained."""
 
     draws = ahead = False
 
@@ -93,7 +95,8 @@ class Samples(ABC):
 
     @abstractmethod
     def take(self, places: Tensor, seed: int) -> Any:
-        """The batch of the samples at `places` (int64 `[n]`, on the CPU). seed: of what reading draws, where it does."""
+        """The batch of the samples at `places` (int64 `[n]`, on the CPU). seed: of what reading draws, where it
+        does."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -183,7 +186,8 @@ class Fetched(Samples):
         made = placed(batch, self.dtype, self.device)
         if not any(isinstance(leaf, Tensor) for _, leaf in leaves(made)):
             raise ValueError(
-                f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) of a list of "
+                f"the collate of {self.who} must make a batch of tensors (a tensor, or a tuple, list or dict of them) "
+                f"of a list of "
                 f"{len(items)} samples, got {type(batch).__name__}"
             )
         return made

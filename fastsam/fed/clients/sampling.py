@@ -1,7 +1,7 @@
 """Who takes part in a round.
 
-A sampler is a callable `(round, generator) -> client ids`: `round` counts from 0, `generator` is a `torch.Generator` that depends on
-(seed, round) alone.
+A sampler is a callable `(round, generator) -> client ids`: `round` counts from 0, `generator` is a `torch.Generator`
+that depends on (seed, round) alone.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 def make(sampler: str | Sampler, clients: int, participation: float, redraws: bool = True) -> Sampler:
     """The sampler of that name over `clients` clients, or the callable itself (`participation` has no meaning for it).
 
-    "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does (Qu et al. 2022), unless
-    `redraws` is false.
+    "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does
+    (Qu et al. 2022), unless `redraws` is false.
     "fixed": exactly `participation * clients` of them (rounded, one at least), without replacement.
-    "shuffled": all clients in a random order, so many a round (of the last round what is left), then all of them in a new one.
-    "simulator": that of FL-Simulator and FedLESAM's code, to repeat their cohorts: numpy's old generator with the seed `20 + round`, and the
-    next seed while nobody takes part. The run's seed has no part in it.
+    "shuffled": all clients in a random order, so many a round (of the last round what is left), then all of them in a
+    new one. "simulator": that of FL-Simulator and FedLESAM's code, to repeat their cohorts: numpy's old generator with
+    the seed `20 + round`, and the next seed while nobody takes part. The run's seed has no part in it.
     Raises ValueError for another name and for a participation outside (0, 1].
     """
     if callable(sampler):
         return sampler
     if not isinstance(sampler, str) or sampler not in NAMES:
         raise ValueError(
-            f"sampler must be {', '.join(map(repr, NAMES))} or a callable (round, generator) -> client ids, got {sampler!r}"
+            f"sampler must be {', '.join(map(repr, NAMES))} or a callable (round, generator) -> client ids, got "
+            f"{sampler!r}"
         )
     ratio = number("participation", participation, above=0, at_most=1)
 
@@ -101,8 +102,8 @@ def expected(sampler: str | Sampler, participation: float, clients: int) -> floa
 
 
 def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = False) -> list[int]:
-    """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return, and, unless `nobody` is true, for
-    nobody."""
+    """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return, and,
+    unless `nobody` is true, for nobody."""
     first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
     ids = sampler(round, seeds.generator(seed, "sample", first))
     try:
@@ -110,7 +111,8 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
         chosen = given if set(map(type, given)) == {int} else [integer("a client id", i) for i in given]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned {ids!r}"
+            f"the sampler must return client ids, integers from 0 to {clients - 1}; in round {round + 1} it returned "
+            f"{ids!r}"
         ) from error
     ordered = sorted(chosen)
     if not ordered and nobody:
@@ -119,7 +121,8 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
         wrong = [i for i in chosen if not 0 <= i < clients]
         what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
         raise ValueError(
-            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} it returned {what}"
+            f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} "
+            f"it returned {what}"
         )
     return ordered
 
@@ -130,16 +133,19 @@ def check_available(available: Any, sampler: str | Sampler) -> None:
         return
     if not callable(available):
         raise ValueError(
-            f"available must be a function of the round that returns client ids or a mask (in a config its import path), got {available!r}"
+            f"available must be a function of the round that returns client ids or a mask (in a config its import "
+            f"path), got {available!r}"
         )
     if sampler not in ("bernoulli", "fixed"):
         raise ValueError(
-            f"available says among whom sampler='bernoulli' or 'fixed' draws; sampler={sampler!r} chooses by itself, use one of them"
+            f"available says among whom sampler='bernoulli' or 'fixed' draws; sampler={sampler!r} chooses by itself, "
+            f"use one of them"
         )
 
 
 def present(available: Available, round: int, clients: int) -> list[int]:
-    """Who can take part in a round, in ascending order; perhaps nobody. Raises ValueError for what is neither ids nor a mask."""
+    """Who can take part in a round, in ascending order; perhaps nobody. Raises ValueError for what is neither ids nor a
+    mask."""
     try:
         found = available(round)
         given = found.tolist() if hasattr(found, "tolist") else list(found)
@@ -154,7 +160,8 @@ def present(available: Available, round: int, clients: int) -> list[int]:
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(
-            f"available must return client ids from 0 to {clients - 1}, or a mask of {clients} booleans; in round {round + 1}: {kind}{error}"
+            f"available must return client ids from 0 to {clients - 1}, or a mask of {clients} booleans; in round "
+            f"{round + 1}: {kind}{error}"
         ) from error
     return ids
 

@@ -17,7 +17,8 @@ LARGEST = 256 * 2**20  # bytes: what there is beside the user's own tensors
 
 @dataclass(frozen=True)
 class Store:
-    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody, zeros. begins: each client's first;
+    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody, zeros. begins:
+    each client's first;
     sizes: how many it has."""
 
     x: Tensor
@@ -31,7 +32,8 @@ class Store:
 
 
 class StoredPairs(Sequence[Pair]):
-    """The clients of a store: views of it, each made when it is first asked for, since of 100,000 clients few train in a round."""
+    """The clients of a store: views of it, each made when it is first asked for, since of 100,000 clients few train in
+    a round."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -63,7 +65,8 @@ class StoredPairs(Sequence[Pair]):
 def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
     """The pairs as views of one store, each at a multiple of the alignment.
 
-    As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a second copy.
+    As they were, without a store, when samples of different clients differ in shape or dtype, or are too many for a
+    second copy.
     """
     if len({(x.shape[1:], x.dtype, y.shape[1:], y.dtype) for x, y in pairs}) > 1:
         return list(pairs), None
@@ -75,7 +78,8 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
 
 
 def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> Store | None:
-    """A store of the clients' samples, which lie behind each other in x and y; None where it would be too large, or holds nothing."""
+    """A store of the clients' samples, which lie behind each other in x and y; None where it would be too large, or
+    holds nothing."""
     rows = [t[0].nbytes for t in (x, y)]
     if not all(rows):
         return None

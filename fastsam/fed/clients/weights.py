@@ -13,7 +13,8 @@ MOST = 2**53  # a double has all whole numbers up to it
 
 
 def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
-    """The weighting, an array of weights as a list. Raises ValueError for what can be none, whatever the number of clients."""
+    """The weighting, an array of weights as a list. Raises ValueError for what can be none, whatever the number of
+    clients."""
     if callable(weighting) or (isinstance(weighting, str) and weighting in NAMES):
         return weighting
     try:
@@ -23,7 +24,8 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
     if isinstance(listed, (list, tuple, range)):
         return list(listed)
     raise ValueError(
-        "weighting must be 'uniform', 'samples', a list with a whole number for each client, or a function of a client's id "
+        "weighting must be 'uniform', 'samples', a list with a whole number for each client, or a function of a "
+        "client's id "
         f"(in a config its import path), got {weighting!r}"
     )
 
@@ -31,7 +33,8 @@ def checked_weighting(weighting: Any) -> str | list[Any] | Callable[[int], Any]:
 def own_weights(weighting: str | Weighting, clients: int) -> list[int] | None:
     """The weights of all clients where the user names them; None for one of `NAMES`.
 
-    Raises ValueError unless they are whole numbers from 1 to `MOST`. Whole numbers, because sums over clients are exact.
+    Raises ValueError unless they are whole numbers from 1 to `MOST`. Whole numbers, because sums over clients are
+    exact.
     """
     if isinstance(weighting, str):
         return None

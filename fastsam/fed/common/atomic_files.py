@@ -52,7 +52,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file, which is made where `flags` say so. Raises OSError for anything else: opening a pipe would wait for ever."""
+    """A descriptor of a regular file, which is made where `flags` say so. Raises OSError for anything else: opening a
+    pipe would wait for ever."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -67,7 +68,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def make_directory(path: Path, advice: str = "choose another run directory") -> None:
-    """The directory and those above it. Raises OSError that says what to do (`advice`) where it cannot be made or written to."""
+    """The directory and those above it. Raises OSError that says what to do (`advice`) where it cannot be made or
+    written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

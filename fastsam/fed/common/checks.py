@@ -1,4 +1,5 @@
-"""Checks of arguments, so that every public entry refuses bad ones in the same words: what was expected and what came."""
+"""Checks of arguments, so that every public entry refuses bad ones in the same words: what was expected and what
+came."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def decayed(name: str, value: float, factor_name: str, factor: float, index: int
 
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:
-    """`value` as an int. Raises ValueError unless it is a whole number of 64 bits (all that torch can count with), `at_least` or more."""
+    """`value` as an int. Raises ValueError unless it is a whole number of 64 bits (all that torch can count with),
+    `at_least` or more."""
     expected = f"{name} must be an integer" + (f" >= {at_least}" if at_least is not None else "")
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValueError(f"{expected}, got {value!r}")
@@ -74,7 +76,8 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def nearest(word: str, good: Iterable[str]) -> str:
-    """The end of a message, with the word of `good` that is most like `word` or that others call so; nothing where none is."""
+    """The end of a message, with the word of `good` that is most like `word` or that others call so; nothing where none
+    is."""
     spelled = {name.lower(): name for name in good}
     meant = ELSEWHERE.get(word.lower())
     close = [meant] if meant in spelled else get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)

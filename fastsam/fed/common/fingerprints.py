@@ -13,7 +13,8 @@ from torch import nn
 
 
 def describe(value: Any) -> Any:
-    """`value` for a JSON file, the same in every process: callables by their name, other objects by their type and fields."""
+    """`value` for a JSON file, the same in every process: callables by their name, other objects by their type and
+    fields."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Real):  # numpy's numbers
@@ -55,7 +56,8 @@ def digest(model: nn.Module) -> str:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key in which two identities differ (dotted, where it stands in a table) and its two values; None when they agree."""
+    """The first key in which two identities differ (dotted, where it stands in a table) and its two values; None when
+    they agree."""
     for key in [*new, *(k for k in old if k not in new)]:
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):

@@ -23,8 +23,8 @@ def import_object(path: str, what: str) -> Any:
     """The object at "package.module:attribute" or "path/to/file.py:attribute".
 
     Modules are also looked up in the current directory. An error inside the imported code reaches the caller as it is.
-    Raises ValueError (a wrong form, no such file, module or attribute, and code that is neither the user's own nor trusted, see `trust`;
-    `what` is named in it).
+    Raises ValueError (a wrong form, no such file, module or attribute, and code that is neither the user's own nor
+    trusted, see `trust`; `what` is named in it).
     """
     location, _, attribute = path.rpartition(":")
     if not location or not attribute:
@@ -40,7 +40,8 @@ def import_object(path: str, what: str) -> Any:
 
 
 def call_with_options(function: Any, options: dict[str, Any], what: str) -> Any:
-    """`function(**options)`; ValueError when its signature does not take them (a TypeError from inside reaches the caller)."""
+    """`function(**options)`; ValueError when its signature does not take them (a TypeError from inside reaches the
+    caller)."""
     if not callable(function):
         raise ValueError(f"{what}: expected something to call, got {type(function).__name__}")
     signature = inspect.signature(function)
@@ -104,7 +105,8 @@ def optional(module: str, package: str, purpose: str) -> ModuleType:
             what = f"which is not installed: pip install {package}"
         else:
             what = (
-                f"which cannot be imported ({type(error).__name__}: {error}): install the build of {package} that belongs to your "
+                f"which cannot be imported ({type(error).__name__}: {error}): install the build of {package} that "
+                f"belongs to your "
                 "torch, from the same index"
             )
         raise PackageError(f"{purpose} needs {package}, {what}", name=module) from error
@@ -117,12 +119,14 @@ _DETECTION = {
 
 
 def vision(module: str, purpose: str) -> ModuleType:
-    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises as `optional` does.
+    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises as
+    `optional` does.
 
-    torchvision's data sets, transforms and models are plain Python. Its compiled part, the operators of object detection, cannot be
-    loaded where the two come from different indices (a wheel for CUDA beside a CPU build of torch). torchvision tolerates that, but
-    then stops at operators that it describes to torch: "operator torchvision::nms does not exist". For exactly this error they are declared,
-    without an implementation, and the import begins anew. Called, they still raise torchvision's own error.
+    torchvision's data sets, transforms and models are plain Python. Its compiled part, the operators of object
+    detection, cannot be loaded where the two come from different indices (a wheel for CUDA beside a CPU build of
+    torch). torchvision tolerates that, but then stops at operators that it describes to torch: "operator
+    torchvision::nms does not exist". For exactly this error they are declared, without an implementation, and the
+    import begins anew. Called, they still raise torchvision's own error.
     """
     try:
         return optional(module, "torchvision", purpose)

@@ -1,4 +1,5 @@
-"""One option, one declaration: a field of a dataclass made by `option`. Checks, flags, config files, help and docs read its row."""
+"""One option, one declaration: a field of a dataclass made by `option`. Checks, flags, config files, help and docs read
+its row."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class Option:
         )
 
     def check(self, value: Any) -> Any:
-        """`value` as JSON has it: a number is Python's own (numpy's would give other random numbers), a tuple a list. Raises ValueError."""
+        """`value` as JSON has it: a number is Python's own (numpy's would give other random numbers), a tuple a list.
+        Raises ValueError."""
         none = type(None) in self.kinds
         if none and value is None:
             return None
@@ -72,7 +74,8 @@ class Option:
 def option(default: Any, help: str, **limits: Any) -> Any:
     """A field of a table.
 
-    limits: `choices`; the bounds `above`, `at_least`, `at_most` of a number; `free`: a resumed run may have another value;
+    limits: `choices`; the bounds `above`, `at_least`, `at_most` of a number; `free`: a resumed run may have another
+    value;
     `formula`: a check of strings and functions, which may then stand in place of a number.
     """
     kept = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}

@@ -1,4 +1,5 @@
-"""Random numbers as functions of what they are for: (seed, round, client, step, purpose), never of the order in which clients run."""
+"""Random numbers as functions of what they are for: (seed, round, client, step, purpose), never of the order in which
+clients run."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of Philox: 7 rounds are the fewest that its authors found no test to fail, 10 their margin, which orders of samples do not need; its
-# multipliers, and what is added to the key in each round.
+# Of Philox: 7 rounds are the fewest that its authors found no test to fail, 10 their margin, which orders of samples do
+# not need; its multipliers, and what is added to the key in each round.
 _ROUNDS, _MOST = 7, 10
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
 _WEYL = np.arange(_MOST, dtype=np.uint64)[:, None] * np.array([0x9E3779B9, 0xBB67AE85], np.uint64)
@@ -22,7 +23,8 @@ def derive(*parts: int | str) -> int:
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A generator on the CPU, seeded with `derive(*parts)`. (torch uses the low 32 bits of a seed: enough to sample with.)"""
+    """A generator on the CPU, seeded with `derive(*parts)`. (torch uses the low 32 bits of a seed: enough to sample
+    with.)"""
     made = torch.Generator()
     made.manual_seed(derive(*parts))
     return made
@@ -34,8 +36,9 @@ def permutation(n: int, *parts: int | str) -> Tensor:
 
 
 def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str) -> Tensor:
-    """For each of some numbers (clients: 0 to 2^32 - 1) a random order of `range(size)`: the first `size` places of its row, int64
-    `[numbers, longest]` on the CPU. A function of the number, the size and the parts, whatever else is asked for with it.
+    """For each of some numbers (clients: 0 to 2^32 - 1) a random order of `range(size)`: the first `size` places of its
+    row, int64 `[numbers, longest]` on the CPU. A function of the number, the size and the parts, whatever else is asked
+    for with it.
 
     Random keys are sorted, 32 bits each; of equal ones the first comes first.
     """

@@ -1,8 +1,9 @@
 """Whose code an import path may name: the user's own files, and packages that were named on the command line.
 
-A config is text from anywhere, and importing what it names runs it. So an import path leads to the user's own files, not to what happens to be
-installed: `os:system`, with a command among its options, would be a data set otherwise. The standard library and the builtins are out of reach
-in any case, also through a module of the user's that imports them.
+A config is text from anywhere, and importing what it names runs it. So an import path leads to the user's own files,
+not to what happens to be
+installed: `os:system`, with a command among its options, would be a data set otherwise. The standard library and the
+builtins are out of reach in any case, also through a module of the user's that imports them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def trusting(*names: str) -> Iterator[None]:
     for name in names:
         if name.partition(".")[0] in sys.stdlib_module_names or name.partition(".")[0] == "builtins":
             raise TrustError(
-                f"--trust {name}: the standard library is never taken from a config; write a function of your own around it"
+                f"--trust {name}: the standard library is never taken from a config; write a function of your own "
+                f"around it"
             )
     token = _named.set((*_named.get(), *names))
     try:
@@ -56,11 +58,13 @@ def check_file(path: Path, what: str) -> None:
 
 
 def check_module(name: str, what: str) -> None:
-    """Raises TrustError for a module that is neither a file of the user's own nor of a package that was named. Imports nothing."""
+    """Raises TrustError for a module that is neither a file of the user's own nor of a package that was named. Imports
+    nothing."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "builtins":
         raise TrustError(
-            f"{what}: {name} belongs to the standard library, which is never taken from a config; a file of your own of this name is {name}.py:NAME"
+            f"{what}: {name} belongs to the standard library, which is never taken from a config; a file of your own "
+            f"of this name is {name}.py:NAME"
         )
     places = _places(top)
     if top in _named.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
@@ -93,7 +97,8 @@ def is_named(place: Path) -> bool:
 
 
 def _places(top: str) -> list[Path] | None:
-    """The files and folders that a top-level module is made of; None for one that does not exist, which its import will say."""
+    """The files and folders that a top-level module is made of; None for one that does not exist, which its import will
+    say."""
     module = sys.modules.get(top)
     spec: ModuleSpec | None = getattr(module, "__spec__", None) if module is not None else find_spec(top)
     if spec is not None:

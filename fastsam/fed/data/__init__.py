@@ -1,4 +1,5 @@
-"""Data sets and splits: built-in sets by name (`SETS`), a user's own, splits over clients (`SPLITS`), domains, augmentation."""
+"""Data sets and splits: built-in sets by name (`SETS`), a user's own, splits over clients (`SPLITS`), domains,
+augmentation."""
 
 from collections.abc import Callable
 

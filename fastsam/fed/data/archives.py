@@ -1,8 +1,9 @@
-"""CIFAR and EMNIST through torchvision's data sets, which know the published addresses and checksums and read the files.
+"""CIFAR and EMNIST through torchvision's data sets, which know the published addresses and checksums and read the
+files.
 
 What is added: an archive may lie in the data directory as it was published; what is downloaded or unpacked is made in a
-folder aside and moved when it is whole, so that an interrupted attempt leaves nothing that a second one stumbles over; a download
-gives up when nothing comes; and an error says which file is wrong and what would be right.
+folder aside and moved when it is whole, so that an interrupted attempt leaves nothing that a second one stumbles over;
+a download gives up when nothing comes; and an error says which file is wrong and what would be right.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ArchiveError(ValueError):
 class Archive:
     """A published file and the class of `torchvision.datasets` that reads it.
 
-    data: our name of the data set. reader: the class; its `url` and the attribute named `checksum` (MD5, in hex) say what is expected.
+    data: our name of the data set. reader: the class; its `url` and the attribute named `checksum` (MD5, in hex) say
+    what is expected.
     name: of the file. folder: what torchvision unpacks it to. place: where in a directory torchvision looks for it.
     """
 
@@ -56,8 +58,9 @@ class Archive:
     def read(self, data_dir: str | Path, download: bool = False, url: str | None = None) -> tuple[Any, Any]:
         """Training and test part, objects of torchvision with `data` and `targets`.
 
-        They come from `data_dir` or from a directory named after the data set in it: from the folder that torchvision has unpacked, or else
-        from the archive, which is checked and unpacked to that folder (to a temporary one where `data_dir` cannot be written).
+        They come from `data_dir` or from a directory named after the data set in it: from the folder that torchvision
+        has unpacked, or else from the archive, which is checked and unpacked to that folder (to a temporary one where
+        `data_dir` cannot be written).
         download: fetch the archive when neither is there. url: from a mirror; the checksum stays the published one.
         Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError.
         """
@@ -104,7 +107,8 @@ class Archive:
         found = _utils().calculate_md5(path)
         if found != expected:
             raise ArchiveError(
-                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {found} ({path.stat().st_size} bytes), "
+                f"{where}this is not the complete {self.name} of {self.data}: its MD5 is {found} "
+                f"({path.stat().st_size} bytes), "
                 f"expected {expected}. A cut download or another file? Remove it and fetch it from {reader.url}"
             )
 
@@ -124,7 +128,8 @@ class Archive:
             part.replace(path)
 
     def _unpacked(self, reader: Any, root: Path, path: Path) -> tuple[Any, Any]:
-        """Both parts from a checked archive, which torchvision unpacks; the files stay in `root` where it can be written."""
+        """Both parts from a checked archive, which torchvision unpacks; the files stay in `root` where it can be
+        written."""
         keep = os.access(root, os.W_OK)
         with TemporaryDirectory(prefix=".fastsam-", dir=root if keep else None) as aside:
             link = Path(aside) / self.place / self.name

@@ -1,4 +1,5 @@
-"""Augmentation of image batches where they are, on the device, all samples at once; a function of the generator alone."""
+"""Augmentation of image batches where they are, on the device, all samples at once; a function of the generator
+alone."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from fastsam.fed.common.import_paths import import_object, is_import_path
 class FlipCrop:
     """Horizontal flip, then zero-padding and a random crop of the old size, each with its own probability, per sample.
 
-    Defaults: FL-Simulator's and FedLESAM's for CIFAR (flip 0.5; with probability 0.5 a pad of 4 and one of the 9 x 9 crops).
-    Their images are normalised before, so that the padding has the mean colour; so are ours. `FlipCrop(crop=1.0)` is
-    what Caldarola et al. (ECCV 2022) do: always a crop.
+    Defaults: FL-Simulator's and FedLESAM's for CIFAR (flip 0.5; with probability 0.5 a pad of 4 and one of the 9 x 9
+    crops). Their images are normalised before, so that the padding has the mean colour; so are ours.
+    `FlipCrop(crop=1.0)` is what Caldarola et al. (ECCV 2022) do: always a crop.
 
     pad: pixels on each side, >= 0. flip, crop: probabilities. Raises ValueError for others.
     """
@@ -34,7 +35,8 @@ class FlipCrop:
         number("crop (a probability)", self.crop, at_least=0, at_most=1)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """x: images [n, H, W] or [n, C, H, W]; a new tensor. Four draws per sample from `generator`, on the generator's device.
+        """x: images [n, H, W] or [n, C, H, W]; a new tensor. Four draws per sample from `generator`, on the generator's
+        device.
 
         A generator on the CPU gives the same images on every device. Raises ValueError for x that are no images.
         """
@@ -57,7 +59,8 @@ AUGMENTS: dict[str, Augment | None] = {"none": None, "flip_crop": FlipCrop(), "f
 
 
 def named(name: str, default: str = "none") -> Augment | None:
-    """The augmentation of that name of `AUGMENTS`; "auto" is `default`, an import path the user's own callable. Raises ValueError."""
+    """The augmentation of that name of `AUGMENTS`; "auto" is `default`, an import path the user's own callable. Raises
+    ValueError."""
     if isinstance(name, str) and is_import_path(name):
         made = import_object(name, "augment")
         if not callable(made):
@@ -66,6 +69,7 @@ def named(name: str, default: str = "none") -> Augment | None:
     name = default if isinstance(name, str) and name == "auto" else name
     if not isinstance(name, str) or name not in AUGMENTS:
         raise ValueError(
-            f"augment must be 'auto', {', '.join(map(repr, AUGMENTS))} or an import path 'package.module:name', got {name!r}"
+            f"augment must be 'auto', {', '.join(map(repr, AUGMENTS))} or an import path 'package.module:name', got "
+            f"{name!r}"
         )
     return AUGMENTS[name]

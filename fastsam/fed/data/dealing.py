@@ -1,4 +1,5 @@
-"""What all splits share: their result, their checks, and the simulators' dealing, which fills slots by each client's prior."""
+"""What all splits share: their result, their checks, and the simulators' dealing, which fills slots by each client's
+prior."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from fastsam.fed.common.checks import choice, integer
 EXHAUSTED = ("reset", "redraw")
 MOST_CLASSES = 2**20  # that a data set is believed to have when nobody says how many
 
-# So many uniform numbers may name a class without samples before one slot is filled from the renormalised prior instead. Rejection and
-# renormalising have the same distribution; rejection keeps the simulators' stream of random numbers, but may need
-# 1e20 draws for one sample.
+# So many uniform numbers may name a class without samples before one slot is filled from the renormalised prior
+# instead. Rejection and renormalising have the same distribution; rejection keeps the simulators' stream of random
+# numbers, but may need 1e20 draws for one sample.
 _MAX_REJECTIONS = 1000
 
 
@@ -52,7 +53,8 @@ def split_generator(seed: int) -> np.random.RandomState:
 
 
 def check_shares(shares: np.ndarray, alpha: float) -> None:
-    """Raises ValueError unless every row that was drawn from a Dirichlet distribution adds up to one: no alpha at the ends of the numbers does."""
+    """Raises ValueError unless every row that was drawn from a Dirichlet distribution adds up to one: no alpha at the
+    ends of the numbers does."""
     if np.isnan(shares).any():
         raise ValueError(f"alpha={alpha!r} is too small: the class priors underflow to 0/0; take 0.01 or more")
     if not np.allclose(shares.sum(-1), 1):
@@ -69,8 +71,8 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
 def check_labels(labels: Any, classes: int | None = None, what: str = "labels") -> tuple[np.ndarray, int]:
     """Labels as an int64 vector, and the number of classes (`max + 1` when `classes` is None).
 
-    Raises ValueError for a wrong shape, for labels that are no integers, for labels outside 0..classes-1, and without `classes` for one that
-    can be no class number.
+    Raises ValueError for a wrong shape, for labels that are no integers, for labels outside 0..classes-1, and without
+    `classes` for one that can be no class number.
     """
     labels = np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -86,7 +88,8 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
     whole = labels.astype(np.int64)
     if not np.array_equal(whole, labels):
         raise ValueError(
-            f"{what} must be integer class numbers, got {labels.dtype} with fractions, e.g. {labels[whole != labels][0]!r}"
+            f"{what} must be integer class numbers, got {labels.dtype} with fractions, e.g. "
+            f"{labels[whole != labels][0]!r}"
         )
     low, high = int(whole.min()), int(whole.max())
     if classes is None and high >= MOST_CLASSES:
@@ -98,16 +101,19 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
     if low < 0 or high >= classes:
         bad = low if low < 0 else high
         raise ValueError(
-            f"{what} must lie in 0..{classes - 1} ({classes} classes), got {bad} at position {int(np.flatnonzero(whole == bad)[0])}; "
+            f"{what} must lie in 0..{classes - 1} ({classes} classes), got {bad} at position "
+            f"{int(np.flatnonzero(whole == bad)[0])}; "
             "number the classes from 0, or set the number of classes"
         )
     return whole, classes
 
 
 class Words:
-    """numpy's `randint` and `uniform()`, one at a time, from blocks of the generator's 32-bit words: the same numbers, many times as fast.
+    """numpy's `randint` and `uniform()`, one at a time, from blocks of the generator's 32-bit words: the same numbers,
+    many times as fast.
 
-    Many more are drawn than slots are filled: of 100,000 clients with a slot each, the last ones are met after a million draws.
+    Many more are drawn than slots are filled: of 100,000 clients with a slot each, the last ones are met after a
+    million draws.
     """
 
     _BLOCK = 4096
@@ -118,7 +124,8 @@ class Words:
         self._words, self._block = np.empty(0, np.uint32), list[int]()
 
     def first_open(self, slots: bytearray) -> int:
-        """`rng.randint(clients)`, again until there is a slot: words are cut to the bits of the largest number, and taken where in range.
+        """`rng.randint(clients)`, again until there is a slot: words are cut to the bits of the largest number, and
+        taken where in range.
 
         slots: whether each client has one, from `flags`.
         """
@@ -175,13 +182,15 @@ def flags(slots: Sequence[int]) -> bytearray:
 def draw(
     labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, rng: np.random.RandomState, exhausted: str = "reset"
 ) -> list[np.ndarray]:
-    """Fill `sizes[i]` slots of each client i with samples whose classes follow its prior; positions in `labels`, in stored order.
+    """Fill `sizes[i]` slots of each client i with samples whose classes follow its prior; positions in `labels`, in
+    stored order.
 
     Until all slots are full: a client uniformly (``randint``; skipped when full), a class by inverse CDF of its prior
     (``uniform``), the next sample from the end of that class's list; a client's slots fill from the last to the
     first. When a class has run out:
 
-    - ``exhausted="reset"`` (FL-Simulator, FedLESAM): its list starts anew and the class is drawn again, so later draws repeat samples;
+    - ``exhausted="reset"`` (FL-Simulator, FedLESAM): its list starts anew and the class is drawn again, so later draws
+      repeat samples;
     - ``exhausted="redraw"`` (FedDyn): only the class is drawn again, so no sample is used twice. When a client's
       classes are all used up, it takes from what is left, in proportion (FedDyn's loop would not end).
 
@@ -237,7 +246,8 @@ def _check_draw(labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, exhau
         raise ValueError(f"sizes must hold one integer >= 0 for each of the {len(priors)} clients, got {sizes!r}")
     if exhausted == "redraw" and sizes.sum() > labels.size:
         raise ValueError(
-            f"exhausted='redraw' uses each sample once: {sizes.sum()} slots cannot be filled from {labels.size} samples; use 'reset'"
+            f"exhausted='redraw' uses each sample once: {sizes.sum()} slots cannot be filled from {labels.size} "
+            f"samples; use 'reset'"
         )
     if not np.isfinite(priors).all() or (priors < 0).any():
         raise ValueError("priors must be finite and >= 0")
@@ -245,7 +255,8 @@ def _check_draw(labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, exhau
     empty = np.flatnonzero((priors * present).sum(axis=1) <= 0)
     if empty.size:
         raise ValueError(
-            f"the prior of client {empty[0]} gives no weight to any class that has samples (classes {np.flatnonzero(present).tolist()})"
+            f"the prior of client {empty[0]} gives no weight to any class that has samples (classes "
+            f"{np.flatnonzero(present).tolist()})"
         )
 
 

@@ -1,4 +1,5 @@
-"""Domains as clients: each domain's samples on clients of its own, one domain left out for the test; and the digits as domains."""
+"""Domains as clients: each domain's samples on clients of its own, one domain left out for the test; and the digits as
+domains."""
 
 from __future__ import annotations
 
@@ -34,9 +35,10 @@ def by_domain(
 ) -> FederatedData:
     """One client per domain, or several with equal parts of it (IID; the remainder goes to the domain's first client).
 
-    domains: by name, x [n, *shape] and y [n] int64. held_out: the domain that is the test set and trains nobody; None: the
-    test set is a stratified `test_fraction` of every domain. seed: of the cut of a domain. more: fields of `FederatedData`.
-    Raises ValueError for a domain that is not there, no domain left to train on, and more clients than a domain has samples.
+    domains: by name, x [n, *shape] and y [n] int64. held_out: the domain that is the test set and trains nobody; None:
+    the test set is a stratified `test_fraction` of every domain. seed: of the cut of a domain. more: fields of
+    `FederatedData`. Raises ValueError for a domain that is not there, no domain left to train on, and more clients than
+    a domain has samples.
     """
     each = integer("clients_per_domain", clients_per_domain, at_least=1)
     training = _training(domains, held_out, name)
@@ -82,10 +84,11 @@ def digits_domains(
 ) -> FederatedData:
     """The handwritten digits, a part of equal size under each transform: a small stand-in for data sets with domains.
 
-    domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples of 90 exact),
-    "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the name), or several, "rot30+noise0.5". No image is in two domains;
-    each domain has the classes of the whole. x [n, 1, 8, 8] float32, mean 0 and standard deviation 1 before the transform.
-    Otherwise as `by_domain`. Raises ValueError for another transform and for a domain named twice.
+    domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples of
+    90 exact), "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the name), or several,
+    "rot30+noise0.5". No image is in two domains; each domain has the classes of the whole. x [n, 1, 8, 8] float32, mean
+    0 and standard deviation 1 before the transform. Otherwise as `by_domain`. Raises ValueError for another transform
+    and for a domain named twice.
     """
     if isinstance(domains, str) or not domains or len(set(domains)) < len(domains):
         raise ValueError(f"domains must be a list of different transforms such as ['rot0', 'rot30'], got {domains!r}")
@@ -98,7 +101,8 @@ def digits_domains(
 
 
 def _parts(y: Tensor, count: int) -> list[Tensor]:
-    """Positions of `count` stratified parts whose sizes differ by one at most: shuffled, sorted by class, dealt out in turn."""
+    """Positions of `count` stratified parts whose sizes differ by one at most: shuffled, sorted by class, dealt out in
+    turn."""
     order = np.random.RandomState(0).permutation(len(y))
     order = order[np.argsort(y.numpy()[order], kind="stable")]
     return [torch.from_numpy(np.sort(order[i::count])) for i in range(count)]
@@ -120,7 +124,8 @@ def _transformed(x: Tensor, name: str) -> Tensor:
 
 
 def _rotated(x: Tensor, angle: float) -> Tensor:
-    """Counter-clockwise about the centre; what comes in from outside is background (the least value of the image set)."""
+    """Counter-clockwise about the centre; what comes in from outside is background (the least value of the image
+    set)."""
     low, cos, sin = x.min(), math.cos(angle), math.sin(angle)
     grid = F.affine_grid(torch.tensor([[[cos, -sin, 0.0], [sin, cos, 0.0]]]).expand(len(x), 2, 3), list(x.shape), False)
     return F.grid_sample(x - low, grid, "bilinear", "zeros", False) + low

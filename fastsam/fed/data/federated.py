@@ -20,14 +20,15 @@ from fastsam.fed.data.augment import Augment
 class FederatedData:
     """A federated data set: ``len(data)`` clients, ``data[i]`` is ``(x, y)`` of client i.
 
-    clients: pairs of tensors, x [n_i, *shape] and y [n_i] int64 (class numbers). test: such a pair, the common test set.
+    clients: pairs of tensors, x [n_i, *shape] and y [n_i] int64 (class numbers). test: such a pair, the common test
+    set.
     classes: number of classes. name: for reports. priors: [clients, classes] float64 class distribution from which
-    the split drew each client, or None when no split made the clients. domains: the domain of each client, where clients
-    belong to domains; held_out: the domain of the test set, where training left one out.
+    the split drew each client, or None when no split made the clients. domains: the domain of each client, where
+    clients belong to domains; held_out: the domain of the test set, where training left one out.
 
     augment: what training does to a batch of inputs (never evaluation), or None. pixels: for x of bytes (uint8 images
-    [n, C, H, W], kept so because they take a quarter of the memory) the mean and standard deviation of each channel in 0..1:
-    the model is meant to get ``(x / 255 - mean) / std``, which `fastsam.fed.models.Pixels` around it does.
+    [n, C, H, W], kept so because they take a quarter of the memory) the mean and standard deviation of each channel in
+    0..1: the model is meant to get ``(x / 255 - mean) / std``, which `fastsam.fed.models.Pixels` around it does.
 
     Raises ValueError when there is no client, when x and y differ in length, for a client without samples, and for
     labels outside the classes.
@@ -77,7 +78,8 @@ class FederatedData:
 
 
 def _all_good(clients: Sequence[Any], classes: int) -> bool:
-    """Whether nothing is wrong with any client, looked at together; the look at one after the other says whose fault something is."""
+    """Whether nothing is wrong with any client, looked at together; the look at one after the other says whose fault
+    something is."""
     if not all(len(pair) == 2 and all(isinstance(t, Tensor) and t.dim() for t in pair) for pair in clients):
         return False
     if not all(y.dtype == torch.int64 and y.dim() == 1 and 0 < y.shape[0] == x.shape[0] for x, y in clients):
@@ -89,7 +91,8 @@ def _all_good(clients: Sequence[Any], classes: int) -> bool:
 def _check_pair(pair: Any, classes: int, who: str) -> None:
     if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
         raise ValueError(
-            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}; fastsam.fed.data.as_tensors makes one from arrays"
+            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}; fastsam.fed.data.as_tensors makes one "
+            f"from arrays"
         )
     x, y = pair
     if len(x) != len(y):
@@ -104,8 +107,8 @@ def _check_pair(pair: Any, classes: int, who: str) -> None:
 def as_tensors(x: Any, y: Any, classes: int | None = None, what: str = "data") -> tuple[Tensor, Tensor]:
     """Arrays or tensors as the pair that `FederatedData` holds.
 
-    x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64; floating-point numbers keep their type
-    (a run casts them to its model's). y: [n] integers of any type, or [n, 1].
+    x: [n, ...]. Bytes (uint8: pixels) become float32 in 0..1, other integers (token numbers) int64; floating-point
+    numbers keep their type (a run casts them to its model's). y: [n] integers of any type, or [n, 1].
     Raises ValueError for lengths that differ, bad labels, NaN and infinity.
     """
     # a copy: torch warns about read-only arrays
@@ -141,8 +144,9 @@ def split_data(
     """Pooled training data dealt out to `clients` clients.
 
     x: [n, ...]; y: [n] int64. test: the common test set. split: a name of `fastsam.fed.data.partition.SPLITS`;
-    `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...). clients may be None
-    for the split "own", which knows them. classes: default, one more than the largest label in training and test set.
+    `options` are that split's own (`alpha`, `exhausted` for "dirichlet"; `balanced` for "iid"; ...). clients may be
+    None for the split "own", which knows them. classes: default, one more than the largest label in training and test
+    set.
     augment: for the `FederatedData`.
     """
     if classes is None:

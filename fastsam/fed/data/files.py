@@ -37,7 +37,8 @@ def from_npz(
 
 
 def from_client_files(pattern: str, test_path: str | Path, classes: int | None = None) -> FederatedData:
-    """One ``.npz`` file per client (arrays ``x, y``), in the order of their sorted names; `pattern` as for the shell: ``clients/*.npz``.
+    """One ``.npz`` file per client (arrays ``x, y``), in the order of their sorted names; `pattern` as for the shell:
+    ``clients/*.npz``.
 
     test_path: the ``.npz`` file of the common test set (``x, y`` or ``x_test, y_test``); left out of the clients when
     the pattern matches it.
@@ -64,7 +65,8 @@ def from_client_files(pattern: str, test_path: str | Path, classes: int | None =
 
 
 def from_function(path: str, options: dict[str, Any]) -> FederatedData:
-    """What the user's function returns: a `FederatedData`, or ``(clients, test)`` with clients a sequence of (x, y) and test one (x, y).
+    """What the user's function returns: a `FederatedData`, or ``(clients, test)`` with clients a sequence of (x, y) and
+    test one (x, y).
 
     path: "package.module:function" or "file.py:function". options: its keyword arguments.
     """

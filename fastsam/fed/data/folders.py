@@ -1,4 +1,5 @@
-"""OfficeHome, DomainNet and other image folders by domain: read once, cropped to one size, kept as bytes in files mapped into memory.
+"""OfficeHome, DomainNet and other image folders by domain: read once, cropped to one size, kept as bytes in files
+mapped into memory.
 
 torchvision unpacks the archives, lists the folders, reads the images and crops them.
 """
@@ -38,7 +39,8 @@ _PURPOSE = "a data set of image folders"
 class FolderSet:
     """A published data set of image folders ``<folder>/<domain>/<class>/<image>``.
 
-    folders: what the directory may be called. archives: the names of the zip files, and the folder that each has at its top.
+    folders: what the directory may be called. archives: the names of the zip files, and the folder that each has at its
+    top.
     """
 
     name: str
@@ -80,18 +82,20 @@ def officehome(
 ) -> FederatedData:
     """OfficeHome (Venkateswara et al., 2017): 15,588 images, 65 classes, domains Art, Clipart, Product and Real World.
 
-    data_dir: holds the published zip file, which is unpacked there once, or the folder itself. x are bytes, uint8 [n, 3, size, size]:
-    the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has ImageNet's mean and standard
-    deviation. The first call reads the images and leaves ``.fastsam-<size>`` beside the domains, which later ones map into memory.
+    data_dir: holds the published zip file, which is unpacked there once, or the folder itself. x are bytes, uint8 [n,
+    3, size, size]: the shorter side resized to ``size * 256 / 224``, the centre cropped; `FederatedData.pixels` has
+    ImageNet's mean and standard deviation. The first call reads the images and leaves ``.fastsam-<size>`` beside the
+    domains, which later ones map into memory.
     augment: "auto" is none. Otherwise as `by_domain`.
-    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ArchiveError for a zip file that is cut or
-    another one; ValueError for another number of classes, and an image that cannot be read.
+    Raises ImportError without torchvision; FileNotFoundError for a missing folder or domain; ArchiveError for a zip
+    file that is cut or another one; ValueError for another number of classes, and an image that cannot be read.
     """
     root = _root(folder_set, Path(data_dir))
     pairs, classes = read_domains(root, folder_set.domains, size)
     if len(classes) != folder_set.classes:
         raise ValueError(
-            f"{root} has {len(classes)} classes (folders in the domains' folders), {folder_set.name} has {folder_set.classes}"
+            f"{root} has {len(classes)} classes (folders in the domains' folders), {folder_set.name} has "
+            f"{folder_set.classes}"
         )
     return by_domain(
         pairs,
@@ -116,12 +120,14 @@ def domainnet(
     size: int = 224,
     folder_set: FolderSet = DOMAINNET,
 ) -> FederatedData:
-    """DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains (88 GB as bytes of 224 x 224); otherwise as `officehome`."""
+    """DomainNet (Peng et al., 2019): 586,575 images, 345 classes, 6 domains (88 GB as bytes of 224 x 224); otherwise as
+    `officehome`."""
     return officehome(data_dir, held_out, clients_per_domain, seed, test_fraction, augment, size, folder_set)
 
 
 def _root(folder_set: FolderSet, data_dir: Path) -> Path:
-    """The directory that holds the domains: `data_dir`, or folders of the data set's names in it. Archives are unpacked where domains are missing."""
+    """The directory that holds the domains: `data_dir`, or folders of the data set's names in it. Archives are unpacked
+    where domains are missing."""
     names = ("", *folder_set.folders)
 
     def holding(enough: Callable[[Iterable[object]], bool]) -> Path | None:
@@ -138,8 +144,10 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
     if (root := holding(any)) is not None:
         return root
     raise FileNotFoundError(
-        f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from {folder_set.source}) or unpack it, so "
-        f"that there is {folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with data_dir"
+        f"no {folder_set.name} in {data_dir.resolve()}; put {', '.join(folder_set.archives)} there (from "
+        f"{folder_set.source}) or unpack it, so "
+        f"that there is {folder_set.folders[0]}/{folder_set.domains[0]}/<class>/<image>, or name its directory with "
+        f"data_dir"
     )
 
 
@@ -152,7 +160,8 @@ def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
             utils.extract_archive(archive, aside)
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
             raise ArchiveError(
-                f"{archive} cannot be unpacked ({type(error).__name__}: {error}); a cut download? Fetch it again from {folder_set.source}"
+                f"{archive} cannot be unpacked ({type(error).__name__}: {error}); a cut download? Fetch it again from "
+                f"{folder_set.source}"
             ) from error
         if not (Path(aside) / folder).is_dir():
             there = ", ".join(sorted(p.name for p in Path(aside).iterdir())) or "nothing"
@@ -169,10 +178,12 @@ def _named(root: Path, domain: str) -> Path | None:
 
 
 def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[dict[str, Pair], list[str]]:
-    """Images ``root/<domain>/<class>/<image>`` of the named domains, and the names of the classes (sorted; in some domain).
+    """Images ``root/<domain>/<class>/<image>`` of the named domains, and the names of the classes (sorted; in some
+    domain).
 
-    The values are x uint8 [n, 3, size, size], a file mapped into memory, and y int64 [n]. size: of a side, in pixels, >= 8.
-    Raises FileNotFoundError for a domain without folder; ValueError for one without images, and for a file that is no whole image.
+    The values are x uint8 [n, 3, size, size], a file mapped into memory, and y int64 [n]. size: of a side, in pixels,
+    >= 8. Raises FileNotFoundError for a domain without folder; ValueError for one without images, and for a file that
+    is no whole image.
     """
     integer("size", size, at_least=8)
     found = {domain: _named(root, domain) for domain in domains}
@@ -192,7 +203,8 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
 
 
 def _samples(domain: Path) -> list[tuple[str, Path]]:
-    """Class and file of each image, in the order of torchvision's `ImageFolder`; a folder without images is no class."""
+    """Class and file of each image, in the order of torchvision's `ImageFolder`; a folder without images is no
+    class."""
     library = vision("torchvision.datasets", _PURPOSE)
     try:
         found = library.ImageFolder(domain, allow_empty=True)

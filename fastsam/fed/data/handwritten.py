@@ -60,13 +60,15 @@ def digits(
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """All 1,797 digits in stored order: x [1797, 1, 8, 8] float32 of mean 0 and standard deviation 1, y [1797] int64."""
+    """All 1,797 digits in stored order: x [1797, 1, 8, 8] float32 of mean 0 and standard deviation 1, y [1797]
+    int64."""
     pixels, y = _read()
     return _scaled(pixels, slice(None)), y
 
 
 def _read() -> tuple[np.ndarray, Tensor]:
-    """Pixels [1797, 64] float64 of 0 to 16, and labels. Importing scikit-learn takes longer than many a run: its file is read where it lies."""
+    """Pixels [1797, 64] float64 of 0 to 16, and labels. Importing scikit-learn takes longer than many a run: its file
+    is read where it lies."""
     package = find_spec("sklearn")
     file = (
         Path(package.submodule_search_locations[0]) / FILE if package and package.submodule_search_locations else None

@@ -33,11 +33,13 @@ def cifar10(
     url: str | None = None,
     **options: Any,
 ) -> FederatedData:
-    """CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 - mean) / std``.
+    """CIFAR-10 (Krizhevsky, 2009): 50,000 training and 10,000 test images; x [n, 3, 32, 32] float32 ``(x / 255 - mean)
+    / std``.
 
-    data_dir: holds `cifar-10-python.tar.gz`, or gets it with `download`. split, clients, seed and `options`: see `split_data`;
-    alpha for the splits that take one. augment: "auto" is the simulators' `FlipCrop`. url: a mirror to download from.
-    Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError, and what the split raises.
+    data_dir: holds `cifar-10-python.tar.gz`, or gets it with `download`. split, clients, seed and `options`: see
+    `split_data`; alpha for the splits that take one. augment: "auto" is the simulators' `FlipCrop`. url: a mirror to
+    download from. Raises ImportError without torchvision, FileNotFoundError, ArchiveError, ConnectionError, and what
+    the split raises.
     """
     parts = archives.CIFAR10.read(data_dir, download, url)
     train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
@@ -61,7 +63,8 @@ def cifar100(
 ) -> FederatedData:
     """CIFAR-100 with its 100 fine classes, from `cifar-100-python.tar.gz`; otherwise as `cifar10`.
 
-    The simulators' IID split of it gives each client the same number of samples of each class: ``split="iid", balanced=True``.
+    The simulators' IID split of it gives each client the same number of samples of each class: ``split="iid",
+    balanced=True``.
     """
     parts = archives.CIFAR100.read(data_dir, download, url)
     train, test = (_scaled(_cifar_part(part), mean, std) for part in parts)
@@ -84,9 +87,10 @@ def emnist(
 ) -> FederatedData:
     """EMNIST ByClass (Cohen et al., 2017): 62 classes of characters; x [n, 1, 28, 28] float32.
 
-    fraction: of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed generator, the same
-    for every split; 0.1, the FedSAM paper's subset, gives 69,793 and 11,632. Pixels / 255, then mean 0 and standard deviation 1
-    over the training part. The stored images lie on their side and are turned upright. augment: "auto" is none.
+    fraction: of the 697,932 training and of the 116,323 test images, drawn without replacement by a fixed generator,
+    the same for every split; 0.1, the FedSAM paper's subset, gives 69,793 and 11,632. Pixels / 255, then mean 0 and
+    standard deviation 1 over the training part. The stored images lie on their side and are turned upright. augment:
+    "auto" is none.
     data_dir: holds the archive's `gzip.zip`. Otherwise as `cifar10`.
     """
     fraction = number("fraction", fraction, above=0, at_most=1)
@@ -122,7 +126,8 @@ def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) ->
 
 
 def _statistics(x: np.ndarray) -> tuple[tuple[float], tuple[float]]:
-    """Mean and standard deviation of ``x / 255``, from the counts of the 256 values (in blocks: bincount makes its input 8 bytes wide)."""
+    """Mean and standard deviation of ``x / 255``, from the counts of the 256 values (in blocks: bincount makes its
+    input 8 bytes wide)."""
     counts = sum(np.bincount(x[i : i + 4096].ravel(), minlength=256) for i in range(0, len(x), 4096)) / x.size
     values = np.arange(256) / 255
     mean = float(counts @ values)

@@ -22,11 +22,11 @@ def own(
 ) -> Partition:
     """A split that a user has: for each client the positions of its samples in the training set, in that order.
 
-    indices: a list of integer lists, or a JSON file that holds one. clients: how many lists are expected, None for as many
-    as there are. duplicates: a sample may be named more than once (by one client or by several). Samples that nobody
-    names are left out. `priors` are the clients' class frequencies. seed: without effect; nothing is drawn.
-    Raises ValueError for no list, an empty list, positions that are no integers or outside the training set, and for a sample
-    named twice unless `duplicates`; FileNotFoundError.
+    indices: a list of integer lists, or a JSON file that holds one. clients: how many lists are expected, None for as
+    many as there are. duplicates: a sample may be named more than once (by one client or by several). Samples that
+    nobody names are left out. `priors` are the clients' class frequencies. seed: without effect; nothing is drawn.
+    Raises ValueError for no list, an empty list, positions that are no integers or outside the training set, and for a
+    sample named twice unless `duplicates`; FileNotFoundError.
     """
     labels, classes = check_labels(labels, classes)
     lists = _read_lists(indices) if isinstance(indices, (str, Path)) else indices
@@ -41,7 +41,8 @@ def own(
     twice = everything[1:][everything[1:] == everything[:-1]]
     if twice.size and not duplicates:
         raise ValueError(
-            f"indices name sample {twice[0]} more than once ({twice.size} such entries); say duplicates=True if that is meant"
+            f"indices name sample {twice[0]} more than once ({twice.size} such entries); say duplicates=True if that "
+            f"is meant"
         )
     return Partition(parts, frequencies(labels, parts, classes))
 

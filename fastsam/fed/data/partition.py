@@ -1,8 +1,8 @@
 """Splits of one labelled training set over clients: who holds which samples.
 
 A split is a function ``(labels, clients, seed, ...) -> Partition`` with an entry in `SPLITS`; adding one is adding
-one function and its entry. The random splits of the FedSAM and FedLESAM experiments (`dirichlet`, `pathological`, `iid`)
-draw from numpy's legacy ``RandomState`` in the order of the public simulators (woodenchild95/FL-Simulator and
+one function and its entry. The random splits of the FedSAM and FedLESAM experiments (`dirichlet`, `pathological`,
+`iid`) draw from numpy's legacy ``RandomState`` in the order of the public simulators (woodenchild95/FL-Simulator and
 MediaBrain-SJTU/FedLESAM, ``dataset.py``), so that a split can be compared with theirs sample by sample.
 """
 
@@ -37,7 +37,8 @@ def dirichlet(
     ``p_i ~ Dir(alpha * 1)`` and then its samples from it (FL-Simulator's procedure: permute the training set, draw
     the priors, then `draw`).
 
-    labels: [samples] integers. alpha: concentration, > 0; small is heterogeneous. seed: of the legacy ``RandomState``; 20 is the papers'.
+    labels: [samples] integers. alpha: concentration, > 0; small is heterogeneous. seed: of the legacy ``RandomState``;
+    20 is the papers'.
     exhausted: see `draw`. classes: number of classes, default ``max(labels) + 1``.
     Raises ValueError for more clients than samples, alpha not > 0, or bad labels.
     """
@@ -60,10 +61,11 @@ def pathological(
     exhausted: str = "reset",
     classes: int | None = None,
 ) -> Partition:
-    """Each client has samples of `classes_per_client` classes, chosen uniformly; equal client sizes (FL-Simulator's procedure).
+    """Each client has samples of `classes_per_client` classes, chosen uniformly; equal client sizes (FL-Simulator's
+    procedure).
 
-    Each chosen class has the prior ``1 / classes_per_client``; then `draw`, so that the classes of a client are nearly, not
-    exactly, balanced. Not the shards of McMahan et al. (2017).
+    Each chosen class has the prior ``1 / classes_per_client``; then `draw`, so that the classes of a client are nearly,
+    not exactly, balanced. Not the shards of McMahan et al. (2017).
 
     labels, seed, exhausted, classes: as for `dirichlet`. With ``exhausted="redraw"`` a client whose classes others have
     used up cannot be filled.
@@ -92,7 +94,8 @@ def _check_chosen(classes_per_client: int, present: int, samples: int, clients: 
     chosen = integer("classes_per_client", classes_per_client, at_least=1)
     if chosen > present:
         raise ValueError(
-            f"classes_per_client={chosen}, but the training set has samples of {present} classes; take at most {present}"
+            f"classes_per_client={chosen}, but the training set has samples of {present} classes; take at most "
+            f"{present}"
         )
     if chosen > samples // clients:
         raise ValueError(
@@ -106,7 +109,8 @@ def _check_own_classes(labels: np.ndarray, made: Partition, exhausted: str) -> N
     for client, (indices, prior) in enumerate(zip(made.indices, made.priors, strict=True)):
         if (prior[labels[indices]] == 0).any():
             raise ValueError(
-                f"exhausted={exhausted!r}: the classes {np.flatnonzero(prior).tolist()} of client {client} were used up; "
+                f"exhausted={exhausted!r}: the classes {np.flatnonzero(prior).tolist()} of client {client} were used "
+                f"up; "
                 "use exhausted='reset', more classes per client, or another split_seed"
             )
 
@@ -126,7 +130,8 @@ def iid(labels: Any, clients: int, seed: int = 20, balanced: bool = False, class
         uneven = np.flatnonzero(counts % clients)
         if uneven.size:
             raise ValueError(
-                f"balanced=True needs class sizes divisible by {clients} clients; class {uneven[0]} has {counts[uneven[0]]} samples"
+                f"balanced=True needs class sizes divisible by {clients} clients; class {uneven[0]} has "
+                f"{counts[uneven[0]]} samples"
             )
         by_class = np.split(order[np.argsort(labels[order], kind="stable")], np.cumsum(counts)[:-1])
         blocks = [np.concatenate(rows) for rows in zip(*(np.split(pool, clients) for pool in by_class), strict=True)]
@@ -147,12 +152,14 @@ SPLITS: dict[str, Callable[..., Partition]] = {
 def make(
     split: str, labels: Any, clients: int | None, seed: int, classes: int | None = None, **options: Any
 ) -> Partition:
-    """The split of that name with its own options. Raises ValueError for an unknown split and for another split's option."""
+    """The split of that name with its own options. Raises ValueError for an unknown split and for another split's
+    option."""
     choice("split", split, tuple(SPLITS))
     foreign = set(options) - options_of(split)
     if foreign:
         raise ValueError(
-            f"the split {split!r} takes no {', '.join(sorted(foreign))}; its options are {', '.join(sorted(options_of(split)))}"
+            f"the split {split!r} takes no {', '.join(sorted(foreign))}; its options are "
+            f"{', '.join(sorted(options_of(split)))}"
         )
     return SPLITS[split](labels, clients, seed=seed, classes=classes, **options)
 

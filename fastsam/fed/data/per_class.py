@@ -15,14 +15,17 @@ _ATTEMPTS = 1000  # at leaving no client with too few samples
 def dirichlet_per_class(
     labels: Any, clients: int, alpha: float, seed: int = 20, min_samples: int = 10, classes: int | None = None
 ) -> Partition:
-    """The unbalanced Dirichlet split of other libraries: each class is dealt out to the clients in proportions ``Dir(alpha * 1)``.
+    """The unbalanced Dirichlet split of other libraries: each class is dealt out to the clients in proportions
+    ``Dir(alpha * 1)``.
 
-    Every sample is used once and client sizes differ. The procedure and its random numbers are those of NIID-Bench (Li et al.,
-    ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of later classes, and
-    the whole is repeated until each client has `min_samples`. `priors` are the class frequencies that came out.
+    Every sample is used once and client sizes differ. The procedure and its random numbers are those of NIID-Bench (Li
+    et al., ICDE 2022; ``noniid-labeldir``), which FedLab follows: a client that has its equal share gets nothing of
+    later classes, and the whole is repeated until each client has `min_samples`. `priors` are the class frequencies
+    that came out.
 
     labels, alpha, seed, classes: as for `dirichlet`.
-    Raises ValueError when there are fewer than `clients * min_samples` samples, or no attempt of 1000 left every client as many.
+    Raises ValueError when there are fewer than `clients * min_samples` samples, or no attempt of 1000 left every client
+    as many.
     """
     labels, classes = check_labels(labels, classes)
     check_clients(clients, labels.size)
@@ -30,7 +33,8 @@ def dirichlet_per_class(
     least = integer("min_samples", min_samples, at_least=1)
     if least * clients > labels.size:
         raise ValueError(
-            f"min_samples={least}: {clients} clients would need {least * clients} training samples, there are {labels.size}"
+            f"min_samples={least}: {clients} clients would need {least * clients} training samples, there are "
+            f"{labels.size}"
         )
     rng = split_generator(seed)
     pools = [np.flatnonzero(labels == c) for c in range(classes)]

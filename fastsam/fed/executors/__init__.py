@@ -21,7 +21,8 @@ def names() -> tuple[str, ...]:
 
 
 def stacks(name: str, compile: bool) -> bool:
-    """Whether a run with these keywords sends several clients through one call of a model with convolutions ("auto" does not by itself)."""
+    """Whether a run with these keywords sends several clients through one call of a model with convolutions ("auto"
+    does not by itself)."""
     return compile or (name != AUTO and registry[name].stacks)
 
 

@@ -1,7 +1,7 @@
 """Which executor trains a cohort: the one asked for, or by a rule on model, shapes and device.
 
-The rule never measures anything at run time: a timed choice would change the bits from run to run. Its numbers come from
-`bench/executors.py`; docs/executors.md shows them.
+The rule never measures anything at run time: a timed choice would change the bits from run to run. Its numbers come
+from `bench/executors.py`; docs/executors.md shows them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fastsam.fed.executors.capturable import changes_python
 log = logging.getLogger("fastsam.fed")
 
 AUTO = "auto"
-# Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row by row. That of GPUs
-# is not calibrated.
+# Parameters: wider dense models keep a core busy by themselves, and stacked rows leave the cache; row programs go row
+# by row. That of GPUs is not calibrated.
 _WIDEST = {"cpu": 2**16, "cuda": 2**20}
 _WIDEST_ROWWISE = 2**20
 _UNSTACKED = (nn.modules.conv._ConvNd, nn.RNNBase)
@@ -41,7 +41,8 @@ class Choice:
 
 
 def choose(name: str, setup: Setup) -> Choice:
-    """The executor `name`, or for "auto" that of the rule. Raises ValueError when the one asked for cannot serve, with the reason."""
+    """The executor `name`, or for "auto" that of the rule. Raises ValueError when the one asked for cannot serve, with
+    the reason."""
     reason = "it was asked for"
     if name == AUTO:
         name, reason = rule(setup)

@@ -26,7 +26,8 @@ BLOCK = 32  # batches gathered by one index_select: bounded memory, and one laun
 
 
 class ClientError(RuntimeError):
-    """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the records, local steps from 0."""
+    """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the
+    records, local steps from 0."""
 
     clients: tuple[
         int, ...
@@ -51,8 +52,9 @@ class ClientError(RuntimeError):
 class LocalOptions:
     """What the run, not the algorithm, asks of every local step.
 
-    momentum: heavy-ball, zero at the start of each round. clip_norm: largest norm of v, None for no clipping; clip_scope: "full" (the
-    proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside, like the weight decay).
+    momentum: heavy-ball, zero at the start of each round. clip_norm: largest norm of v, None for no clipping;
+    clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
+    like the weight decay).
     """
 
     momentum: float = 0.0
@@ -65,13 +67,16 @@ class LocalOptions:
 class Setup:
     """What an executor is made from, once per run.
 
-    model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None for as many as serve best.
-    draws: which of torch's functions draw random numbers in a training pass of the model (dropout); none: it is something else; None: the model
-    draws nothing. changes_buffers: whether a pass changes the model's buffers (BatchNorm). maps_inputs: whether the algorithm trains a map of the
-    inputs. taught: whether its steps have a teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example:
-    a batch, to try the model with. compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round is likely
-    to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose model or loss raises is left out of
-    the round. batched: why clients' samples come in batches of their own making, and not as tensors of all of them; "" where they do not.
+    model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None
+    for as many as serve best.
+    draws: which of torch's functions draw random numbers in a training pass of the model (dropout); none: it is
+    something else; None: the model draws nothing. changes_buffers: whether a pass changes the model's buffers
+    (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
+    teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example: a batch, to try
+    the model with. compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round
+    is likely to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose
+    model or loss raises is left out of the round. batched: why clients' samples come in batches of their own making,
+    and not as tensors of all of them; "" where they do not.
     reads_draw: whether making such a batch draws random numbers.
     """
 
@@ -109,11 +114,13 @@ class Setup:
 class Work:
     """What all tasks of a round have in common.
 
-    shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its exact shape.
-    seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of samples. augment: makes
-    training inputs out of stored ones, of the same shape. store: where the samples of all clients lie, if they are in one. steps: local steps of
-    every client in place of its epochs. drop_last: an epoch ends with its last whole batch, if it has one. samples: the
-    clients, where they are no pairs of tensors; `clients` is then empty.
+    shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its
+    exact shape.
+    seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of
+    samples. augment: makes training inputs out of stored ones, of the same shape. store: where the samples of all
+    clients lie, if they are in one. steps: local steps of every client in place of its epochs. drop_last: an epoch ends
+    with its last whole batch, if it has one. samples: the clients, where they are no pairs of tensors; `clients` is
+    then empty.
     """
 
     round: int
@@ -135,13 +142,14 @@ class Work:
         return seeds.derive(self.seed, "client", self.round, client)
 
     def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
-        """The orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU, in one call; of each row as many count as
-        the client has samples.
+        """The orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU, in one call; of
+        each row as many count as the client has samples.
         """
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
-        """The orders of the samples of some clients, one an epoch; none where the clients may have other numbers of epochs."""
+        """The orders of the samples of some clients, one an epoch; none where the clients may have other numbers of
+        epochs."""
         if self.steps is not None:
             return {}
         epochs = [self.orders(clients, epoch).unbind() for epoch in range(self.epochs)]
@@ -152,9 +160,10 @@ class Work:
 class Task:
     """One client's work in one round.
 
-    row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`). snapshots: local steps before which
-    the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see `draw_orders`). own: its samples, where they
-    come in batches, from `open_` on. begun, passed: epochs and local steps that it has behind it in this round, in phases before.
+    row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`). snapshots: local
+    steps before which the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see
+    `draw_orders`). own: its samples, where they come in batches, from `open_` on. begun, passed: epochs and local steps
+    that it has behind it in this round, in phases before.
     """
 
     client: int
@@ -181,7 +190,8 @@ class Task:
 
     @property
     def x(self) -> Tensor:
-        """Its inputs; in the store of the round, where there is one, those from the sample `store.begins[client]` on."""
+        """Its inputs; in the store of the round, where there is one, those from the sample `store.begins[client]`
+        on."""
         return self.work.clients[self.client][0]
 
     @property
@@ -292,7 +302,8 @@ class Task:
         ]
 
     def whole(self) -> Iterator[tuple[Any, Any, float]]:
-        """All samples once, in batches as those of `batches`, in the order in which they are stored, and which share of them each batch has."""
+        """All samples once, in batches as those of `batches`, in the order in which they are stored, and which share of
+        them each batch has."""
         if self.own is not None:
             yield from ((batch, None, n / self.samples) for batch, n in self.own.batches(self.batch_size))
             return
@@ -325,13 +336,15 @@ class Task:
 
 
 def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
-    """The whole batches of an epoch, and the samples of the one behind them: 0 for none. Fewer samples than a batch are one in any case."""
+    """The whole batches of an epoch, and the samples of the one behind them: 0 for none. Fewer samples than a batch are
+    one in any case."""
     whole, rest = divmod(samples, batch_size)
     return whole, 0 if drop_last and whole else rest
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do before."""
+    """A CPU tensor on `device`. From memory that is not pinned the copy would wait for all that the stream has to do
+    before."""
     if t.device == device:  # `to` takes time even where it does nothing
         return t
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
@@ -341,13 +354,16 @@ Ends = RowEnds | ClientError
 
 
 class Executor(ABC):
-    """Trains clients. Made once per run, from a `Setup`; raises ValueError, with the reason, for one that it cannot serve.
+    """Trains clients. Made once per run, from a `Setup`; raises ValueError, with the reason, for one that it cannot
+    serve.
 
-    A subclass with a `name`, in a module of this folder, is an executor: the keyword `executor` takes the name. What it declares:
+    A subclass with a `name`, in a module of this folder, is an executor: the keyword `executor` takes the name. What it
+    declares:
 
-    longest_first: it wants the clients with most local steps first, because clients train at the same time. stacks: several clients go
-    through one call of the model; their constants then come for `slots` clients together, as vectors `[n, stride]`. compiles: it serves
-    compile=True. slots: clients that train at once. numbers: what its bits depend on, "exact" where they are those of `sequential`.
+    longest_first: it wants the clients with most local steps first, because clients train at the same time. stacks:
+    several clients go through one call of the model; their constants then come for `slots` clients together, as vectors
+    `[n, stride]`. compiles: it serves compile=True. slots: clients that train at once. numbers: what its bits depend
+    on, "exact" where they are those of `sequential`.
     """
 
     name: ClassVar[str]
@@ -366,11 +382,11 @@ class Executor(ABC):
 
     @abstractmethod
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
-        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any order,
-        in groups of one or more clients.
+        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any
+        order, in groups of one or more clients.
 
-        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises; where the setup excludes
-        such clients, the error comes in place of their ends.
+        `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises; where the setup
+        excludes such clients, the error comes in place of their ends.
         """
 
 

@@ -1,4 +1,5 @@
-"""The batches of stacked clients: `[rows, batch, ...]`, gathered for many batches and all rows at once where the rows allow it."""
+"""The batches of stacked clients: `[rows, batch, ...]`, gathered for many batches and all rows at once where the rows
+allow it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Samples(NamedTuple):
-    """Which samples several rows take. x, y: `[n, ...]`, contiguous; places: int64 `[rows, samples]`, in them, contiguous."""
+    """Which samples several rows take. x, y: `[n, ...]`, contiguous; places: int64 `[rows, samples]`, in them,
+    contiguous."""
 
     x: Tensor
     y: Tensor
@@ -25,8 +27,8 @@ class Samples(NamedTuple):
 class Feed:
     """The batches of clients that begin together and are alike: as many samples, one batch size, no augmentation.
 
-    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In memory the rows
-    of a batch lie side by side.
+    The same samples in the same order as `Task.batches`, one block of batches after the other for all rows at once. In
+    memory the rows of a batch lie side by side.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -64,7 +66,8 @@ class Feed:
         return self._places(epoch)[:, first * self.size : (first + count) * self.size]
 
     def _places(self, epoch: int) -> Tensor:
-        """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the client's own data."""
+        """Where the samples of each row's epoch are in their order, int64 `[rows, samples]`: in the store, or in the
+        client's own data."""
         if self._orders is None or self._orders[0] != epoch:
             first, n = self.tasks[0], self.samples
             if first.shuffle:
@@ -97,7 +100,8 @@ class Feed:
         return batches
 
     def _gather(self, orders: Tensor) -> Batch:
-        """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also `[batches, rows, samples]`."""
+        """The samples of each row at `orders`, `[rows, samples]`; in a store, where this is one gather, also
+        `[batches, rows, samples]`."""
         tasks, store = self.tasks, self.tasks[0].work.store
         wanted = to_device(orders.contiguous(), tasks[0].y.device)
         if store is not None:

@@ -1,4 +1,5 @@
-"""Whether a step of a model can be captured as a CUDA graph: tried on a copy before a run, since a capture that fails ends it."""
+"""Whether a step of a model can be captured as a CUDA graph: tried on a copy before a run, since a capture that fails
+ends it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
 
 
 def changes_python(setup: Setup) -> str | None:
-    """What a pass changes of the model's Python state, buffers apart: a captured step would freeze it. None for nothing that can be seen."""
+    """What a pass changes of the model's Python state, buffers apart: a captured step would freeze it. None for nothing
+    that can be seen."""
     tried = _trial(setup)
     if tried is None:
         return None
@@ -43,7 +45,8 @@ def changes_python(setup: Setup) -> str | None:
 
 
 def _trial(setup: Setup) -> tuple[Replica, Callable[[], object]] | None:
-    """A copy of the model in training mode, and a pass of it on the example batch, after the first, in which libraries are set up."""
+    """A copy of the model in training mode, and a pass of it on the example batch, after the first, in which libraries
+    are set up."""
     if setup.example is None:
         return None
     x, y = setup.example

@@ -1,4 +1,5 @@
-"""Recorded passes through torch's compiler (`compile=True`): which shapes are worth it, and the compiler's errors in words that say what to do."""
+"""Recorded passes through torch's compiler (`compile=True`): which shapes are worth it, and the compiler's errors in
+words that say what to do."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def why_not(setup: Setup) -> str | None:
 
 
 def common_sizes(sizes: Sequence[int], slots: int) -> frozenset[int]:
-    """The numbers of samples whose batches are worth a compilation: of half as many clients as there are slots, the four most frequent ones.
+    """The numbers of samples whose batches are worth a compilation: of half as many clients as there are slots, the
+    four most frequent ones.
 
     A function of the data alone: what is compiled must not depend on where a run was interrupted.
     """
@@ -37,11 +39,12 @@ def common_sizes(sizes: Sequence[int], slots: int) -> frozenset[int]:
 
 
 def compile_graph(module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """A functional graph for tensors of the shapes, strides and dtypes of `inputs`, and no others: nothing is checked. Its outputs have the
-    strides that the graph gives them.
+    """A functional graph for tensors of the shapes, strides and dtypes of `inputs`, and no others: nothing is checked.
+    Its outputs have the strides that the graph gives them.
 
-    On the CPU the calls from kernel to kernel are in C++, too: in Python they are a quarter of the time. What lies between kernels is taken
-    from one piece of memory: allocating each, and looking at its strides, was a tenth. Raises RuntimeError as `explained_errors` does.
+    On the CPU the calls from kernel to kernel are in C++, too: in Python they are a quarter of the time. What lies
+    between kernels is taken from one piece of memory: allocating each, and looking at its strides, was a tenth. Raises
+    RuntimeError as `explained_errors` does.
     """
     options: dict[str, str | int | bool | Callable[..., Any]] = {}
     if inputs[0].device.type == "cpu":
@@ -56,7 +59,8 @@ def compile_graph(module: GraphModule, inputs: Sequence[Tensor]) -> Callable[...
 
 @cache
 def _alone() -> Any:
-    """torch's compiler without its guards, which take a tenth of a millisecond in every call; None in versions that lack it, or have another."""
+    """torch's compiler without its guards, which take a tenth of a millisecond in every call; None in versions that
+    lack it, or have another."""
     try:
         from torch._inductor import standalone_compile
     except ImportError:
@@ -82,6 +86,7 @@ def explained_errors() -> Iterator[None]:
             raise
         reason = str(error).partition("\n\nSet TORCHDYNAMO_VERBOSE")[0].strip()
         raise RuntimeError(
-            f"torch.compile failed: {reason}\nIf a compilation was killed before, its half-written files are in the way: "
+            f"torch.compile failed: {reason}\nIf a compilation was killed before, its half-written files are in the "
+            f"way: "
             f"delete the directory {cache_dir()} and run again; or use compile=False"
         ) from error

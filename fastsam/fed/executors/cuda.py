@@ -1,4 +1,5 @@
-"""What the executors for GPUs need of CUDA: streams that wait for each other, and captured graphs. Tests put a stand-in in its place."""
+"""What the executors for GPUs need of CUDA: streams that wait for each other, and captured graphs. Tests put a stand-in
+in its place."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds
 
 
 class CaptureError(RuntimeError):
-    """Work could not be captured as a graph; the message and the cause say why. No graph can be captured in this process any more."""
+    """Work could not be captured as a graph; the message and the cause say why. No graph can be captured in this
+    process any more."""
 
 
 class Replay(Protocol):
@@ -63,8 +65,9 @@ class Cuda:
     def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> Replay:
         """A graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
 
-        Raises CaptureError with what `work` or CUDA said; a ClientError of `work` as it is. Ending the capture then fails too, with words that do
-        not say why. torch's allocator and random numbers may go on with a capture that failed, so it is the end of a run.
+        Raises CaptureError with what `work` or CUDA said; a ClientError of `work` as it is. Ending the capture then
+        fails too, with words that do not say why. torch's allocator and random numbers may go on with a capture that
+        failed, so it is the end of a run.
         """
         graph, failed = torch.cuda.CUDAGraph(), list[Exception]()
         before = self.current()

@@ -1,7 +1,8 @@
 """Models that draw random numbers while clients train at the same time on a CPU: each thread's numbers are its own.
 
-torch's default generator is one for all threads, and what draws from it (dropout) seldom takes another one. So the trial step notes which
-of torch's functions drew, and in a thread each of them finds the thread's numbers in the default generator for as long as it runs.
+torch's default generator is one for all threads, and what draws from it (dropout) seldom takes another one. So the
+trial step notes which of torch's functions drew, and in a thread each of them finds the thread's numbers in the default
+generator for as long as it runs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Watch(TorchFunctionMode):
         return made
 
     def found(self) -> Calls | None:
-        """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew too."""
+        """At the end of the pass, backward and all. None: nothing drew. Empty: something else than these calls drew
+        too."""
         now = self._state()
         if torch.equal(now, self._begin):
             return None

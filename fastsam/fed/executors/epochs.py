@@ -1,5 +1,5 @@
-"""Local epochs of stacked clients as captured CUDA graphs: for an epoch the host queues the order of its samples and one graph, where it queued
-every operation of every step."""
+"""Local epochs of stacked clients as captured CUDA graphs: for an epoch the host queues the order of its samples and
+one graph, where it queued every operation of every step."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Epoch(NamedTuple):
 class Epochs:
     """The captured epochs of one run, by rows, kind and number of samples.
 
-    One is captured for clients that begin together and are alike, whose passes are replayed from recordings: a model that runs through its Python
-    might be frozen by a capture. Steps that are kept for a measure run as they are.
+    One is captured for clients that begin together and are alike, whose passes are replayed from recordings: a model
+    that runs through its Python might be frozen by a capture. Steps that are kept for a measure run as they are.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -40,7 +40,8 @@ class Epochs:
         self._made, self._seen = dict[Hashable, Epoch](), dict[Hashable, int]()
 
     def train(self, crew: Crew, form: Form, replays: Replays, step: Step) -> bool:
-        """The crew's next epoch, in the rows of `form`, which are arranged; False where its steps have to be taken one by one."""
+        """The crew's next epoch, in the rows of `form`, which are arranged; False where its steps have to be taken one
+        by one."""
         if crew.k % crew.epoch or crew.feed is None or crew.tasks[0].work.store is None:
             return False
         if any(task.snapshots for task in crew.tasks) or crew.k + crew.epoch > crew.steps:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def check_scalar(loss: object) -> Tensor:
-    """The loss. Raises ValueError unless it is a scalar tensor: one of shape [1] would have a gradient too, and spoil the sums of losses."""
+    """The loss. Raises ValueError unless it is a scalar tensor: one of shape [1] would have a gradient too, and spoil
+    the sums of losses."""
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss
     got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -48,7 +49,8 @@ class Gradients:
 
 
 class Passes:
-    """Runs the loss and its backward pass on a replica. A parameter without a gradient in a pass is left out of its `Gradients`."""
+    """Runs the loss and its backward pass on a replica. A parameter without a gradient in a pass is left out of its
+    `Gradients`."""
 
     def __init__(self, replica: Replica, layout: Layout, loss: Loss) -> None:
         self.replica, self.layout, self.loss = replica, layout, loss
@@ -57,14 +59,16 @@ class Passes:
         self._subtables: dict[tuple[int, ...], Tensor] = {self._all: layout.table}
 
     def run(self, x: Any, y: Any) -> tuple[Tensor, Gradients]:
-        """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that has both."""
+        """The loss (detached) and its gradients at the replica's weights, on inputs and labels, or on a batch `x` that
+        has both."""
         module, whole = self.replica.module, self.of_batch
         loss = check_scalar(self.loss(module(x), y) if whole is None else whole(module, x))
         loss.backward()
         return loss.detach(), self._taken()
 
     def run_taught(self, x: Tensor, y: Tensor, teacher: Teacher, models: Taught) -> tuple[Tensor, Gradients]:
-        """As `run`, with gradients of the teacher's term too, or of that alone where it `perturbs`; the loss is that of the data.
+        """As `run`, with gradients of the teacher's term too, or of that alone where it `perturbs`; the loss is that of
+        the data.
 
         models: the trained one, and the teachers."""
         outputs, own = models.own(x)
@@ -76,7 +80,8 @@ class Passes:
         return loss.detach(), self._taken()
 
     def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:
-        """As `run`, on mapped inputs; also the map after its ascent, the last step of which is taken at the same point as the gradients.
+        """As `run`, on mapped inputs; also the map after its ascent, the last step of which is taken at the same point
+        as the gradients.
 
         Bytes that the model normalises (`Pixels`) are mapped behind that.
         """
@@ -100,7 +105,8 @@ class Passes:
         return model.normalised(x) if isinstance(model, Pixels) else x
 
     def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
-        """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[stride]`); returns their number.
+        """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[stride]`);
+        returns their number.
 
         norms: float64 `[1]`, to which the mean of the norms of their gradients is added.
         """

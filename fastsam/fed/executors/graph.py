@@ -1,4 +1,5 @@
-"""Captured local steps: one CUDA graph for a step of all slots, replayed. The host then queues one thing where it queued thousands."""
+"""Captured local steps: one CUDA graph for a step of all slots, replayed. The host then queues one thing where it
+queued thousands."""
 
 from __future__ import annotations
 
@@ -20,14 +21,18 @@ _EAGER_STEPS = 2  # of a shape before its capture: what libraries set up at firs
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
 Batch = tuple[Tensor, Tensor]
 
-PHASED = "the algorithm's local steps have phases of their own, which train other parameters or begin elsewhere, and a captured step is one"
+PHASED = (
+    "the algorithm's local steps have phases of their own, which train other parameters or begin elsewhere, and a "
+    "captured step is one"
+)
 
 
 class StaticRow(Row):
     """A row whose step reads and writes the same memory every time, so that it can be captured.
 
-    Batches are copied into inputs that stay, one pair per shape; q, s and the like into fields; the losses of the steps go to a buffer at a place
-    that a counter on the device gives. Learning rate, rho and all other numbers are device data in any row. The methods run on the row's
+    Batches are copied into inputs that stay, one pair per shape; q, s and the like into fields; the losses of the steps
+    go to a buffer at a place that a counter on the device gives. Learning rate, rho and all other numbers are device
+    data in any row. The methods run on the row's
     stream: what they allocate belongs to it.
     """
 
@@ -91,9 +96,11 @@ class StaticRow(Row):
 
 
 def shape_of(batch: Batch) -> Hashable:
-    """What two batches must have in common to have one pair of inputs: also how they lie in memory, on which libraries' rounding depends.
+    """What two batches must have in common to have one pair of inputs: also how they lie in memory, on which libraries'
+    rounding depends.
 
-    (Where labels begin plays no part in any rounding. Batches of 50 of them begin at 16 places, and each would have graphs of its own.)
+    (Where labels begin plays no part in any rounding. Batches of 50 of them begin at 16 places, and each would have
+    graphs of its own.)
     """
     return tuple((t.shape, t.stride(), t.dtype, _offset(t) if t.is_floating_point() else 0) for t in batch)
 
@@ -137,12 +144,14 @@ class Graphs:
 class Graph(Streams):
     """As `Streams`, with captured steps.
 
-    When the clients in the first slots have steps of one sort (kernels and shapes agree) and nobody else trains, one graph holds the step
-    of all of them, forked over their streams; otherwise each row replays a graph of its own on its own stream. A graph is captured once
-    per sort, not per round; a partial batch has a graph of its own shape. Steps that are kept for a measure run as they are.
+    When the clients in the first slots have steps of one sort (kernels and shapes agree) and nobody else trains, one
+    graph holds the step of all of them, forked over their streams; otherwise each row replays a graph of its own on its
+    own stream. A graph is captured once per sort, not per round; a partial batch has a graph of its own shape. Steps
+    that are kept for a measure run as they are.
 
-    What a graph holds is what the device was told when it was captured. A model or loss that looks at values on the host (`item()`, `if`
-    on a tensor) raises then; one that counts its calls in Python, or decides by such a count, would be frozen in silence.
+    What a graph holds is what the device was told when it was captured. A model or loss that looks at values on the
+    host (`item()`, `if` on a tensor) raises then; one that counts its calls in Python, or decides by such a count,
+    would be frozen in silence.
     """
 
     name = "graph"
@@ -161,7 +170,10 @@ class Graph(Streams):
         if setup.phased:
             return PHASED
         if setup.excludes_errors:
-            return "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; 'streams' can"
+            return (
+                "on_client_error='exclude' leaves out a client that raises, and one graph holds the step of several; "
+                "'streams' can"
+            )
         return Streams.why_not(setup) or looks_at_values(setup, streams.Cuda(setup.device))
 
     def make_row(self) -> Row:
@@ -189,7 +201,8 @@ class Graph(Streams):
         return finished
 
     def _first(self, lanes: Sequence[Lane]) -> bool:
-        """Whether these are the first lanes: for other sets of them there is no joint graph, or there would be a graph for each set."""
+        """Whether these are the first lanes: for other sets of them there is no joint graph, or there would be a graph
+        for each set."""
         return all(a is b for a, b in zip(lanes, self.lanes, strict=False))
 
     def _sort(self, lane: Lane, batch: Batch) -> Hashable:

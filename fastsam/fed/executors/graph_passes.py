@@ -1,7 +1,9 @@
-"""Fewer and cheaper operations for the same numbers, to rounding: passes over the graph of a recorded forward and backward pass.
+"""Fewer and cheaper operations for the same numbers, to rounding: passes over the graph of a recorded forward and
+backward pass.
 
-A graph is functional: nothing writes in place. Each of its nodes has in `meta["val"]` what it was when the graph was `evaluated`; a pass
-proves its change by that alone, and returns whether it made one. (`drop_ones` needs dtypes alone, which `make_fx` notes.)
+A graph is functional: nothing writes in place. Each of its nodes has in `meta["val"]` what it was when the graph was
+`evaluated`; a pass proves its change by that alone, and returns whether it made one. (`drop_ones` needs dtypes alone,
+which `make_fx` notes.)
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ ProductOf = Callable[[Tensor, Tensor], Any]
 
 VIEWS = frozenset(
     {
-        aten.view.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten.squeeze.dims,
-        aten.expand.default, aten.t.default, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.detach.default,
+        aten.view.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+        aten.squeeze.dims,
+        aten.expand.default, aten.t.default, aten.permute.default, aten.select.int, aten.slice.Tensor,
+        aten.detach.default,
         aten.alias.default,
     }
 )  # fmt: skip
@@ -32,7 +36,8 @@ _FACTORIES = frozenset(
 )
 _LARGEST = 4096  # elements of a constant that is kept instead of made
 
-# Functions that take what the operation takes and return what it returns, at half the cost of a call through `torch.ops`.
+# Functions that take what the operation takes and return what it returns, at half the cost of a call through
+# `torch.ops`.
 _BOUND: dict[Any, Any] = {
     getattr(getattr(aten, name), overload): getattr(torch, name)
     for names, overload in (
@@ -78,7 +83,8 @@ def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 def fold_constants(graph: Graph) -> bool:
-    """What depends on shapes alone (the seed of the backward pass) is kept: a node "get_attr" with `meta["constant"]`."""
+    """What depends on shapes alone (the seed of the backward pass) is kept: a node "get_attr" with
+    `meta["constant"]`."""
     count, module = 0, graph.owning_module
     assert module is not None
     for node in _calls(graph):
@@ -110,8 +116,8 @@ def drop_ones(graph: Graph) -> bool:
 
 
 def shorten_views(graph: Graph) -> bool:
-    """No operation where an earlier tensor is the same (`detach`, `expand` to the same shape, transposed and back, a copy in the same order),
-    and one view of contiguous memory for a chain of them.
+    """No operation where an earlier tensor is the same (`detach`, `expand` to the same shape, transposed and back, a
+    copy in the same order), and one view of contiguous memory for a chain of them.
     """
     changed = False
     for node in _calls(graph):
@@ -134,8 +140,8 @@ def shorten_views(graph: Graph) -> bool:
 
 
 def turn_products(graph: Graph) -> bool:
-    """A product of matrices that is only read transposed, with or without a bias, as the product of the transposed ones: it then lies in memory as
-    it is read, and gradients of weights as the weights do.
+    """A product of matrices that is only read transposed, with or without a bias, as the product of the transposed
+    ones: it then lies in memory as it is read, and gradients of weights as the weights do.
     """
     changed = False
     for node in reversed(_calls(graph)):  # a sum before its product
@@ -172,7 +178,8 @@ def fuse_biases(graph: Graph) -> bool:
 
 
 def use_products(graph: Graph, product_of: ProductOf) -> bool:
-    """Products of matrices, with or without a bias, by what `product_of` gives for them (`f(a, b, bias)`; None for torch's way)."""
+    """Products of matrices, with or without a bias, by what `product_of` gives for them (`f(a, b, bias)`; None for
+    torch's way)."""
     changed = False
     for node in _calls(graph):
         if node.target not in (aten.bmm.default, aten.baddbmm.default) or node.kwargs:
@@ -186,7 +193,8 @@ def use_products(graph: Graph, product_of: ProductOf) -> bool:
 
 
 def place_outputs(graph: Graph, strides: Sequence[tuple[int, ...]]) -> bool:
-    """Outputs with these strides, which share no memory with inputs or anything that the model holds: others write there."""
+    """Outputs with these strides, which share no memory with inputs or anything that the model holds: others write
+    there."""
     output, before = graph.output_node(), outputs(graph)
     held = {memory(n) for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     placed = []

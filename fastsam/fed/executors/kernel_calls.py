@@ -1,4 +1,5 @@
-"""The arithmetic of form U on rows of an arena: which kernels a local step calls, on which fields. `Row` runs it on one row."""
+"""The arithmetic of form U on rows of an arena: which kernels a local step calls, on which fields. `Row` runs it on one
+row."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not move
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a LocalStep decides which kernels are called: rows of one kind share their calls. Numbers stand in `hyper`, row by row; those that
-    torch's own operations are given stand here."""
+    """What of a LocalStep decides which kernels are called: rows of one kind share their calls. Numbers stand in
+    `hyper`, row by row; those that torch's own operations are given stand here."""
 
     direction: Direction
     has_q: bool
@@ -94,7 +95,8 @@ class Kind:
 
 
 class Rows:
-    """`rows` rows of state, each with its own numbers of form U. `momentum` and the clipped norm are there when the run has them.
+    """`rows` rows of state, each with its own numbers of form U. `momentum` and the clipped norm are there when the run
+    has them.
 
     losses: where an owner may add up those of each row.
     """
@@ -137,8 +139,9 @@ def _common(options: LocalOptions) -> list[float]:
 class Form:
     """Some neighbouring rows of a `Rows`, and the steps that they take together; all of one kind, which `arrange` sets.
 
-    z: `[rows, stride]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a gradient. q, shift, s: what
-    the kernels read beside them, `[rows, stride]` (of s all rows may be one). vectors: others by name (`Kind.vectors`), in the same way.
+    z: `[rows, stride]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a gradient.
+    q, shift, s: what the kernels read beside them, `[rows, stride]` (of s all rows may be one). vectors: others by name
+    (`Kind.vectors`), in the same way.
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -163,7 +166,8 @@ class Form:
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
     def arrange(self, kind: Kind) -> None:
-        """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another tensor there."""
+        """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another
+        tensor there."""
         self.kind = kind
         self.w = self.field("w") if kind.two_passes or kind.walks else None
         self.q = self.field("q") if kind.has_q or (kind.constant and self.folds) else None
@@ -299,7 +303,8 @@ class Form:
         return views
 
     def _like(self, grads: Gradients, field: Tensor) -> list[Tensor]:
-        """Views of a field, one for each of the gradients and shaped like it: a single row's have no dimension for the rows."""
+        """Views of a field, one for each of the gradients and shaped like it: a single row's have no dimension for the
+        rows."""
         views = self.layout.views(field)
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 

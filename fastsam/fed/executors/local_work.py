@@ -1,4 +1,5 @@
-"""Clients in slots of stacked rows: where they are in their round, where their batches come from, what they leave behind."""
+"""Clients in slots of stacked rows: where they are in their round, where their batches come from, what they leave
+behind."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ Shared = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 
 @dataclass(slots=True)
 class Crew:
-    """Clients in neighbouring slots that begin, step and end together: those of one key (see `feed_keys`), or one client.
+    """Clients in neighbouring slots that begin, step and end together: those of one key (see `feed_keys`), or one
+    client.
 
-    slot, end: the first slot, and the one behind the last. epoch: steps of an epoch. shapes: what crews must have in common to take a step
-    together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the samples of all its
-    batches. feed: of samples as they are stored; where something augments them, a client is alone and has batches of its `own`. k: steps
-    taken. extra_backprops, snapshots: of each client. norms: the means so far of those of a pilot's gradients, float64 `[clients]`. error: that
-    for which its clients are left out of the round. drawn: the batch of a step, with its number, where it is the client's own.
+    slot, end: the first slot, and the one behind the last. epoch: steps of an epoch. shapes: what crews must have in
+    common to take a step
+    together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the
+    samples of all its batches. feed: of samples as they are stored; where something augments them, a client is alone
+    and has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client. norms: the means so far of
+    those of a pilot's gradients, float64 `[clients]`. error: that for which its clients are left out of the round.
+    drawn: the batch of a step, with its number, where it is the client's own.
     """
 
     tasks: Sequence[Task]
@@ -55,7 +59,8 @@ class Crew:
 
     @property
     def alike_steps(self) -> tuple[int, int]:
-        """How many of its next steps have one shape and one learning rate and are of one epoch, and the samples of each."""
+        """How many of its next steps have one shape and one learning rate and are of one epoch, and the samples of
+        each."""
         first = self.tasks[0]
         whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
         at = self.k % self.epoch
@@ -86,7 +91,8 @@ class Crew:
             raise client_error([self], error) from error
 
     def at_start(self, pilot: Pilot | None) -> Iterator[Shared]:
-        """Every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a pilot's. Raises ClientError."""
+        """Every client's batches for its gradient at the start, `[clients, batch, ...]`: all samples, or a pilot's.
+        Raises ClientError."""
         own = [task.whole() if pilot is None else task.first(pilot.batches) for task in self.tasks]
         try:
             for batches in zip(*own, strict=True):
@@ -97,7 +103,8 @@ class Crew:
 
 
 def crew_of(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[object, ...], int]) -> Crew:
-    """Tasks of one key (see `feed_keys`), from this slot on. shapes: a number for each shape of a step that was seen so far; new ones are added."""
+    """Tasks of one key (see `feed_keys`), from this slot on. shapes: a number for each shape of a step that was seen so
+    far; new ones are added."""
     first = tasks[0]
     whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
     sizes = (first.batch_size if whole else rest, rest or first.batch_size)
@@ -140,7 +147,8 @@ def next_batch(crews: Sequence[Crew]) -> Batch:
 
 
 def rows_to_keep(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], int]]:
-    """The rows, counted over all crews, that are to be kept as they are before the next step; where to; and the number of the step."""
+    """The rows, counted over all crews, that are to be kept as they are before the next step; where to; and the number
+    of the step."""
     clients = [(crew.k, *pair) for crew in crews for pair in zip(crew.tasks, crew.snapshots, strict=True)]
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 

@@ -18,7 +18,8 @@ _PLAIN = LocalStep()
 
 
 class Beside:
-    """v and alpha of one client at a time. Its updates are those of form U, with alpha for the weight a of the gradient."""
+    """v and alpha of one client at a time. Its updates are those of form U, with alpha for the weight a of the
+    gradient."""
 
     def __init__(self, setup: Setup) -> None:
         self.rows = Rows(setup, 1)
@@ -34,7 +35,8 @@ class Beside:
         self.alpha = mixture.alpha[row : row + 1].to(hyper, copy=True)
 
     def step_(self, first: bool, shared: Form, run: Callable[[], Gradients]) -> None:
-        """A step of v. first: of the round. shared: w, before its own step, and so again afterwards. run: the gradient at the weights there."""
+        """A step of v. first: of the round. shared: w, before its own step, and so again afterwards. run: the gradient
+        at the weights there."""
         w, v = shared.z.clone(), self.form.z
         shared.z.lerp_(v, self.alpha.to(v.dtype))
         g = run()

@@ -27,7 +27,8 @@ def together(before: RowEnds, ends: RowEnds) -> RowEnds:
 
 
 def repeated(task: Task, envelope: Envelope, form: Form) -> Iterator[tuple[Any, Any]]:
-    """Every batch of the task several times; behind the last time the anchor moves, and the constant half of the proximal term with it."""
+    """Every batch of the task several times; behind the last time the anchor moves, and the constant half of the
+    proximal term with it."""
     anchor, q = form.field("anchor"), form.q
     assert q is not None  # a step with an envelope has one
     for batch in task.batches():

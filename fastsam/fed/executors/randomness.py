@@ -1,4 +1,5 @@
-"""What a model draws while it trains (dropout) as a function of (seed, round, client, step), the same in both passes of a step."""
+"""What a model draws while it trains (dropout) as a function of (seed, round, client, step), the same in both passes of
+a step."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from fastsam.fed.executors.drawing import Calls, Lent, default_generator
 class PassRandomness:
     """torch's default generators, seeded before every pass of a model that draws from them.
 
-    Whether a model draws is seen in the generators' state: no list of module types has to be kept, and functional dropout counts too.
-    Seeding costs microseconds in each pass, so a model that has never drawn is spared it; the first client that turns out to have drawn is
-    trained again, so that its numbers do not depend on when this was found.
+    Whether a model draws is seen in the generators' state: no list of module types has to be kept, and functional
+    dropout counts too. Seeding costs microseconds in each pass, so a model that has never drawn is spared it; the first
+    client that turns out to have drawn is trained again, so that its numbers do not depend on when this was found.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +67,8 @@ class NoRandomness(PassRandomness):
     """Where clients train at the same time nothing is seeded: a model that draws is an error."""
 
     REASON = (
-        "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one for all clients that "
+        "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one for "
+        "all clients that "
         "train at the same time: what is drawn would depend on who comes first"
     )
 
@@ -86,7 +88,8 @@ class NoRandomness(PassRandomness):
 
 
 class OwnRandomness(PassRandomness):
-    """A thread's generator, from which a model that is known to draw by these calls gets what it would have got from the default one."""
+    """A thread's generator, from which a model that is known to draw by these calls gets what it would have got from
+    the default one."""
 
     def __init__(self, calls: Calls) -> None:
         self.generators, self.draws = [torch.Generator()], True

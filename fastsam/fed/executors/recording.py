@@ -1,4 +1,5 @@
-"""One pass of stacked clients as a graph of torch's operations, recorded by `make_fx` below autograd and vmap; and what Python may have changed."""
+"""One pass of stacked clients as a graph of torch's operations, recorded by `make_fx` below autograd and vmap; and what
+Python may have changed."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ class CannotRecordError(RuntimeError):
 
 
 class Recording:
-    """Of `plain` at weights, x and y. module: its graph, functional and evaluated (see `graph_passes`), from weights, x and y to losses and
-    those gradients that there are; slots: of which parameters. inputs: what it was recorded on; outputs: what came out.
+    """Of `plain` at weights, x and y. module: its graph, functional and evaluated (see `graph_passes`), from weights, x
+    and y to losses and those gradients that there are; slots: of which parameters. inputs: what it was recorded on;
+    outputs: what came out.
 
     Raises CannotRecordError, and what `make_fx` raises for a pass that looks at values.
     """
@@ -77,7 +79,8 @@ def _writes(node: Node) -> bool:
 
 
 def python_state(module: nn.Module) -> dict[str, object]:
-    """Python's side of a model, as far as it can be compared: numbers, words, lengths, which tensors; and the random generators."""
+    """Python's side of a model, as far as it can be compared: numbers, words, lengths, which tensors; and the random
+    generators."""
     found: dict[str, object] = {
         f"{name}.{key}".lstrip("."): _comparable(value)
         for name, inner in module.named_modules()

@@ -1,10 +1,12 @@
-"""Passes of stacked clients without the model's Python: recorded once per shape as a graph of torch's operations, and run from there.
+"""Passes of stacked clients without the model's Python: recorded once per shape as a graph of torch's operations, and
+run from there.
 
-`make_fx` records below autograd and vmap: what torch does above an operation (most of a small model's pass) happens once. The graph is run as it
-is, compiled, or as a row program, which is recorded on two rows and serves any number of them.
+`make_fx` records below autograd and vmap: what torch does above an operation (most of a small model's pass) happens
+once. The graph is run as it is, compiled, or as a row program, which is recorded on two rows and serves any number of
+them.
 
-What a pass means is still the plain one. The first two passes of a shape run both and are compared. Which passes are replayed depends on model
-and shapes alone, so a run that is continued has the bits of one that was not interrupted.
+What a pass means is still the plain one. The first two passes of a shape run both and are compared. Which passes are
+replayed depends on model and shapes alone, so a run that is continued has the bits of one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
 class Ways:
     """How recorded graphs may be run.
 
-    row_pass: a row program of a graph and the parameters of its gradients, None where an operation has no form. product_of: see
-    `graph_passes.use_products`. compile: a compiled function of a graph and inputs.
+    row_pass: a row program of a graph and the parameters of its gradients, None where an operation has no form.
+    product_of: see `graph_passes.use_products`. compile: a compiled function of a graph and inputs.
     """
 
     row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None
@@ -51,7 +53,8 @@ class Ways:
 
 @dataclass
 class Pass:
-    """How passes of one shape run. function: None for the plain way. uses: of the shape, as far as they are compared."""
+    """How passes of one shape run. function: None for the plain way. uses: of the shape, as far as they are
+    compared."""
 
     function: Function | None = None
     slots: tuple[int, ...] = ()
@@ -61,7 +64,8 @@ class Pass:
 class Replays:
     """Replayed passes of one model and one loss.
 
-    plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of weights, inputs and labels.
+    plain: losses `[rows]` and gradients `[rows, *shape]` (None for parameters that the loss does not use) of weights,
+    inputs and labels.
     kept: shapes that are remembered, the least recently used one goes first.
     """
 
@@ -75,10 +79,11 @@ class Replays:
         self._logged: set[str] = set()
 
     def run(self, weights: list[Tensor], x: Tensor, y: Tensor, compiled: bool = False) -> Found | None:
-        """A pass at `weights` (`[rows, *shape]`, leaves of autograd) on x, y `[rows, batch, ...]`; None where the plain one has to run.
+        """A pass at `weights` (`[rows, *shape]`, leaves of autograd) on x, y `[rows, batch, ...]`; None where the plain
+        one has to run.
 
-        compiled: the shape is worth a compilation, where it has no row program. Gradients lie in memory in the layout's order and share it
-        with nothing else.
+        compiled: the shape is worth a compilation, where it has no row program. Gradients lie in memory in the layout's
+        order and share it with nothing else.
         """
         x, y = x.contiguous(), y.contiguous()
         known = None if self.reason is not None else self._known(weights, x, y, compiled)
@@ -91,8 +96,8 @@ class Replays:
         return losses, grads, known.slots
 
     def row_pass(self, batch: int, x: Tensor, y: Tensor) -> Function | None:
-        """The row program of passes with a batch of samples like those of x and y (`[n, ...]`) a row, where there is one, it has been compared, and
-        every parameter has a gradient.
+        """The row program of passes with a batch of samples like those of x and y (`[n, ...]`) a row, where there is
+        one, it has been compared, and every parameter has a gradient.
         """
         found = self._passes.get(self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y))
         if self.reason is not None or found is None or found.uses < 2 or len(found.slots) < len(self.strides):
@@ -100,7 +105,8 @@ class Replays:
         return found.function
 
     def settled(self, batch: int, rows: int, x: Tensor, y: Tensor) -> Function | None:
-        """What passes of so many rows with a batch of samples like those of x and y (`[n, ...]`) run, once it has been compared; else None."""
+        """What passes of so many rows with a batch of samples like those of x and y (`[n, ...]`) run, once it has been
+        compared; else None."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
         found = self._passes.get((*rowwise, rows, False), self._passes.get(rowwise))
         return None if self.reason is not None or found is None or found.uses < 2 else found.function

@@ -1,4 +1,5 @@
-"""One row of the arena: a replica of the model and its buffers, in which one client after the other takes its local steps."""
+"""One row of the arena: a replica of the model and its buffers, in which one client after the other takes its local
+steps."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
 class Row:
-    """Two buffers: `z`, which the model's parameters view, and `w`, the unperturbed weights, for steps that perturb by a gradient.
+    """Two buffers: `z`, which the model's parameters view, and `w`, the unperturbed weights, for steps that perturb by
+    a gradient.
 
-    Perturbing writes `z = w + eps`, updating writes the new `w` into both: no pass only restores, no `eps` is stored, and nothing is
-    rounded twice. Without such a perturbation `z` is the only buffer. A constant perturbation p is a shift of the whole round: the row
-    starts at `w^t + p`, takes ordinary steps there, and p is taken out of the terms that are meant at `w` (ALGORITHMS: the constant half
-    is folded into q where clipping allows, else passed as `shift`). Gradients are read where autograd left them; a parameter without a
-    gradient in a pass is left out of the calls that use it. Nothing in a step waits for the device.
+    Perturbing writes `z = w + eps`, updating writes the new `w` into both: no pass only restores, no `eps` is stored,
+    and nothing is rounded twice. Without such a perturbation `z` is the only buffer. A constant perturbation p is a
+    shift of the whole round: the row starts at `w^t + p`, takes ordinary steps there, and p is taken out of the terms
+    that are meant at `w` (ALGORITHMS: the constant half is folded into q where clipping allows, else passed as
+    `shift`). Gradients are read where autograd left them; a parameter without a gradient in a pass is left out of the
+    calls that use it. Nothing in a step waits for the device.
 
     Use: `open_(task, ...)`, then `step_()` until it returns False, then `close()`.
     """
@@ -182,7 +185,8 @@ class Row:
     # --- its beginning ---
 
     def _begin(self, step: LocalStep) -> None:
-        """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they are."""
+        """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they
+        are."""
         form = self.form
         if self._known[0] is not step or self._known[1] != self.task.lr or self._kind.rewrites:
             self._fill(step, self.task.lr)
@@ -280,7 +284,8 @@ class Row:
             self.snapshots[k] = Snapshot(w, self.z[0] - w)
 
     def _pass(self, k: int, x: Any, y: Any, perturbed: bool = False) -> tuple[Tensor, Gradients]:
-        """One forward and backward pass (with a map of the inputs: its ascent too). perturbed: the second one of a step."""
+        """One forward and backward pass (with a map of the inputs: its ascent too). perturbed: the second one of a
+        step."""
         if self.random.draws:
             self.random.seed(self.task.pass_seed(k))
         if self.map is None:

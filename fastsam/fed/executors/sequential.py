@@ -11,7 +11,8 @@ from fastsam.fed.executors.row import Row
 
 
 class Sequential(Executor):
-    """One `Row`; the ends come in the order of the tasks. Torch's own threads work inside an operation, as many as it was given."""
+    """One `Row`; the ends come in the order of the tasks. Torch's own threads work inside an operation, as many as it
+    was given."""
 
     name = "sequential"
 

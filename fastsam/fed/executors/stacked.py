@@ -1,4 +1,5 @@
-"""Forward and backward passes of several clients at once: the model mapped over stacked weights by `torch.func.vmap`."""
+"""Forward and backward passes of several clients at once: the model mapped over stacked weights by
+`torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _CACHE = 4 * 2**20  # bytes of weights
 # a GPU's rows take a fourth of its memory: fields, copies of them, gradients and what a pass keeps, each like a row
 _SHARE, _FIELDS = 4, 16
 _UNKNOWN = 64  # rows for a cohort of unknown size
-# Of the trial: how far losses, and the norm of a gradient's difference, may be off. A maximum or a kink that rounding moves (max-pooling,
-# ReLU) changes single elements of a gradient much more than rounding, but not the loss.
+# Of the trial: how far losses, and the norm of a gradient's difference, may be off. A maximum or a kink that rounding
+# moves (max-pooling, ReLU) changes single elements of a gradient much more than rounding, but not the loss.
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.05
 
 
@@ -40,8 +41,8 @@ _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.05
 def mapping() -> Iterator[None]:
     """An interrupt inside of `torch.vmap` comes out as it is, and leaves nothing mapped.
 
-    Between two lines of torch's own it leaves a level of mapping open, in which everything later fails, or takes away one that was not
-    there yet, and then an internal error of torch hides it.
+    Between two lines of torch's own it leaves a level of mapping open, in which everything later fails, or takes away
+    one that was not there yet, and then an internal error of torch hides it.
     """
     depth = _functorch.get_dynamic_layer_stack_depth()
     try:
@@ -65,12 +66,14 @@ def _interrupt_behind(error: BaseException | None) -> BaseException | None:
 class StackedPasses:
     """Losses `[rows]` and gradients `[rows, *shape]` of stacked clients.
 
-    Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each row's own, and the
-    backward pass is a plain one over the batched operations. Both are recorded once per shape and replayed (see `Replays`).
+    Only the forward pass is mapped: the rows are independent, so the gradient of the sum of their losses holds each
+    row's own, and the backward pass is a plain one over the batched operations. Both are recorded once per shape and
+    replayed (see `Replays`).
     """
 
     def __init__(self, replica: Replica, layout: Layout, setup: Setup) -> None:
-        # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round of a process.
+        # Operations in `vmap` import it at their first use: seconds, which would count as training of the first round
+        # of a process.
         import torch._dynamo  # noqa: F401
 
         self.module, self.layout, self.classifies = replica.module, layout, _is_cross_entropy(setup.loss)
@@ -88,9 +91,11 @@ class StackedPasses:
         self.replays = Replays(self.gradients, replica.module, layout, ways)
 
     def run(self, form: Form, x: Tensor, y: Tensor, wide: Form | None = None) -> tuple[Tensor, Gradients]:
-        """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of the gradients.
+        """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
+        the gradients.
 
-        wide: of all rows among which those of `form` are, for a compiled pass: one shape, however many of them are busy.
+        wide: of all rows among which those of `form` are, for a compiled pass: one shape, however many of them are
+        busy.
         """
         first, rows = (0, form) if wide is None else (form.part.start, wide)
         count = len(rows.z)
@@ -111,7 +116,8 @@ class StackedPasses:
         return losses, Gradients(present, slots, self._table(slots))
 
     def gradients(self, leaves: list[Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of memory."""
+        """Losses (detached) and gradients at `leaves` (`[rows, *shape]`, requiring gradients), in whatever order of
+        memory."""
         with mapping():
             with self._lent():
                 outputs = self._outputs(leaves, x)
@@ -133,7 +139,8 @@ class StackedPasses:
 
     @contextmanager
     def _lent(self) -> Iterator[None]:
-        """The module has its own parameters again afterwards. (What `functional_call` does, without its search for them in every step.)"""
+        """The module has its own parameters again afterwards. (What `functional_call` does, without its search for them
+        in every step.)"""
         try:
             yield
         finally:
@@ -187,8 +194,9 @@ def _dense(g: Tensor, segment: Segment) -> Tensor:
 
 
 def slots_of(setup: Setup) -> int:
-    """How many rows serve best, no more than clients. On a GPU, where a call costs the same for any number, as many as a fourth of its memory
-    holds, used or free; on a CPU enough to share the cost of a call, few enough for their weights to stay in the cache."""
+    """How many rows serve best, no more than clients. On a GPU, where a call costs the same for any number, as many as
+    a fourth of its memory holds, used or free; on a CPU enough to share the cost of a call, few enough for their
+    weights to stay in the cache."""
     row = setup.layout.stride * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
@@ -204,13 +212,20 @@ def _memory(device: torch.device) -> int:
 
 
 def why_not(setup: Setup) -> str | None:
-    """Why the model cannot be trained in stacked rows; None when it can. Tries a step of two rows against each row alone."""
+    """Why the model cannot be trained in stacked rows; None when it can. Tries a step of two rows against each row
+    alone."""
     if setup.batched:
         return setup.batched
     if setup.draws is not None:
-        return "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is drawn"
+        return (
+            "a training pass of the model draws random numbers (dropout?), and stacked clients would share what is "
+            "drawn"
+        )
     if setup.changes_buffers:
-        return "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains one client a row"
+        return (
+            "training changes buffers of the model (BatchNorm?) in place; use GroupNorm, or an executor that trains "
+            "one client a row"
+        )
     if setup.maps_inputs:
         return MAPS_INPUTS
     if setup.taught:
@@ -267,5 +282,8 @@ def _trial(setup: Setup, x: Tensor, y: Tensor) -> str | None:
             continue  # a batch that overflows shows nothing
         apart = abs(float(losses[row]) - float(loss)) > _LOSS[setup.dtype] * max(abs(float(loss)), 1e-3)
         if apart or not off <= _GRADIENT * largest:
-            return "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function of its inputs"
+            return (
+                "a stacked step gives other losses or gradients than a plain one: the forward pass is not a function "
+                "of its inputs"
+            )
     return None

@@ -1,4 +1,5 @@
-"""The rows in which stacked clients train: their forms, their beginnings, and copies side by side of rows that are not neighbours."""
+"""The rows in which stacked clients train: their forms, their beginnings, and copies side by side of rows that are not
+neighbours."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class StackedRows:
         return self._wide.setdefault(id(form.rows), Form(form.rows, slice(0, self.slots)))
 
     def begin_(self, crews: Sequence[Crew], start: Tensor) -> None:
-        """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at once."""
+        """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at
+        once."""
         form, tasks = self.form(crews), tasks_of(crews)
         first = tasks[0]
         shared = all(task.step is first.step for task in tasks)

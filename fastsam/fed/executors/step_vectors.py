@@ -12,7 +12,8 @@ from fastsam.fed.step.local_step import VECTORS, LocalStep
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
-    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else `[tasks, stride]`."""
+    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else
+    `[tasks, stride]`."""
     first, last = tasks[0], tasks[-1]
     v: Tensor | None = getattr(first.step, name)
     if v is None or all(task.step is first.step for task in tasks):

@@ -14,11 +14,14 @@ from fastsam.fed.executors.row import Row
 from fastsam.fed.step.local_step import RowEnds
 
 log = logging.getLogger("fastsam.fed")
-SLOTS = 8  # without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first again
+# without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first
+# again
+SLOTS = 8
 
 
 class Lane:
-    """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is left out."""
+    """A slot: a row and its stream. `busy` from the opening of a client to its close. error: that of a client which is
+    left out."""
 
     def __init__(self, row: Row, cuda: Cuda, excludes: Callable[[ClientError], bool]) -> None:
         self.row, self.cuda, self.stream, self.busy = row, cuda, cuda.stream(), False
@@ -64,7 +67,8 @@ class Lane:
 
 
 class Streams(Executor):
-    """One `Row` and one stream per slot. The host queues a step of every client in turn and waits for none of them inside an epoch.
+    """One `Row` and one stream per slot. The host queues a step of every client in turn and waits for none of them
+    inside an epoch.
 
     Joins are events. A row computes what the plain executor computes, in the same order: the bits are the same.
     Raises ValueError for a device that is no CUDA device, and for a model that draws random numbers.
@@ -95,7 +99,8 @@ class Streams(Executor):
             except Exception:
                 try:
                     self.leave()
-                except RuntimeError as problem:  # a capture that failed may leave streams that nobody can wait for: what counts is its reason
+                # a capture that failed may leave streams that nobody can wait for: what counts is its reason
+                except RuntimeError as problem:
                     log.info("the lanes of a round that failed could not be waited for: %s", problem)
                 raise
             except BaseException:
@@ -122,7 +127,8 @@ class Streams(Executor):
             busy = [lane for lane in self.lanes if lane.busy]
             if not busy:
                 return
-            # Lanes that end together are one group: its numbers are read once, and all of them are free for the next clients at once.
+            # Lanes that end together are one group: its numbers are read once, and all of them are free for the next
+            # clients at once.
             finished = self.step(busy)
             for lane in finished:
                 if lane.error is not None:

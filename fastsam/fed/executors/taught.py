@@ -22,7 +22,8 @@ class Taught:
         self._loaded: list[tuple[Tensor, int, Sequence[Tensor]]] = []
 
     def listen_(self, teacher: Teacher, task: Task, buffers: Sequence[Tensor]) -> None:
-        """Takes the teachers' weights, and the buffers with which the client begins; what is there already is not copied again."""
+        """Takes the teachers' weights, and the buffers with which the client begins; what is there already is not
+        copied again."""
         self.own.attend_(teacher)
         for place, weights in enumerate(teacher.rows):
             row = task.row if weights.dim() == 2 else 0

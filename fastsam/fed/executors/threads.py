@@ -26,13 +26,14 @@ def cpus() -> int:
 
 
 class Threads(Executor):
-    """A `Row` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the thread that asks for it.
+    """A `Row` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the thread
+    that asks for it.
 
-    The ends come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops all threads after
-    the local step in which they are.
+    The ends come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops
+    all threads after the local step in which they are.
     A model that draws random numbers (dropout) draws the same ones, from a generator of its thread.
-    Raises ValueError for another device than the CPU, for data whose reading draws random numbers, and for a model of which it is not known
-    what draws them: nothing of torch's functions, or the backward pass.
+    Raises ValueError for another device than the CPU, for data whose reading draws random numbers, and for a model of
+    which it is not known what draws them: nothing of torch's functions, or the backward pass.
     """
 
     name = "threads"
@@ -92,7 +93,10 @@ def why_not(setup: Setup) -> str | None:
     if setup.device.type != "cpu":
         return f"it runs on the CPU, the run on {setup.device}"
     if setup.reads_draw:
-        return "reading a batch draws random numbers from generators that are one for all clients that train at the same time"
+        return (
+            "reading a batch draws random numbers from generators that are one for all clients that train at the same "
+            "time"
+        )
     return None if setup.draws is None or setup.draws else NoRandomness.REASON
 
 
@@ -140,8 +144,8 @@ class _Team:
         return None if self.stop.is_set() else row.close()
 
     def next_end(self) -> RowEnds | BaseException:
-        """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the signal: Python looks
-        for it in this one only when a wait is over.
+        """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the
+        signal: Python looks for it in this one only when a wait is over.
         """
         while True:
             try:
@@ -152,7 +156,8 @@ class _Team:
     def dismiss(self) -> None:
         """Returns when every thread has ended: in the middle of a round after its current step.
 
-        Ctrl-C may have fallen into a thread's start: one that is not there yet does nothing when it comes, and cannot be waited for.
+        Ctrl-C may have fallen into a thread's start: one that is not there yet does nothing when it comes, and cannot
+        be waited for.
         """
         self.stop.set()
         for _ in self.threads:

@@ -1,4 +1,5 @@
-"""Stacked clients: the rows of an arena take their local steps together, `torch.vmap` over the model, the row kernels over the rows."""
+"""Stacked clients: the rows of an arena take their local steps together, `torch.vmap` over the model, the row kernels
+over the rows."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ Kept = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
 
 
 class Vmap(Executor):
-    """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a finished row is
-    refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
+    """`slots` rows in lock step. Rows whose batches have one shape run together, a partial batch at its exact shape; a
+    finished row is refilled. Agrees with the plain executor to rounding; the same number of slots gives the same bits.
 
     Raises ValueError for a model that cannot be mapped, with the reason.
     """
@@ -51,7 +52,8 @@ class Vmap(Executor):
         reason = stacked.why_not(setup)
         if reason is not None:
             raise ValueError(
-                f"executor 'vmap' cannot serve here: {reason}. Use executor='auto', which takes one that can, or 'sequential'"
+                f"executor 'vmap' cannot serve here: {reason}. Use executor='auto', which takes one that can, or "
+                f"'sequential'"
             )
         if setup.compile and (reason := compiler.why_not(setup)) is not None:
             raise ValueError(f"compile=True: {reason}. Use compile=False")
@@ -126,8 +128,8 @@ class Vmap(Executor):
         return self._kinds.setdefault(kind, kind)
 
     def _first_gradients(self, crews: list[Crew], pilot: Pilot | None) -> None:
-        """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field "gradient"; with a pilot the
-        radii that it makes of them."""
+        """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field
+        "gradient"; with a pilot the radii that it makes of them."""
         form = self.rows.form(crews)
         gradients = form.field("gradient").zero_()
         if pilot is None:

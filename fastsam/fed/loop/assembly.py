@@ -56,7 +56,8 @@ def assemble(
     measure_options: Mapping[str, Any],
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
-    """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another memory format perhaps."""
+    """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another
+    memory format perhaps."""
     place, layout = population.device, Layout.of(trainable(model))
     rows = Rows.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
@@ -119,7 +120,8 @@ def _check_inputs(
     tried: trial_step.Trial,
     rows: Rows,
 ) -> None:
-    """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's outputs."""
+    """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's
+    outputs."""
     if population.batched and not (step.input_map is None and step.teacher is None):
         part = "trains a map" if step.teacher is None else "compares two models' outputs"
         raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
@@ -127,7 +129,8 @@ def _check_inputs(
         return
     if isinstance(personal, Personal) and len(personal.places):
         raise ValueError(
-            f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and {name} has one"
+            f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and "
+            f"{name} has one"
         )
     if tried.example is not None:
         w = step.teacher.rows[0]
@@ -139,7 +142,8 @@ def _check_path(step: LocalStep, name: str, measures: Sequence[str] | Measures) 
     along = sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else []
     if along and step.phased:
         raise ValueError(
-            f"the measures {', '.join(along)} look at the run's local steps of a client, and those of {name} have phases of their own"
+            f"the measures {', '.join(along)} look at the run's local steps of a client, and those of {name} have "
+            f"phases of their own"
         )
 
 
@@ -159,7 +163,8 @@ def _check_sizes(population: Population, settings: Settings, measures: Sequence[
 
 
 def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
-    """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is written."""
+    """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
+    written."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
                   settings.momentum, settings.seed)  # fmt: skip

@@ -1,7 +1,9 @@
-"""Where the states of clients live between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the device of the run, in host memory, or in files.
+"""Where the states of clients live between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the device of the run, in
+host memory, or in files.
 
-`RunState.clients` maps a client to its state; the store says what kind of tensors these are. A cohort takes a state with `get` and leaves
-the new one with `put`; what is in a RunState is never written again, so a round that is left in the middle leaves the one before whole.
+`RunState.clients` maps a client to its state; the store says what kind of tensors these are. A cohort takes a state
+with `get` and leaves the new one with `put`; what is in a RunState is never written again, so a round that is left in
+the middle leaves the one before whole.
 """
 
 from __future__ import annotations
@@ -32,14 +34,16 @@ States = Mapping[int, State]
 
 
 class ClientStates(Protocol):
-    """A store. where: "device" or "host", in whose memory states are, or "disk". looks_ahead: whether it is of use to know who is next."""
+    """A store. where: "device" or "host", in whose memory states are, or "disk". looks_ahead: whether it is of use to
+    know who is next."""
 
     where: str
     looks_ahead: bool
     reason: str
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """A round begins. states: of all clients; order: who will be asked for; later: who is likely to be in the next round."""
+        """A round begins. states: of all clients; order: who will be asked for; later: who is likely to be in the next
+        round."""
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
@@ -88,12 +92,13 @@ class Fetched:
 
 
 class InHostMemory:
-    """States are tensors in pinned host memory; those that are needed are copied to the device, at most `ahead` before they are asked for.
+    """States are tensors in pinned host memory; those that are needed are copied to the device, at most `ahead` before
+    they are asked for.
 
-    All copies, in both directions, go over one stream of their own: so a row of host memory is written when what was read of it before is
-    read, and read when it is written, with no further wait. The host waits for copies at the end of a round alone. On the device there are
-    the states of the clients that train, and `ahead` more: those next in the cohort, at its end those of the next cohort. Who is in both
-    is fetched again when its new state is there.
+    All copies, in both directions, go over one stream of their own: so a row of host memory is written when what was
+    read of it before is read, and read when it is written, with no further wait. The host waits for copies at the end
+    of a round alone. On the device there are the states of the clients that train, and `ahead` more: those next in the
+    cohort, at its end those of the next cohort. Who is in both is fetched again when its new state is there.
     A tensor that several states share (a past model) is copied once, and stays shared.
     """
 
@@ -186,7 +191,8 @@ class InHostMemory:
 
 
 class OnDisk:
-    """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A client trains on a copy.
+    """States of a run on the CPU are rows of mapped files, of which the system keeps in memory what it has room for. A
+    client trains on a copy.
 
     A tensor that several states share (a past model) is written once, and stays shared.
     """
@@ -233,8 +239,9 @@ class OnDisk:
 def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
     """The store for `where` (one of `CHOICES`). nbytes: of the states of all clients; ahead: see `InHostMemory`.
 
-    "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its memory; the host, while
-    they take at most `HOST_SHARE` of its; else files. On the CPU device and host are the same. The bits of a run do not depend on any of it.
+    "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its
+    memory; the host, while they take at most `HOST_SHARE` of its; else files. On the CPU device and host are the same.
+    The bits of a run do not depend on any of it.
     """
     reason = "it was asked for"
     if where == "auto":
@@ -265,7 +272,8 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Vectors (of the size of "w") that a client keeps: what the algorithm declares, and no less than what a client begins with."""
+    """Vectors (of the size of "w") that a client keeps: what the algorithm declares, and no less than what a client
+    begins with."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 

@@ -1,4 +1,5 @@
-"""What a user's own algorithm and measures must keep to: told in words where they do not, as early as it can be seen."""
+"""What a user's own algorithm and measures must keep to: told in words where they do not, as early as it can be
+seen."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def asked(
 ) -> Any:
     """What a method of the algorithm returns. round: from 0, None before the first; clients: those whose rows it gets.
 
-    Raises AlgorithmError for whatever it raises, Ctrl-C apart. A function, because a context manager costs as much as a kernel call.
+    Raises AlgorithmError for whatever it raises, Ctrl-C apart. A function, because a context manager costs as much as a
+    kernel call.
     """
     try:
         return getattr(algorithm, method)(*arguments)
@@ -45,7 +47,8 @@ _METHODS = ("init_server", "init_client", "local_step", "close_client", "step_se
 
 
 def check_algorithm(algorithm: object) -> None:
-    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm` (it need not derive from it)."""
+    """Raises ValueError unless `algorithm` has the methods and the traffic of `Algorithm` (it need not derive from
+    it)."""
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
@@ -61,7 +64,8 @@ _FEWEST = 3  # clients of a round among whom a majority can stand against one
 
 
 def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: int) -> None:
-    """Raises ValueError, with what would work, where a robust rule has no meaning. cohort: clients that a round is likely to have at most."""
+    """Raises ValueError, with what would work, where a robust rule has no meaning. cohort: clients that a round is
+    likely to have at most."""
     if rule is None:
         return
     name = type(algorithm).__name__
@@ -73,17 +77,21 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
         raise no_totals(rule, name)
     if getattr(algorithm, "weighs", False):
         raise ValueError(
-            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send weights of their own "
-            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with clip_update=..."
+            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
+            f"weights of their own "
+            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with "
+            "clip_update=..."
         )
     if ranks > 1:
         raise ValueError(
-            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes are never together; "
+            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes "
+            f"are never together; "
             "use one process, or aggregation='mean'"
         )
     if cohort < _FEWEST:
         raise ValueError(
-            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and this run has rounds of "
+            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and "
+            f"this run has rounds of "
             f"{cohort}; use a larger participation, or aggregation='mean'"
         )
 
@@ -92,8 +100,10 @@ def no_totals(rule: Rule, name: str) -> ValueError:
     """The algorithm of that name has sums that no rule can stand in for."""
     served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
     return ValueError(
-        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients keep "
-        f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of {served}"
+        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
+        f"keep "
+        f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
+        f"{served}"
     )
 
 
@@ -110,13 +120,15 @@ def check_server(server: object, like: Tensor, who: str) -> State:
     w = server["w"]
     if w.shape != like.shape or w.dtype != like.dtype or w.device != like.device:
         raise ValueError(
-            f"{who} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} {list(w.shape)} on {w.device}"
+            f"{who} must return 'w' as {like.dtype} {list(like.shape)} on {like.device}, got {w.dtype} {list(w.shape)} "
+            f"on {w.device}"
         )
     return server
 
 
 def check_finite(server: State, before: State, round: int, server_lr: float) -> None:
-    """Raises RuntimeError for a server's state that is not finite where it was: it must not take the place of the one before.
+    """Raises RuntimeError for a server's state that is not finite where it was: it must not take the place of the one
+    before.
 
     Infinity may stay where the state began with it (the lowest loss so far, say).
     """
@@ -139,8 +151,9 @@ def _finite(x: Tensor) -> bool:
 
 
 def not_finite(states: State, before: State, n: int) -> Problems:
-    """Which of n clients have a new state, row by row, that is not finite where the one before was, and of what. Tensors that are no rows
-    of new ones (those of the server, those of before) are not looked at: they were, when they were new."""
+    """Which of n clients have a new state, row by row, that is not finite where the one before was, and of what.
+    Tensors that are no rows of new ones (those of the server, those of before) are not looked at: they were, when they
+    were new."""
     problems: Problems = {}
     for name, x in states.items():
         old = before.get(name)
@@ -199,7 +212,8 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
         ):
             got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
             raise ValueError(
-                f"LocalStep.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) on {w.device}, like "
+                f"LocalStep.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) on "
+                f"{w.device}, like "
                 f"the server's w; got {got}"
             )
     for v in () if step.teacher is None else step.teacher.rows:
@@ -210,7 +224,8 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
         ):
             got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
             raise ValueError(
-                f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w, or {[n, *w.shape]}; got {got}"
+                f"Teacher.weights must be {w.dtype} {list(w.shape)} on {w.device}, like the server's w, or "
+                f"{[n, *w.shape]}; got {got}"
             )
     if step.then is not None:
         _check_step(step.then, w, n)
@@ -220,7 +235,8 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
 def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
     """What `close_client` returned for n clients.
 
-    Raises ValueError unless it is a client's state and an Upload, all tensors `[n, ...]`, or in the state also those of `server`.
+    Raises ValueError unless it is a client's state and an Upload, all tensors `[n, ...]`, or in the state also those of
+    `server`.
     """
     if not isinstance(closed, tuple) or len(closed) != 2 or not isinstance(closed[1], Upload):
         got = f"({', '.join(map(_kind, closed))})" if isinstance(closed, tuple) else _kind(closed)
@@ -244,7 +260,8 @@ def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -
     """
     if (upload.weight is not None) != weighs:
         raise ValueError(
-            "close_client must return an Upload with a weight in every round where the class says weighs = True, and nowhere else; got "
+            "close_client must return an Upload with a weight in every round where the class says weighs = True, and "
+            "nowhere else; got "
             f"{'none with' if weighs else 'one without'} weighs = True"
         )
     if upload.weight is None:
@@ -262,7 +279,8 @@ def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
     for name, x in vectors.items():
         if x.dim() == 0 or len(x) != n:
             raise ValueError(
-                f"{what} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. What is the same for "
+                f"{what} must have a row for each of the {n} clients, [{n}, ...]; got {list(x.shape)} for {name!r}. "
+                f"What is the same for "
                 f"all of them becomes rows by x.expand({n}, *x.shape)"
             )
 

@@ -1,4 +1,5 @@
-"""The setting in which the same run gives the same bits: one intra-op thread, deterministic algorithms; the user's setting afterwards."""
+"""The setting in which the same run gives the same bits: one intra-op thread, deterministic algorithms; the user's
+setting afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from fastsam.fed.sums import ranks
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """One intra-op thread (one and two differ in the last bit); on CUDA deterministic algorithms without timed choices, too."""
+    """One intra-op thread (one and two differ in the last bit); on CUDA deterministic algorithms without timed choices,
+    too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

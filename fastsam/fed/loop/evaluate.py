@@ -27,10 +27,11 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     """Which test samples each client is validated on; None for "shared", where everybody has all of them.
 
     The FedSAM paper reports accuracy over clients and does not say how their validation sets are made. Here:
-    "prior": each client draws `floor(test / clients)` test samples (one at least) with its own class distribution: the prior of the
-    split, or what its training labels show (the routine of that split: the test set in random order, dealt out slot by slot, a class
-    that has run out begins anew); a client none of whose classes is in the test set has no sample, and no part in the spread.
-    "iid": the test set, shuffled and cut into equal slices. All are functions of the seed.
+    "prior": each client draws `floor(test / clients)` test samples (one at least) with its own class distribution: the
+    prior of the split, or what its training labels show (the routine of that split: the test set in random order, dealt
+    out slot by slot, a class that has run out begins anew); a client none of whose classes is in the test set has no
+    sample, and no part in the spread. "iid": the test set, shuffled and cut into equal slices. All are functions of the
+    seed.
     """
     if mode == "shared" or not population.test_size:
         return None
@@ -75,7 +76,8 @@ def _integers(y: Tensor) -> np.ndarray:
 
 
 def _two_classes(population: Population) -> bool:
-    """Whether every sample has one label, 0 or 1 (or false or true): classes, though the model has no output for each."""
+    """Whether every sample has one label, 0 or 1 (or false or true): classes, though the model has no output for
+    each."""
     own, test = population.labels_together(), population.test_labels
     if own is None or test is None or list(own[1]) != list(population.sizes) or test.numel() != population.test_size:
         return False
@@ -89,7 +91,8 @@ def _known_labels(population: Population) -> bool:
 
 
 def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
-    """The batches' tensors `[n, ...]` behind each other; those of several lengths (of texts, say) filled up with `padding` behind."""
+    """The batches' tensors `[n, ...]` behind each other; those of several lengths (of texts, say) filled up with
+    `padding` behind."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         grown = [part.new_full((len(part), *longest), padding) for part in parts]
@@ -100,8 +103,9 @@ def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
 
 
 class Evaluator:
-    """One pass over the test set per call, in eval mode. Accuracy only where `classifies`: outputs are one per class. metrics: by name,
-    over all test samples and over each client's. batch_size: of a test set whose samples come in batches.
+    """One pass over the test set per call, in eval mode. Accuracy only where `classifies`: outputs are one per class.
+    metrics: by name, over all test samples and over each client's. batch_size: of a test set whose samples come in
+    batches.
 
     Raises ValueError for metrics without a test set.
     """
@@ -124,11 +128,13 @@ class Evaluator:
             )
         if self.metrics and isinstance(loss, BatchLoss) and not loss.predicts:
             raise ValueError(
-                f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does not give; say "
+                f"metrics ({', '.join(self.metrics)}) are of outputs and labels, which a loss of a whole batch does "
+                f"not give; say "
                 "fed.BatchLoss(loss, predict) with predict(model, batch) -> (outputs, labels)"
             )
         self.classifies, self.batch_size = classifies and self.count > 0, batch_size
-        # A client's own classes need labels that are classes; equal parts of the test set need nothing, nor do test sets of the clients' own.
+        # A client's own classes need labels that are classes; equal parts of the test set need nothing, nor do test
+        # sets of the clients' own.
         mode = mode if population.test_sizes is None else OWN
         divided = self.classifies or (bool(self.metrics) and (mode != "prior" or _two_classes(population)))
         divided = divided and (mode != "prior" or _known_labels(population))
@@ -143,11 +149,13 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """The values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric; None where there is none.
-        Where clients have test sets of their own, `client_accuracy_each` and `client_NAME_each` too, lists by client.
+        """The values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric; None where
+        there is none. Where clients have test sets of their own, `client_accuracy_each` and `client_NAME_each` too,
+        lists by client.
 
-        Accuracies are in 0..1; standard deviations are those of the population of clients. client_worst, client_best: which clients
-        have the smallest and the largest accuracy (the first ones, where several have); None where all are validated on the same.
+        Accuracies are in 0..1; standard deviations are those of the population of clients. client_worst, client_best:
+        which clients have the smallest and the largest accuracy (the first ones, where several have); None where all
+        are validated on the same.
         """
         values = self.nothing()
         if not self.count:
@@ -169,7 +177,8 @@ class Evaluator:
 
     @torch.no_grad()
     def of_client(self, model: nn.Module, client: int) -> float | None:
-        """The accuracy of a model on the client's own validation samples, in 0..1; None where it has none. Only where `classifies`."""
+        """The accuracy of a model on the client's own validation samples, in 0..1; None where it has none. Only where
+        `classifies`."""
         assert self.classifies
         if self.test is None:
             return self._of_client_batches(model.eval(), client)
@@ -182,8 +191,8 @@ class Evaluator:
         return right / len(y) if len(y) else None
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """The accuracies over the clients, each of its own model on its own validation samples. models: of all clients in their order, each
-        looked at before the next is asked for."""
+        """The accuracies over the clients, each of its own model on its own validation samples. models: of all clients
+        in their order, each looked at before the next is asked for."""
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}

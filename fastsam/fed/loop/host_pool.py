@@ -1,4 +1,5 @@
-"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and what belongs to a tensor."""
+"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and what belongs
+to a tensor."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ log = logging.getLogger("fastsam.fed")
 T = TypeVar("T")
 
 _FIRST, _LARGEST = 2**20, 2**30  # bytes of a slab: the first ones, and where they stop to double
-# Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8 rows.
+# Rows of a slab, at least and at most: pinned memory is given out in powers of two, an eighth of which is lost with 8
+# rows.
 _ROWS = (8, 4096)
 
 
 class HostPool:
     """Tensors in host memory, each a row of a slab, one kind of slab per shape and dtype.
 
-    A row is given away again when the tensor that was made of it is gone, and not before: whoever holds an old version of a state holds
-    its memory. pinned: what makes `[rows, *shape]` in pinned memory. When that fails, a line in the log says so, and this slab and all
-    later ones are ordinary memory.
+    A row is given away again when the tensor that was made of it is gone, and not before: whoever holds an old version
+    of a state holds its memory. pinned: what makes `[rows, *shape]` in pinned memory. When that fails, a line in the
+    log says so, and this slab and all later ones are ordinary memory.
     """
 
     def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
@@ -67,7 +69,8 @@ class HostPool:
             except RuntimeError as error:
                 self.pins = False
                 log.warning(
-                    "no more memory can be pinned for the states of clients (%s): they go to ordinary memory, and the GPU waits for copies",
+                    "no more memory can be pinned for the states of clients (%s): they go to ordinary memory, and the "
+                    "GPU waits for copies",
                     str(error).splitlines()[0],
                 )
         return torch.empty(shape, dtype=dtype)
@@ -79,8 +82,9 @@ def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a file without a name, in the directory of temporary files (`TMPDIR`), mapped into memory: the system writes there what it
-    has no memory for. Raises OSError where the disk has not the room: now, and not as a signal when it is written.
+    """Zeros in a file without a name, in the directory of temporary files (`TMPDIR`), mapped into memory: the system
+    writes there what it has no memory for. Raises OSError where the disk has not the room: now, and not as a signal
+    when it is written.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     with tempfile.TemporaryFile(prefix="fastsam-states-") as file:
@@ -89,7 +93,8 @@ def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{error.strerror}: no room for {nbytes / 1e6:.0f} MB of clients' states; TMPDIR names another directory",
+                f"{error.strerror}: no room for {nbytes / 1e6:.0f} MB of clients' states; TMPDIR names another "
+                f"directory",
                 tempfile.gettempdir(),
             ) from error
         whole = mmap.mmap(file.fileno(), max(nbytes, 1))

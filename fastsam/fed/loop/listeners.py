@@ -39,7 +39,8 @@ class Listeners:
         self._bar = ExitStack()
 
     def reading(self, clients: Sequence[Any]) -> Iterable[Any]:
-        """The clients one after the other, as they are read; a bar shows how many there were, where one shows the rounds."""
+        """The clients one after the other, as they are read; a bar shows how many there were, where one shows the
+        rounds."""
         if self.progress is not True:
             return clients
         from rich.console import Console
@@ -58,7 +59,8 @@ class Listeners:
         config: Callable[[], Mapping[str, Any]],
         export: Callable[[RunState], nn.Module],
     ) -> None:
-        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state. Collective."""
+        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state.
+        Collective."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
@@ -71,8 +73,8 @@ class Listeners:
         self._share()
 
     def round(self, state: RunState, evaluated: bool) -> None:
-        """The run has come to `state`. evaluated: whether the last round's record has the test set's numbers. Collective where there are
-        callbacks."""
+        """The run has come to `state`. evaluated: whether the last round's record has the test set's numbers.
+        Collective where there are callbacks."""
         if callable(self.progress) and self._ranks.first:
             self.progress(dict(state.history[-1]))
         if not self.callbacks:
@@ -162,7 +164,8 @@ def _progress(progress: Any) -> Progress | bool:
         return sys.stderr is not None and sys.stderr.isatty()
     if not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
-            f"progress must be a function of a round's record, True or False (a bar or none; by default where there is a terminal), got {progress!r}"
+            f"progress must be a function of a round's record, True or False (a bar or none; by default where there is "
+            f"a terminal), got {progress!r}"
         )
     return progress
 

@@ -36,8 +36,10 @@ from fastsam.fed.sums.ranks import Ranks
 class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
-    view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row holds.
-    weights: of all clients, where the user names them. personal: where the clients have models of their own. privacy: the noise.
+    view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row
+    holds.
+    weights: of all clients, where the user names them. personal: where the clients have models of their own. privacy:
+    the noise.
     """
 
     population: Population
@@ -55,10 +57,11 @@ class Loop:
     privacy: Privacy | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
-        """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the last completed round.
+        """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the
+        last completed round.
 
-        A round makes the next state in one assignment: whoever leaves in the middle of a round leaves a whole one behind. Until the end
-        only rank 0 has the records.
+        A round makes the next state in one assignment: whoever leaves in the middle of a round leaves a whole one
+        behind. Until the end only rank 0 has the records.
         """
         exchange, settings = Exchange(self.ranks), self.settings
         try:
@@ -183,7 +186,8 @@ class Loop:
         )
 
     def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
-        """A round in which nobody was available: nothing changes, and its record says so; or nobody was sampled, which noise must hide."""
+        """A round in which nobody was available: nothing changes, and its record says so; or nobody was sampled, which
+        noise must hide."""
         before, why = state.server, "nobody was available"
         if self._poisson:
             why = "nobody was sampled, and the server's step was of noise alone"
@@ -224,7 +228,8 @@ class Loop:
         return {} if self.privacy is None else self.privacy.record(t, before)
 
     def _next(self, t: int) -> list[int]:
-        """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked once a round."""
+        """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked
+        once a round."""
         settings = self.settings
         looks = self.states.looks_ahead or self.population.looks_ahead
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
@@ -250,7 +255,8 @@ class Loop:
         return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
 
     def _traffic(self, active: int) -> dict[str, float]:
-        """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are averaged."""
+        """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are
+        averaged."""
         buffers = sum(b.nbytes for b in self.view.buffers) if self.settings.buffers == "average" else 0
         ways = {"down": self.algorithm.down, "up": self.algorithm.up}
         return {f"megabytes_{way}": active * (n * self.view.nbytes + buffers) / 1e6 for way, n in ways.items()}

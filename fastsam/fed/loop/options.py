@@ -37,7 +37,8 @@ from fastsam.fed.step.memory_format import FORMATS
 
 @dataclass(frozen=True)
 class Settings:
-    """What `fastsam.fed.run` is asked for, apart from model, data, algorithm and places. Raises ValueError for what is out of range."""
+    """What `fastsam.fed.run` is asked for, apart from model, data, algorithm and places. Raises ValueError for what is
+    out of range."""
 
     # fmt: off
     rounds: int = option(50, "communication rounds", at_least=1, free=True)
@@ -45,74 +46,103 @@ class Settings:
     local_steps: int | None = option(None,
         "local steps of an active client, in place of local_epochs: its epochs go on until they are done", at_least=1)
     batch_size: int = option(16, "samples in a local batch; the last of an epoch has what is left", at_least=1)
-    drop_last: bool = option(False, "leave out what is left after an epoch's last whole batch (clients with less than a batch keep it)")
+    drop_last: bool = option(False, "leave out what is left after an epoch's last whole batch (clients with less than "
+                                    "a batch keep it)")
     lr: Rate = option(0.1,
-        "local learning rate; in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in Python also a function of t",
+        "local learning rate; in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in "
+        "Python also a function of t",
         above=0, formula=check_formula)
     lr_decay: float = option(1.0, "factor on the learning rate after each round, where lr is a number", above=0)
     participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
     sampler: str | Sampler = option("bernoulli",
-        "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without replacement), "
-        "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), or a callable "
+        "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without "
+        "replacement), "
+        "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), "
+        "or a callable "
         "(round, generator) -> client ids, in a config its import path")
     available: str | Available | None = option(None,
-        "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the sampler draws; a round with "
+        "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the "
+        "sampler draws; a round with "
         "nobody is skipped; in a config its import path")
     weighting: str | Weighting = option("uniform",
-        "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a function of the client's id, "
+        "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a "
+        "function of the client's id, "
         "in a config its import path")
     aggregation: str = option("mean",
-        f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number ('trimmed_mean:0.1')")
+        f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number "
+        f"('trimmed_mean:0.1')")
     shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
-    clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping", above=0)
-    clip_scope: str = option("full", "what that norm is of: the whole step, or without the proximal term's linear half", choices=("full", "linear"))
+    clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping",
+        above=0)
+    clip_scope: str = option("full", "what that norm is of: the whole step, or without the proximal term's linear half",
+        choices=("full", "linear"))
     server_lr: Rate = option(1.0,
-        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in Python also a function of t",
+        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in "
+        "Python also a function of t",
         at_least=0, formula=check_formula)
     seed: int = option(0, "of the sampling of clients and the order of batches; in a config of the initial weights too")
     loss: str | Loss | BatchLoss = option("cross_entropy",
-        "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or your own, "
+        "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or "
+        "your own, "
         "in a config its import path; fed.BatchLoss(f) takes f(model, batch)")
-    validation: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an equal slice", choices=VALIDATION)
+    validation: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an equal "
+                                      "slice", choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
-    measures: Sequence[str] | Measures = option((), f"what else to measure: {', '.join(NAMES)}; in Python also an object of your own", free=True)
-    measure_options: Mapping[str, Any] | None = option(None, f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
+    measures: Sequence[str] | Measures = option((), f"what else to measure: {', '.join(NAMES)}; in Python also an "
+                                                    f"object of your own", free=True)
+    measure_options: Mapping[str, Any] | None = option(None,
+        f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}",
+                                                             free=True)
     metrics: Sequence[str] | Mapping[str, Any] = option((),
-        f"of the test set, over all and over clients: {', '.join(METRICS)} (or name:threshold); in Python also a dict of functions", free=True)
+        f"of the test set, over all and over clients: {', '.join(METRICS)} (or name:threshold); in Python also a dict "
+        f"of functions", free=True)
     personal: str | Sequence[str] | None = option(None,
-        "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are then of the clients' own models")
+        "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are "
+        "then of the clients' own models")
     personalise: int | None = option(None,
-        "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is told; none: nothing of it",
+        "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is "
+        "told; none: nothing of it",
         at_least=1, free=True)
     target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
-    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, as at the start, or each client's own",
+    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, as at the start, "
+                                       "or each client's own",
         choices=("average", "keep", "local"))
     device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: where the model is")
     backend: str = option("auto", "the kernels; `fastsam info` shows them", choices=backends.NAMES)
-    executor: str = option("auto", "how a round's clients are trained; auto: by a rule on model and device", choices=executors.names(), free=True)
+    executor: str = option("auto", "how a round's clients are trained; auto: by a rule on model and device",
+        choices=executors.names(), free=True)
     slots: int | None = option(None, "clients that train at once; none: as many as serve best", at_least=1, free=True)
     compile: bool = option(False, "stacked clients through torch.compile", free=True)
-    memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device", choices=FORMATS, free=True)
-    client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size; disk: in mapped files",
+    memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",
+        choices=FORMATS, free=True)
+    client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size; disk: in "
+                                       "mapped files",
         choices=states.CHOICES, free=True)
-    max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all but one",
+    max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all "
+                                      "but one",
         at_least=0, at_most=1, free=True)
-    on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the round",
+    on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the "
+                                           "round",
         choices=("raise", "exclude"), free=True)
     secure_sums: float | None = option(None,
-        "pairwise masks hide each client's upload from the server; the share of a round's clients that must stay until its end (2/3, say); "
+        "pairwise masks hide each client's upload from the server; the share of a round's clients that must stay until "
+        "its end (2/3, say); "
         "none: no masks", above=0, at_most=1)
-    clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; none: no limit", above=0)
+    clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; "
+                                             "none: no limit", above=0)
     clip_quantile: float | None = option(None,
-        "share of the displacements that clip_update is to leave as they are: it follows them from round to round, with noise; none: it stays",
+        "share of the displacements that clip_update is to leave as they are: it follows them from round to round, "
+        "with noise; none: it stays",
         above=0, at_most=1)
     noise_multiplier: float = option(0.0,
-        "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential privacy of clients; 0: none",
+        "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential "
+        "privacy of clients; 0: none",
         at_least=0)
     noise: str = option("central",
-        "who adds it: the server, each client to its own displacement, or the server along a tree of rounds (DP-FTRL)", choices=NOISES)
+        "who adds it: the server, each client to its own displacement, or the server along a tree of rounds (DP-FTRL)",
+        choices=NOISES)
     delta: float | None = option(None, "of the guarantee (epsilon, delta) in the records; none: clients**-1.1", above=0)
     accountant: str | None = option("rdp", "of epsilon; none: noise without a guarantee", choices=("rdp",))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
@@ -142,7 +172,8 @@ class Settings:
         rule = self.rule
         if rule is not None and not rule.weighs and self.weighting != "uniform":
             raise ValueError(
-                f"weighting={self.weighting!r} has no meaning with aggregation={self.aggregation!r}, in which one client counts like another; "
+                f"weighting={self.weighting!r} has no meaning with aggregation={self.aggregation!r}, in which one "
+                f"client counts like another; "
                 "use weighting='uniform', or aggregation='norm_filter', which takes the weights"
             )
         object.__setattr__(self, "loss", _function(self.loss))
@@ -179,7 +210,8 @@ class Settings:
         """Raises ValueError for a rate that has no value in some round, or one that is out of range."""
         if not isinstance(self.lr, float) and self.lr_decay != 1:
             raise ValueError(
-                f"lr_decay is a factor on a number, and lr = {self.lr!r} is none; put the factor into it, and leave lr_decay at 1"
+                f"lr_decay is a factor on a number, and lr = {self.lr!r} is none; put the factor into it, and leave "
+                f"lr_decay at 1"
             )
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
         for index in (
@@ -200,7 +232,8 @@ class Settings:
         }
 
 
-# What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came to.
+# What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came
+# to.
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
 
 
@@ -211,7 +244,8 @@ def _function(loss: str | Loss | BatchLoss) -> Loss | BatchLoss:
     known = {name: f for name, f in vars(functional).items() if callable(f) and not name.startswith("_")}
     if loss not in known:
         raise ValueError(
-            "loss must be the name of a function of torch.nn.functional (e.g. 'cross_entropy') or a function loss(model(x), y) "
+            "loss must be the name of a function of torch.nn.functional (e.g. 'cross_entropy') or a function "
+            "loss(model(x), y) "
             f"(in a config its import path), got {loss!r}{nearest(loss, known)}"
         )
     return known[loss]

@@ -16,14 +16,16 @@ _FEWEST = 3  # clients of a round, among whom a majority can stand against one
 
 
 def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, float]:
-    """The clients whose displacement is far beyond their cohort's, and how many times the median of the cohort it is long.
+    """The clients whose displacement is far beyond their cohort's, and how many times the median of the cohort it is
+    long.
 
         ||Delta_i|| > FAR * median_j ||Delta_j|| * max(1, K_i / median_j K_j)
 
-    A median stays where it is whatever fewer than half of the clients do, which a mean and a standard deviation do not; a multiple of it needs
-    no spread, which in a cohort of equals is nearly nothing. K_i local steps: who takes more may go further in proportion. On the digits (50
-    clients, alpha 0.05 and 0.3, an mlp) honest clients came to 17 medians after that proportion, in FedDyn; to 17 before it in SCAFFOLD, and
-    to 40 in FedDyn, whose first client has more than twice the samples. A cohort that does not move has no outlier.
+    A median stays where it is whatever fewer than half of the clients do, which a mean and a standard deviation do not;
+    a multiple of it needs no spread, which in a cohort of equals is nearly nothing. K_i local steps: who takes more may
+    go further in proportion. On the digits (50 clients, alpha 0.05 and 0.3, an mlp) honest clients came to 17 medians
+    after that proportion, in FedDyn; to 17 before it in SCAFFOLD, and to 40 in FedDyn, whose first client has more than
+    twice the samples. A cohort that does not move has no outlier.
     """
     if len(norms) < _FEWEST:
         return {}
@@ -33,13 +35,15 @@ def outliers(norms: Mapping[int, float], steps: Mapping[int, int]) -> dict[int, 
 
 
 def warn(found: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]], aggregation: str) -> None:
-    """A line in the log for each of a round's outliers (`history`'s next) that no earlier round has, one of a resumed run included."""
+    """A line in the log for each of a round's outliers (`history`'s next) that no earlier round has, one of a resumed
+    run included."""
     for one in found:
         client, factor = one["client"], one["factor"]
         if any(client == before["client"] for record in history for before in record.get("outliers", ())):
             continue
         help = (
-            "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and 'krum' outvote it, "
+            "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and "
+            "'krum' outvote it, "
             "clip_update=... shortens it"
             if aggregation == MEAN
             else f"against which aggregation={aggregation!r} stands"

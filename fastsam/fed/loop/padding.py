@@ -1,4 +1,5 @@
-"""Rows of a user's algorithm keep the padding between parameters at zero: looked at when they come for the first time."""
+"""Rows of a user's algorithm keep the padding between parameters at zero: looked at when they come for the first
+time."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ def check_padding(vectors: Mapping[str, Tensor], rows: Rows, what: str) -> None:
         found = x[..., padding.to(x.device)]
         if bool((found.isfinite() & (found != 0)).any()):
             raise ValueError(
-                f"{what} has numbers in the padding of {name!r}, which would enter its norms: between parameters a row is zero. Draw random "
-                "numbers into the views of round.rows.unflatten(row), or make the row of a vector, round.rows.row(vector)"
+                f"{what} has numbers in the padding of {name!r}, which would enter its norms: between parameters a row "
+                f"is zero. Draw random "
+                "numbers into the views of round.rows.unflatten(row), or make the row of a vector, "
+                "round.rows.row(vector)"
             )
 
 

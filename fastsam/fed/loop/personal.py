@@ -1,6 +1,8 @@
-"""Parameters and buffers that stay with the client: an algorithm around another one, of which the others are sent and averaged.
+"""Parameters and buffers that stay with the client: an algorithm around another one, of which the others are sent and
+averaged.
 
-With the head of a model that is FedPer (Arivazhagan et al. 2019), with its normalisation layers and their buffers FedBN (Li et al. 2021).
+With the head of a model that is FedPer (Arivazhagan et al. 2019), with its normalisation layers and their buffers FedBN
+(Li et al. 2021).
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class ClientModels(Protocol):
 
 
 class Kept:
-    """Models that the algorithm keeps beside the global one (`Algorithm.own_models`), which is that of who has not taken part yet."""
+    """Models that the algorithm keeps beside the global one (`Algorithm.own_models`), which is that of who has not
+    taken part yet."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
@@ -55,9 +58,11 @@ class Kept:
 
 
 class Personal:
-    """`inner`, with some of the parameters never sent: a client begins with its own ones, and what the inner algorithm sees of them is zero.
+    """`inner`, with some of the parameters never sent: a client begins with its own ones, and what the inner algorithm
+    sees of them is zero.
 
-    So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to where the client began.
+    So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to
+    where the client began.
     buffers: those of the start, where each client's stay with it; empty where they do not.
     Raises ValueError for patterns that match nothing (see `Rows.mask`), or all.
     """
@@ -80,7 +85,8 @@ class Personal:
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state yet."""
+        """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state
+        yet."""
         w = server["w"]
         if state is None:
             return w
@@ -159,7 +165,8 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
         return settings
     if settings.buffers is not None:
         raise ValueError(
-            f"{type(algorithm).__name__} leaves the model's buffers with the clients, and buffers={settings.buffers!r} does not: leave it out"
+            f"{type(algorithm).__name__} leaves the model's buffers with the clients, and buffers={settings.buffers!r} "
+            f"does not: leave it out"
         )
     return replace(settings, buffers="local")
 
@@ -167,8 +174,8 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
 def personal_of(
     algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
 ) -> ClientModels | None:
-    """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around `algorithm`, where something stays
-    with the clients: what the run says, and what the algorithm says itself.
+    """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around
+    `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
 
     buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
     """
@@ -207,6 +214,7 @@ def _kept(
         )
     if buffers and settings.buffers != "keep":
         raise ValueError(
-            f"{name} trains two models a client, and buffers={settings.buffers!r} are those of one: use buffers='keep' or GroupNorm"
+            f"{name} trains two models a client, and buffers={settings.buffers!r} are those of one: use buffers='keep' "
+            f"or GroupNorm"
         )
     return Kept(algorithm)

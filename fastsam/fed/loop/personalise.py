@@ -1,4 +1,5 @@
-"""Fine-tuning at the end of a run: every client trains the global model on, alone, and is evaluated before and after."""
+"""Fine-tuning at the end of a run: every client trains the global model on, alone, and is evaluated before and
+after."""
 
 from __future__ import annotations
 
@@ -27,22 +28,24 @@ def check_personalise(epochs: int | None, algorithm: object, classifies: bool) -
         raise ValueError(f"personalise={epochs} is for clients, and {type(algorithm).__name__} has none")
     if not classifies:
         raise ValueError(
-            f"personalise={epochs} tells each client's accuracy before and after: it needs a test set, and a model with one output per class"
+            f"personalise={epochs} tells each client's accuracy before and after: it needs a test set, and a model "
+            f"with one output per class"
         )
 
 
 def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]]:
-    """What each client has of it, by client: `client`, its `samples`, its accuracy `before` and `after` on its own validation samples (None: it
-    has none, or could not be trained). Collective: each rank trains a part of the clients.
+    """What each client has of it, by client: `client`, its `samples`, its accuracy `before` and `after` on its own
+    validation samples (None: it has none, or could not be trained). Collective: each rank trains a part of the clients.
 
-    A client takes `epochs` of plain steps at the learning rate of the last round, with the run's momentum, weight decay and clipping. Its random
-    numbers are those of the round that would come next. The global model stays as it is.
+    A client takes `epochs` of plain steps at the learning rate of the last round, with the run's momentum, weight decay
+    and clipping. Its random numbers are those of the round that would come next. The global model stays as it is.
     """
     settings, population, evaluator, view, ranks = loop.settings, loop.population, loop.evaluator, loop.view, loop.ranks
     w, buffers, mine = state.server["w"], state.buffers, range(ranks.rank, len(population.sizes), ranks.size)
     lr = settings.lr_of(max(state.round - 1, 0))
     work = Work(
-        state.round, lr, epochs, settings.batch_size, settings.shuffle, settings.seed, population.clients, population.sizes,
+        state.round, lr, epochs, settings.batch_size, settings.shuffle, settings.seed, population.clients,
+        population.sizes,
         population.augment, population.store, drop_last=settings.drop_last, samples=population.samples,
     )  # fmt: skip
     plain, personal = LocalStep(), loop.personal
@@ -78,7 +81,8 @@ def personalise(loop: Loop, state: RunState, epochs: int) -> list[dict[str, Any]
 
 
 def spread(clients: Clients) -> dict[str, float]:
-    """Mean, standard deviation (the population's), smallest and largest of the accuracies before and after, over the clients that have both."""
+    """Mean, standard deviation (the population's), smallest and largest of the accuracies before and after, over the
+    clients that have both."""
     both = [one for one in clients if one["before"] is not None and one["after"] is not None]
     kinds: dict[str, Callable[[list[float]], float]] = {
         "mean": statistics.fmean, "std": statistics.pstdev, "min": min, "max": max

@@ -1,9 +1,11 @@
-"""The data of all clients together, for baselines without a federation: algorithms with `pools_data`, such as `Centralised_SGD`.
+"""The data of all clients together, for baselines without a federation: algorithms with `pools_data`, such as
+`Centralised_SGD`.
 
-Such a run has the budget of a federated one with the same keywords: a round trains on `participation` of all samples, `local_epochs` times
-in batches of `batch_size`. The pooled samples are shuffled once and cut into 1/participation blocks of one size; the rounds take the
-blocks in turn, so every 1/participation rounds are `local_epochs` passes over everything. `sampler`, `available`, `weighting` and the split have no
-meaning; the accuracy over clients is still that of the clients. Local momentum starts at zero in every round, as everywhere.
+Such a run has the budget of a federated one with the same keywords: a round trains on `participation` of all samples,
+`local_epochs` times in batches of `batch_size`. The pooled samples are shuffled once and cut into 1/participation
+blocks of one size; the rounds take the blocks in turn, so every 1/participation rounds are `local_epochs` passes over
+everything. `sampler`, `available`, `weighting` and the split have no meaning; the accuracy over clients is still that
+of the clients. Local momentum starts at zero in every round, as everywhere.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from fastsam.fed.common import seeds
 
 
 def pooled(population: Population, participation: float, seed: int) -> Population:
-    """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the order stays.
+    """The population as `round(1/participation)` blocks of all samples (one sample each at least); with one block the
+    order stays.
 
     Raises ValueError for samples that come in batches.
     """
     if population.samples is not None:
         raise ValueError(
-            f"a centralised baseline pools pairs of tensors, and {population.batched}; hand over one client that holds all samples, with FedAvg()"
+            f"a centralised baseline pools pairs of tensors, and {population.batched}; hand over one client that holds "
+            f"all samples, with FedAvg()"
         )
     x, y = (torch.cat([pair[i] for pair in population.clients]) for i in (0, 1))
     blocks = min(max(1, round(1 / participation)), len(y))

@@ -43,8 +43,8 @@ class TorchSchedule:
     """A learning rate that a scheduler of `torch.optim.lr_scheduler` sets, one of its steps a round:
     `lr=fed.TorchSchedule(0.1, lambda opt: CosineAnnealingLR(opt, T_max=50, eta_min=0.001))`.
 
-    lr: the rate that the scheduler begins with. make: makes the scheduler for an optimizer. Raises ValueError for a scheduler that needs more
-    than the number of the round (`ReduceLROnPlateau`).
+    lr: the rate that the scheduler begins with. make: makes the scheduler for an optimizer. Raises ValueError for a
+    scheduler that needs more than the number of the round (`ReduceLROnPlateau`).
     """
 
     def __init__(self, lr: float, make: Callable[[torch.optim.Optimizer], Any]) -> None:

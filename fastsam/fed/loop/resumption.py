@@ -56,13 +56,15 @@ def open_directory(
 
 
 def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
-    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are done."""
+    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are
+    done."""
     for record in history:
         t = record["round"] - 1
         for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
             if record.get(name, now) != now:
                 raise RunDirectoryError(
-                    f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was {record[name]!r}, now it is {now!r}"
+                    f"the run in {run_dir} cannot be resumed with another {name}: in round {t + 1} it was "
+                    f"{record[name]!r}, now it is {now!r}"
                 )
 
 

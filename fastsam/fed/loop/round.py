@@ -52,9 +52,9 @@ BUFFERS = "model buffers"  # the name under which buffers enter the sums
 class Cohort:
     """Between the algorithm and the executor: constants for every task, the check of every end, the round's sums.
 
-    A client is excluded when its loss, displacement, gradient, dual, upload or new state is not finite (a gradient that is not finite in any
-    step leaves a displacement that is not) and, where the run says so, when its model or loss raises: nothing of it enters the sums, its
-    state stays what it was.
+    A client is excluded when its loss, displacement, gradient, dual, upload or new state is not finite (a gradient that
+    is not finite in any step leaves a displacement that is not) and, where the run says so, when its model or loss
+    raises: nothing of it enters the sums, its state stays what it was.
     """
 
     def __init__(
@@ -106,15 +106,18 @@ class Cohort:
         self.lent.lend("server", before.server)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
-        """One task per active client of this rank for the executor, made when it is asked for, as many together as it stacks.
+        """One task per active client of this rank for the executor, made when it is asked for, as many together as it
+        stacks.
 
         later: who is likely to be in the next round, for states that are fetched ahead, and clients that are loaded.
         """
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
         work = Work(
-            self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle, settings.seed,
-            population.clients, population.sizes, population.augment, population.store, settings.local_steps, settings.drop_last,
+            self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle,
+            settings.seed,
+            population.clients, population.sizes, population.augment, population.store, settings.local_steps,
+            settings.drop_last,
             population.samples,
         )  # fmt: skip
         order, later = self._order(self.mine, longest_first), self._order(later, longest_first)
@@ -290,7 +293,8 @@ class Cohort:
             join(ranks, self.about)
 
     def check(self) -> None:
-        """After the last end. Raises RuntimeError when nobody is left, more than `max_excluded` of the cohort were excluded, or masks stay."""
+        """After the last end. Raises RuntimeError when nobody is left, more than `max_excluded` of the cohort were
+        excluded, or masks stay."""
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
             log.warning("round %d: %d of %d clients are excluded", self.about.index + 1, out, len(self.active))
@@ -298,7 +302,8 @@ class Cohort:
             named = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
             raise RuntimeError(
                 f"round {self.about.index + 1}: {out} of {len(self.active)} active clients were excluded, more than "
-                f"max_excluded={share:g} allows ({named}{'; ...' if out > 4 else ''}). A smaller lr or rho, clip_norm, or a larger "
+                f"max_excluded={share:g} allows ({named}{'; ...' if out > 4 else ''}). A smaller lr or rho, clip_norm, "
+                f"or a larger "
                 "max_excluded may help"
             )
         if self.sums.clients == 0:
@@ -312,13 +317,15 @@ class Cohort:
 
     @property
     def server_sums(self) -> Sums:
-        """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own weights, make of the rows."""
+        """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own
+        weights, make of the rows."""
         if self.weighs:
             return OwnWeights(self.sums)
         return self.sums if self.robust is None else self.robust
 
     def record(self) -> dict[str, Any]:
-        """What the round's record says of the clients. train_loss: mean over the samples of the clients that were not excluded."""
+        """What the round's record says of the clients. train_loss: mean over the samples of the clients that were not
+        excluded."""
         sizes = self.population.sizes
         about = {
             "clients": len(self.active),

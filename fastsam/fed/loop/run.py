@@ -110,25 +110,28 @@ def run(
 ) -> Result:
     """Trains `model` on `clients` with a federated algorithm.
 
-    model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not changed: the result has
-        another, in the same memory format.
-    clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`. test: one of these,
-        or `fed.PerClient`, one for each client; default that of the FederatedData. collate: a function of a list of samples that makes a
-        batch, default torch's `default_collate`.
+    model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not
+        changed: the result has another, in the same memory format.
+    clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`.
+        test: one of these, or `fed.PerClient`, one for each client; default that of the FederatedData. collate: a
+        function of a list of samples that makes a batch, default torch's `default_collate`.
     algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
 
     OPTIONS
 
     run_dir: directory for records and checkpoints; resume=True continues there, in the same bits.
     config: goes to config.json there, default the effective settings.
-    callbacks: objects that hear of the start, of every round and evaluation, and of the end, and may stop the run: see `fed.Callback`.
-    progress: a function that is called after each round with its record; or whether a bar is shown, by default where there is a terminal.
+    callbacks: objects that hear of the start, of every round and evaluation, and of the end, and may stop the run: see
+    `fed.Callback`.
+    progress: a function that is called after each round with its record; or whether a bar is shown, by default where
+    there is a terminal.
 
-    Raises ValueError for bad arguments, before anything is written; RunDirectoryError for a directory or checkpoint that cannot be used;
-    ClientError when the model or the loss raises in a client, AlgorithmError, a ValueError, when a function of the algorithm does, CallbackError
-    when a callback does; RuntimeError when every client of a round diverged. Whatever raises, Ctrl-C included, the run directory then holds the
-    last completed round. Under torchrun (see docs/executors.md) also RankError, for ranks that were not called alike and when one has died; the
-    run directory then holds the last checkpoint.
+    Raises ValueError for bad arguments, before anything is written; RunDirectoryError for a directory or checkpoint
+    that cannot be used; ClientError when the model or the loss raises in a client, AlgorithmError, a ValueError, when a
+    function of the algorithm does, CallbackError when a callback does; RuntimeError when every client of a round
+    diverged. Whatever raises, Ctrl-C included, the run directory then holds the last completed round. Under torchrun
+    (see docs/executors.md) also RankError, for ranks that were not called alike and when one has died; the run
+    directory then holds the last checkpoint.
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
     settings = with_own_buffers(settings, algorithm)

@@ -1,4 +1,5 @@
-"""One training step on a copy of the model before the first round: what would fail in round 1 fails here, with its reason."""
+"""One training step on a copy of the model before the first round: what would fail in round 1 fails here, with its
+reason."""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _KINDS = 64  # of samples, that are tried
 
 @dataclass(frozen=True)
 class Trial:
-    """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training changes, and what in
-    a training pass draws random numbers (`Setup.draws`). example: the batch it was made with, None for a tree."""
+    """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training
+    changes, and what in a training pass draws random numbers (`Setup.draws`). example: the batch it was made with, None
+    for a tree."""
 
     classifies: bool
     changed_buffers: tuple[str, ...]
@@ -38,10 +40,10 @@ class Trial:
 def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: int) -> Trial:
     """Takes the step on the client with most samples. The model, and torch's random state, stay as they are.
 
-    Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside the model's outputs,
-    another number of outputs than the data set has classes, a loss that is not a scalar, a loss without a gradient, sparse gradients;
-    a client with samples of another dtype or shape on which they do not work; an `augment` that returns something else than a batch like
-    its input, or writes into that.
+    Raises ValueError: the model or the loss does not work on the data, the model not on the test set, labels outside
+    the model's outputs, another number of outputs than the data set has classes, a loss that is not a scalar, a loss
+    without a gradient, sparse gradients; a client with samples of another dtype or shape on which they do not work; an
+    `augment` that returns something else than a batch like its input, or writes into that.
     """
     check_function(loss)
     client = max(range(len(population.sizes)), key=population.sizes.__getitem__)
@@ -105,8 +107,9 @@ def are_labels(output: object, y: Tensor) -> bool:
 def one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
     """Whether a loss of the user's own reads `output` `[n, classes]` as one number per class, the larger the likelier.
 
-    There must be several, every label must be the number of one, and the loss must be lowest where the largest output is the label's own: a
-    regression on one of the outputs, or on a mean and a variance, is not. (A loss that works on no made-up batch is not asked.)
+    There must be several, every label must be the number of one, and the loss must be lowest where the largest output
+    is the label's own: a regression on one of the outputs, or on a mean and a variance, is not. (A loss that works on
+    no made-up batch is not asked.)
     """
     classes = output.shape[1]
     known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
@@ -127,13 +130,15 @@ def one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
 def check_outputs(outputs: int, classes: int | None) -> None:
     if classes is not None and outputs != classes:
         raise ValueError(
-            f"the model has {outputs} outputs and the data {classes} classes; a model class or function with a parameter 'classes' "
+            f"the model has {outputs} outputs and the data {classes} classes; a model class or function with a "
+            f"parameter 'classes' "
             "is made with the right number, others may take it in model_options"
         )
 
 
 def _check_others(trial: nn.Module, population: Population, client: int, loss: Loss, batch_size: int) -> None:
-    """What works on one client may not on another, nor on the test set: other dtypes or shapes would end the run in a later round."""
+    """What works on one client may not on another, nor on the test set: other dtypes or shapes would end the run in a
+    later round."""
     known = {_kind(*population.clients[client])}
     for i, (x, y) in enumerate(population.clients if population.store is None else ()):  # in a store all are alike
         if len(known) < _KINDS and _kind(x, y) not in known:
@@ -157,7 +162,8 @@ def _kind(x: Tensor, y: Tensor) -> tuple[object, ...]:
 def check_smallest(
     model: nn.Module, population: Population, loss: Loss | BatchLoss, batch_size: int, drop_last: bool
 ) -> None:
-    """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may have no variance."""
+    """Raises ValueError for a model with BatchNorm that cannot train on the smallest of all batches: one sample may
+    have no variance."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     sizes = population.known_sizes
@@ -168,8 +174,10 @@ def check_smallest(
     client = min(rest, key=rest.__getitem__)
     trial = copied(model).to(population.device).train()
     what = (
-        f"the last batch of client {client}, with batch_size={batch_size}, has {rest[client]} of its {sizes[client]} samples, on which "
-        "the model cannot train; use drop_last=True (for a client with fewer samples than a batch leave it out), or another batch_size"
+        f"the last batch of client {client}, with batch_size={batch_size}, has {rest[client]} of its {sizes[client]} "
+        f"samples, on which "
+        "the model cannot train; use drop_last=True (for a client with fewer samples than a batch leave it out), or "
+        "another batch_size"
     )
     with random_state_kept(population.device), torch.no_grad(), explain(what):
         if isinstance(loss, BatchLoss):
@@ -186,7 +194,8 @@ def _about(x: Tensor, y: Tensor) -> str:
 
 
 def _check_augment(augment: Augment, x: Tensor) -> None:
-    """It must make a batch like `x` and leave `x` alone: in stored order that is the data itself, changed again in every epoch."""
+    """It must make a batch like `x` and leave `x` alone: in stored order that is the data itself, changed again in
+    every epoch."""
     given, generator = x.clone(), torch.Generator(x.device)
     with explain(f"augment failed on a batch ({x.dtype} {list(x.shape)})"):
         augmented(augment, given, generator.manual_seed(0))
@@ -220,7 +229,8 @@ def check_gradients(parameters: Sequence[nn.Parameter]) -> None:
     gradients = [p.grad for p in parameters if p.is_leaf]
     if all(g is None for g in gradients):
         raise ValueError(
-            "no trainable parameter of the model gets a gradient (a torch.jit.script model?); hand over the module that it was made of"
+            "no trainable parameter of the model gets a gradient (a torch.jit.script model?); hand over the module "
+            "that it was made of"
         )
     if any(g is not None and g.is_sparse for g in gradients):
         raise ValueError(
@@ -234,11 +244,13 @@ def frozen_versions(trial: nn.Module) -> dict[str, int]:
 
 
 def check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
-    """Raises ValueError for a training pass that writes a parameter that is not trained: all clients have it in common."""
+    """Raises ValueError for a training pass that writes a parameter that is not trained: all clients have it in
+    common."""
     name = next((name for name, version in frozen_versions(trial).items() if before.get(name) != version), None)
     if name is not None:
         raise ValueError(
-            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for all clients; make it a "
+            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for "
+            f"all clients; make it a "
             "buffer (register_buffer), for which buffers='average', 'keep' or 'local' says what becomes of it"
         )
 
@@ -257,6 +269,7 @@ def check_buffers(trial: Trial, buffers: str | None) -> None:
     if buffers is None and trial.changed_buffers:
         names = ", ".join(trial.changed_buffers[:3]) + (", ..." if len(trial.changed_buffers) > 3 else "")
         raise ValueError(
-            f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. Say buffers='average' "
+            f"training changes buffers of the model ({names}: BatchNorm?), and clients' buffers are not parameters. "
+            f"Say buffers='average' "
             "(mean over the clients), 'keep' (those of the start) or 'local' (each client's own), or use GroupNorm"
         )

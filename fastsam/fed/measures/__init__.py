@@ -1,6 +1,8 @@
-"""What is measured of a run besides accuracy: sharpness, drifts, the loss surface, and the quantities of the papers' theorems.
+"""What is measured of a run besides accuracy: sharpness, drifts, the loss surface, and the quantities of the papers'
+theorems.
 
-The functions take flat weights and an `Objective`, the loss over fixed data; `fed.run(measures=[...])` takes them in its rounds.
+The functions take flat weights and an `Objective`, the loss over fixed data; `fed.run(measures=[...])` takes them in
+its rounds.
 """
 
 from __future__ import annotations

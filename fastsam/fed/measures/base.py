@@ -12,16 +12,19 @@ from fastsam.fed.step.local_step import RowEnds
 
 
 class Measures(Protocol):
-    """Measures of a run. Those of a user get vectors `[..., P]` as torch makes them where the run has rows (`fastsam.fed.measures.own`).
+    """Measures of a run. Those of a user get vectors `[..., P]` as torch makes them where the run has rows
+    (`fastsam.fed.measures.own`).
 
     A client's numbers are added to the round's sums, whatever the order; the round's go into its record.
 
-    With several ranks each has an object of its own: `clients` is called where they trained, `round` on rank 0. What is kept besides
-    the numbers goes there in a method `join(ranks, about)`, called on all ranks between the two, where the object has one.
+    With several ranks each has an object of its own: `clients` is called where they trained, `round` on rank 0. What is
+    kept besides the numbers goes there in a method `join(ranks, about)`, called on all ranks between the two, where the
+    object has one.
     """
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """The local steps (from 0) before which a row is kept (`RowEnds.snapshots`), for a client that takes `steps` of them."""
+        """The local steps (from 0) before which a row is kept (`RowEnds.snapshots`), for a client that takes `steps` of
+        them."""
 
     def clients(self, before: State, ends: RowEnds, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """Numbers of n clients, n under each name; their sums over all clients are `sums.number(name)` in `round`.

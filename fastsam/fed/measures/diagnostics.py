@@ -1,4 +1,5 @@
-"""Quantities that the papers' theorems bound or assume: smoothness, gradient variances, estimation bias, margin risk and Q."""
+"""Quantities that the papers' theorems bound or assume: smoothness, gradient variances, estimation bias, margin risk
+and Q."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from fastsam.fed.step.model_copy import Replica
 
 
 def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
-    """The largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path` (weights `[stride]`); a lower bound of L. 0 when none moved."""
+    """The largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path` (weights `[stride]`); a lower bound of L. 0
+    when none moved."""
     gradients = [objective.gradient(w) for w in path]
     found = 0.0
     for i in range(1, len(path)):
@@ -28,7 +30,8 @@ def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
 def hessian_norm(
     objective: Objective, w: Tensor, iterations: int = 30, tolerance: float = 1e-4, seed: int = 0
 ) -> float:
-    """The spectral norm of the Hessian at w (the largest |eigenvalue|) by power iteration from a random vector; a lower bound of L.
+    """The spectral norm of the Hessian at w (the largest |eigenvalue|) by power iteration from a random vector; a lower
+    bound of L.
 
     Ends when the estimate changes by less than `tolerance` (relative), or after `iterations`.
     """
@@ -43,13 +46,15 @@ def hessian_norm(
 
 
 def sigma_local(objective: Objective, batches: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2`, g the client's full gradient (FedSAM paper, Assumption 3)."""
+    """`sigma_l`: root of the mean of `||unit(g_batch) - unit(g)||^2`, g the client's full gradient (FedSAM paper,
+    Assumption 3)."""
     full = unit(objective.gradient(w))
     return _root_mean([float((unit(b.gradient(w)) - full).square().sum()) for b in batches])
 
 
 def sigma_global(clients: Sequence[Objective], w: Tensor) -> float:
-    """`sigma_g`: root of the mean over clients of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption 2)."""
+    """`sigma_g`: root of the mean over clients of `||grad f_i(w) - grad f(w)||^2`, f the mean of the f_i (Assumption
+    2)."""
     gradients = [client.gradient(w) for client in clients]
     mean = torch.stack(gradients).mean(dim=0)
     return _root_mean([float((g - mean).square().sum()) for g in gradients])
@@ -67,9 +72,11 @@ def dual_gap(perturbations: Sequence[Tensor], s: Tensor) -> float:
 
 @torch.no_grad()
 def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: float = 0.1, batch: int = 512) -> float:
-    """The mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq. 5, empirical).
+    """The mean over clients of the share of samples with `p[y] - max_{j != y} p[j] <= margin` (FedSAM paper, eq. 5,
+    empirical).
 
-    p are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts errors (and ties).
+    p are the model's outputs after softmax, as the paper has it, so that margins lie in -1..1; `margin = 0` counts
+    errors (and ties).
     """
     replica.row.copy_(w)
     replica.module.eval()
@@ -86,10 +93,11 @@ def margin_risk(replica: Replica, pairs: Sequence[Pair], w: Tensor, margin: floa
 
 
 def spectral_complexity(layout: Layout, w: Tensor) -> float:
-    """`Q = prod_j ||W_j|| * sum_j ||W_j||_F^2 / ||W_j||` with spectral norms, as Theorem 3.5 of the FedSAM paper prints it.
+    """`Q = prod_j ||W_j|| * sum_j ||W_j||_F^2 / ||W_j||` with spectral norms, as Theorem 3.5 of the FedSAM paper prints
+    it.
 
-    (The bound that it goes back to, Neyshabur et al. 2018, squares the spectral norms.) Over the tensors of rank 2 and more, each as a
-    matrix [dimension 0, the rest]; a zero matrix makes it 0.
+    (The bound that it goes back to, Neyshabur et al. 2018, squares the spectral norms.) Over the tensors of rank 2 and
+    more, each as a matrix [dimension 0, the rest]; a zero matrix makes it 0.
     """
     matrices = [view.flatten(1) for view in layout.views(w.double()) if view.dim() > 1]
     norms = [float(torch.linalg.matrix_norm(m, 2)) for m in matrices]

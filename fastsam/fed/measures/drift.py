@@ -1,7 +1,7 @@
 """How far the clients drift from one another within a round: their weights, their perturbations, and where they end.
 
-The vectors are float `[stride]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th of the local steps that were
-kept (say the first, the middle and the last); every client has the same number of them.
+The vectors are float `[stride]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th of the
+local steps that were kept (say the first, the middle and the last); every client has the same number of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ Rows = Sequence[Sequence[Tensor]]
 
 
 def consistency(squares: float, total: Tensor, moved: Tensor, clients: int) -> float:
-    """`sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums: squares = sum ||Delta_i||^2, total = sum Delta_i, moved = w^{t+1} - w^t.
+    """`sum_i ||w_i - w^{t+1}||^2 / n_t` (FL-Simulator) from sums: squares = sum ||Delta_i||^2, total = sum Delta_i,
+    moved = w^{t+1} - w^t.
 
     Never below 0, where rounding would put it.
     """
@@ -33,7 +34,8 @@ def weight_drift(weights: Rows, w: Tensor) -> float:
 def perturbation_spread(perturbations: Rows) -> float:
     """`E_delta = mean over clients and kept steps of ||delta_i,k - delta||^2` (FedSAM paper, Lemma B.1).
 
-    delta is the clients' mean perturbation at the first kept step, where all stand at w^t: exactly 0 when all perturb alike.
+    delta is the clients' mean perturbation at the first kept step, where all stand at w^t: exactly 0 when all perturb
+    alike.
     """
     reference = mean_row([client[0] for client in perturbations])
     return _mean([float((v.double() - reference).square().sum()) for client in perturbations for v in client])
@@ -44,8 +46,8 @@ def perturbation_drift(
 ) -> float:
     """`PD = mean over clients and kept steps of ||u_g,k - u_i,k|| / 2`, in 0..1 (FedLESAM paper, Figure 2).
 
-    u_i,k is the unit perturbation of client i, u_g,k that of the `gradient` of the mean loss over all clients, taken at the virtual model
-    `w^t - server_lr * mean_i(w^t - w_i,k)` of the active clients.
+    u_i,k is the unit perturbation of client i, u_g,k that of the `gradient` of the mean loss over all clients, taken at
+    the virtual model `w^t - server_lr * mean_i(w^t - w_i,k)` of the active clients.
     """
     found = []
     for p in range(len(weights[0])):

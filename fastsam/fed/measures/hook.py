@@ -1,4 +1,5 @@
-"""The measures that a run asks for by name, taken in its rounds: a thin layer between the loop and the functions of this package."""
+"""The measures that a run asks for by name, taken in its rounds: a thin layer between the loop and the functions of
+this package."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were kept before some."""
+    """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were
+    kept before some."""
 
     displacement: Tensor
     steps: int
@@ -50,12 +52,14 @@ class _Collected:
 class RoundMeasures:
     """The measures `names` of a run (see `NAMES`): the `Measures` that the loop calls.
 
-    Kept while a round lasts: for measures along the path three snapshots and the displacement of every active client, for the others no
-    vector of a client but the sum of the displacements. What needs the loss reads a replica of its own, in eval mode, without augmentation.
+    Kept while a round lasts: for measures along the path three snapshots and the displacement of every active client,
+    for the others no vector of a client but the sum of the displacements. What needs the loss reads a replica of its
+    own, in eval mode, without augmentation.
     """
 
     def __init__(
-        self, names: Sequence[str], options: Options, model: nn.Module, layout: Layout, population: Population, loss: Loss,
+        self, names: Sequence[str], options: Options, model: nn.Module, layout: Layout, population: Population,
+        loss: Loss,
         *, batch_size: int, rounds: int, seed: int, classifies: bool,
     ) -> None:  # fmt: skip
         """Raises ValueError for a measure of classes where the labels are none."""
@@ -66,7 +70,8 @@ class RoundMeasures:
         first = trainable(model)[0]
         if population.batched:
             raise ValueError(
-                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; metrics and measures of your "
+                f"the measures {', '.join(names)} read the loss over pairs of tensors, and {population.batched}; "
+                f"metrics and measures of your "
                 "own (an object) serve here"
             )
         device = population.device
@@ -80,7 +85,8 @@ class RoundMeasures:
     # --- what the loop calls ---
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """The first, the middle and the last local step, when a measure along the path is asked for and this round is measured."""
+        """The first, the middle and the last local step, when a measure along the path is asked for and this round is
+        measured."""
         along = ALONG_THE_PATH & set(self.names)
         return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
 
@@ -216,7 +222,8 @@ class RoundMeasures:
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Weights and perturbations by client, at the first, middle and last step of each; no perturbations where steps have none."""
+        """Weights and perturbations by client, at the first, middle and last step of each; no perturbations where steps
+        have none."""
         weights: list[list[Tensor]] = []
         perturbed: list[list[Tensor]] = []
         for _, end in sorted(self._seen.ends.items()):
@@ -232,34 +239,40 @@ class RoundMeasures:
 def make(
     measures: Sequence[str] | Measures, options: Mapping[str, Any], buffers: str | None, **parts: Any
 ) -> Measures | None:
-    """The measures of a run: those named (`parts` are the keywords of `RoundMeasures`), or an object of the user's own; None for none.
+    """The measures of a run: those named (`parts` are the keywords of `RoundMeasures`), or an object of the user's own;
+    None for none.
 
-    Raises ValueError for unknown names and options, and for a model whose buffers the run averages: what is measured would not be it.
+    Raises ValueError for unknown names and options, and for a model whose buffers the run averages: what is measured
+    would not be it.
     """
     if not isinstance(measures, Sequence):
         missing = [name for name in ("snapshots", "clients", "round") if not callable(getattr(measures, name, None))]
         if missing:
             raise ValueError(
-                f"measures must be a list of names ({', '.join(NAMES)}) or an object with the methods of fastsam.fed.measures.Measures, "
+                f"measures must be a list of names ({', '.join(NAMES)}) or an object with the methods of "
+                f"fastsam.fed.measures.Measures, "
                 f"got {type(measures).__name__} without {', '.join(missing)}"
             )
         return OwnMeasures(measures)
     checked = check(measures, options)
     if measures and buffers in ("average", "local"):
         raise ValueError(
-            f"measures take the model's buffers to be those of the start, and buffers={buffers!r} changes them; use buffers='keep' or GroupNorm"
+            f"measures take the model's buffers to be those of the start, and buffers={buffers!r} changes them; use "
+            f"buffers='keep' or GroupNorm"
         )
     return RoundMeasures(measures, checked, **parts) if measures else None
 
 
 def kept_steps(steps: int) -> tuple[int, int, int]:
-    """The first, the middle and the last of a client's `steps` local steps, counted from 0; some coincide where there are few."""
+    """The first, the middle and the last of a client's `steps` local steps, counted from 0; some coincide where there
+    are few."""
     return 0, (steps - 1) // 2, steps - 1
 
 
 @torch.no_grad()
 def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """The share of all samples of `pairs` that the replica with the weights w (`[stride]`) classifies right, in eval mode."""
+    """The share of all samples of `pairs` that the replica with the weights w (`[stride]`) classifies right, in eval
+    mode."""
     replica.row.copy_(w)
     replica.module.eval()
     right = sum(

@@ -1,4 +1,5 @@
-"""Metrics of the global model's outputs on the test set: by name, as functions, as objects that accumulate (torchmetrics)."""
+"""Metrics of the global model's outputs on the test set: by name, as functions, as objects that accumulate
+(torchmetrics)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ _TAKEN = ("accuracy", "loss")  # the run's own
 
 
 def resolve(metrics: Sequence[str] | Mapping[str, Any]) -> dict[str, Metric]:
-    """The metrics by name. A list names some of `METRICS`; a dict has names, functions `(outputs, labels) -> number`, or objects with
-    `reset`, `update(outputs, labels)` and `compute`, under names of their own.
+    """The metrics by name. A list names some of `METRICS`; a dict has names, functions `(outputs, labels) -> number`,
+    or objects with `reset`, `update(outputs, labels)` and `compute`, under names of their own.
 
     Raises ValueError for a name that does not exist or is taken, and for what is no metric.
     """
@@ -45,7 +46,8 @@ def _made(name: str, metric: Any) -> Metric:
         return partial(_checked, name, partial(_accumulated, metric))
     if not callable(metric):
         raise ValueError(
-            f"metrics: {name!r} must be the name of a metric, a function (outputs, labels) -> number, or an object with "
+            f"metrics: {name!r} must be the name of a metric, a function (outputs, labels) -> number, or an object "
+            f"with "
             f"{', '.join(_OBJECT)}, got {metric!r}"
         )
     return partial(_checked, name, metric)
@@ -86,7 +88,8 @@ def _checked(name: str, metric: Callable[[Tensor, Tensor], Any], outputs: Tensor
         value = metric(outputs, labels)
     except Exception as error:
         raise ValueError(
-            f"the metric {name!r} failed on outputs {list(outputs.shape)} and labels {list(labels.shape)}: {type(error).__name__}: {error}"
+            f"the metric {name!r} failed on outputs {list(outputs.shape)} and labels {list(labels.shape)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     many = isinstance(value, Tensor) and value.numel() != 1
     if many or isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):

@@ -17,10 +17,11 @@ _BATCH = 512
 
 
 class Objective:
-    """`F(w) = sum_b weight_b * loss(model_w(x_b), y_b)`, the model in eval mode, data as they are stored (no augmentation).
+    """`F(w) = sum_b weight_b * loss(model_w(x_b), y_b)`, the model in eval mode, data as they are stored (no
+    augmentation).
 
-    Weights are flat `[stride]` rows of the replica's layout in any floating-point dtype; they are rounded to the dtype of the model.
-    The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
+    Weights are flat `[stride]` rows of the replica's layout in any floating-point dtype; they are rounded to the dtype
+    of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
     """
 
     def __init__(self, replica: Replica, loss: Loss, batches: Sequence[tuple[Tensor, Tensor, float]]) -> None:
@@ -35,7 +36,8 @@ class Objective:
 
     @classmethod
     def mean_of(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """The mean over the clients of their own mean losses: a client with few samples counts as much as one with many."""
+        """The mean over the clients of their own mean losses: a client with few samples counts as much as one with
+        many."""
         if len({len(y) for _, y in pairs}) == 1:
             return cls.pooled(replica, loss, pairs, batch)
         made = []
@@ -51,7 +53,8 @@ class Objective:
         return sum(weight * float(self.loss(self.replica.module(x), y)) for x, y, weight in self.batches)
 
     def gradient(self, w: Tensor) -> Tensor:
-        """The gradient at w, float64 `[stride]`; zero where the loss does not depend on a parameter, and in the padding."""
+        """The gradient at w, float64 `[stride]`; zero where the loss does not depend on a parameter, and in the
+        padding."""
         self._load(w)
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
         for x, y, weight in self.batches:
@@ -88,7 +91,8 @@ class Objective:
 
 
 def subset(pairs: Sequence[Pair], samples: int | None, seed: int) -> list[Pair]:
-    """About `samples` of all samples, chosen once from `seed`: of every client its share, one at least. None: all of them."""
+    """About `samples` of all samples, chosen once from `seed`: of every client its share, one at least. None: all of
+    them."""
     total = sum(len(y) for _, y in pairs)
     if samples is None or samples >= total:
         return list(pairs)

@@ -28,9 +28,10 @@ NAMES: dict[str, tuple[str, ...]] = {
 class Options:
     """Settings of the measures. Raises ValueError for one outside its range.
 
-    rho: radius of the sharpness and of the margin's perturbation. steps: of the projected ascent. samples: how many training samples the
-    loss is taken over, a fixed subset with every client's share; None: all. every: rounds between measured rounds (the last is always
-    measured). margin: gamma of the margin risk. iterations: at most so many of the power iteration.
+    rho: radius of the sharpness and of the margin's perturbation. steps: of the projected ascent. samples: how many
+    training samples the loss is taken over, a fixed subset with every client's share; None: all. every: rounds between
+    measured rounds (the last is always measured). margin: gamma of the margin risk. iterations: at most so many of the
+    power iteration.
     """
 
     rho: float = 0.1

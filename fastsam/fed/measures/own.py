@@ -34,7 +34,8 @@ class PlainSums:
 
 
 class OwnMeasures:
-    """A user's measures, called with vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector` wherever the run has rows.
+    """A user's measures, called with vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector` wherever
+    the run has rows.
 
     In a state, a tensor whose last dimension is that of a row is one.
     """

@@ -2,8 +2,8 @@
 
     s_rho(w) = max_{||d|| <= rho} F(w + d) - F(w)
 
-F is the mean loss of the pooled training data, in eval mode, without augmentation. The paper does not say how its maximum was estimated;
-both estimates here are lower bounds of it.
+F is the mean loss of the pooled training data, in eval mode, without augmentation. The paper does not say how its
+maximum was estimated; both estimates here are lower bounds of it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def one_step(objective: Objective, w: Tensor, rho: float = 0.1) -> float:
 def ascent(objective: Objective, w: Tensor, rho: float = 0.1, steps: int = 20, seed: int = 0) -> float:
     """The largest rise seen in `steps` steps of projected gradient ascent on d.
 
-    A step goes `rho` along the unit gradient at `w + d` and is projected to the ball of radius `rho`. Where the gradient at w is zero the
-    first step is in a random direction (from `seed`). `steps = 1` is `one_step`; 0 at least, since d = 0 is in the ball.
+    A step goes `rho` along the unit gradient at `w + d` and is projected to the ball of radius `rho`. Where the
+    gradient at w is zero the first step is in a random direction (from `seed`). `steps = 1` is `one_step`; 0 at least,
+    since d = 0 is in the ball.
     """
     base, start = objective.value(w), w.double()
     best, offset = base, torch.zeros_like(start)

@@ -1,4 +1,5 @@
-"""The loss surface around the weights, in two random directions of the filters' own size (Li et al. 2018, as in the FedSAM paper)."""
+"""The loss surface around the weights, in two random directions of the filters' own size (Li et al. 2018, as in the
+FedSAM paper)."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ POINTS, RADIUS = 51, 1.0  # the grid of Li et al.'s scripts; the axes of the Fed
 
 
 def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two directions, float64 `[stride]`: Gaussian, the second made orthogonal to the first, then each filter scaled to the weights' own.
+    """Two directions, float64 `[stride]`: Gaussian, the second made orthogonal to the first, then each filter scaled to
+    the weights' own.
 
-    A filter is an index of dimension 0 (a row, for a linear layer). Tensors of rank 1 (biases, norms) have no direction: theirs is zero.
-    The two are orthogonal before the scaling (the FedSAM paper calls them orthogonal), not exactly after it.
+    A filter is an index of dimension 0 (a row, for a linear layer). Tensors of rank 1 (biases, norms) have no
+    direction: theirs is zero. The two are orthogonal before the scaling (the FedSAM paper calls them orthogonal), not
+    exactly after it.
     """
     generator = torch.Generator().manual_seed(seed)
     pair = [torch.zeros(layout.stride, dtype=torch.float64) for _ in range(2)]
@@ -42,7 +45,8 @@ def _scaled(layout: Layout, w: Tensor, direction: Tensor) -> Tensor:
 def surface(
     objective: Objective, w: Tensor, pair: tuple[Tensor, Tensor], points: int = POINTS, radius: float = RADIUS
 ) -> Tensor:
-    """`F(w + x*d1 + y*d2)`, float64 `[points, points]` on the CPU: row i has y_i, column j has x_j, both from -radius to radius.
+    """`F(w + x*d1 + y*d2)`, float64 `[points, points]` on the CPU: row i has y_i, column j has x_j, both from -radius
+    to radius.
 
     Raises ValueError for fewer than 2 points: a grid has two ends.
     """

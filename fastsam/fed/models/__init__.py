@@ -46,7 +46,8 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
         close = difflib.get_close_matches(name, MODELS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise ValueError(
-            f"model must be one of {', '.join(map(repr, MODELS))} or an import path 'package.module:name', got {name!r}{hint}"
+            f"model must be one of {', '.join(map(repr, MODELS))} or an import path 'package.module:name', got "
+            f"{name!r}{hint}"
         )
     if isinstance(make, nn.Module) and not options:
         return copy.deepcopy(make)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 class Pixels(nn.Module):
     """`model` for images of bytes: it gets ``(x / 255 - mean) / std`` in the type of its weights.
 
-    x: uint8 [n, C, H, W]. mean, std: one per channel, in 0..1. They are constants, not buffers, so that no run sends or averages them.
+    x: uint8 [n, C, H, W]. mean, std: one per channel, in 0..1. They are constants, not buffers, so that no run sends or
+    averages them.
     """
 
     def __init__(self, model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> None:

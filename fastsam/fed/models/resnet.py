@@ -13,12 +13,14 @@ GROUPS = 2
 
 
 class ResNet18GN(nn.Module):
-    """torchvision's ResNet-18 with `GroupNorm(2, C)` for every BatchNorm (FL-Simulator, FedLESAM): 62 parameter tensors, no buffers.
+    """torchvision's ResNet-18 with `GroupNorm(2, C)` for every BatchNorm (FL-Simulator, FedLESAM): 62 parameter
+    tensors, no buffers.
 
-    Stem "7x7": convolution of stride 2 with padding 3 and 3x3 max-pooling of stride 2, as published also for images of 32 x 32; "3x3":
-    convolution of stride 1, no pooling. Four stages of two basic blocks with 64, 128, 256 and 512 channels, mean over
-    the image, linear layer. Convolutions start as Kaiming-normal (fan out, ReLU), norms as the identity.
-    Inputs [n, C, H, W] or, for one channel, [n, H, W]; 11,181,642 parameters for 3 channels and 10 classes, 11,227,812 for 100.
+    Stem "7x7": convolution of stride 2 with padding 3 and 3x3 max-pooling of stride 2, as published also for images of
+    32 x 32; "3x3": convolution of stride 1, no pooling. Four stages of two basic blocks with 64, 128, 256 and 512
+    channels, mean over the image, linear layer. Convolutions start as Kaiming-normal (fan out, ReLU), norms as the
+    identity. Inputs [n, C, H, W] or, for one channel, [n, H, W]; 11,181,642 parameters for 3 channels and 10 classes,
+    11,227,812 for 100.
     """
 
     def __init__(
@@ -56,7 +58,8 @@ class ResNet18GN(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions with norms around a skip connection, which is a 1x1 convolution with norm where the shape changes."""
+    """Two 3x3 convolutions with norms around a skip connection, which is a 1x1 convolution with norm where the shape
+    changes."""
 
     def __init__(self, before: int, width: int, stride: int, groups: int) -> None:
         super().__init__()

@@ -13,7 +13,8 @@ _CHANNELS = (1, 3, 4)  # that images usually have
 
 
 def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str) -> tuple[int, int, int]:
-    """`in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError for what is no image or smaller than `least`."""
+    """`in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError for what is no image or smaller than
+    `least`."""
     shape = (1, *in_shape) if len(in_shape) == 2 else tuple(in_shape)
     if len(shape) != 3 or min(shape[1:]) < least:
         last = len(shape) == 3 and shape[2] in _CHANNELS and min(shape[:2]) >= least
@@ -26,8 +27,8 @@ def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str)
 
 
 def as_images(x: Tensor, in_shape: tuple[int, int, int]) -> Tensor:
-    """x as [n, C, H, W]: images of that shape, of one channel without it, or flat. Raises ValueError for others with as many numbers, such as
-    images whose channels come last: they would be cut into something else."""
+    """x as [n, C, H, W]: images of that shape, of one channel without it, or flat. Raises ValueError for others with as
+    many numbers, such as images whose channels come last: they would be cut into something else."""
     shape = tuple(x.shape[1:])
     if shape == in_shape:
         return x
@@ -39,11 +40,13 @@ def as_images(x: Tensor, in_shape: tuple[int, int, int]) -> Tensor:
 
 
 class CNN(nn.Module):
-    """Two 3x3 convolutions (16 and 32 channels by default), each with ReLU and 2x2 max-pooling, a hidden layer, a linear layer.
+    """Two 3x3 convolutions (16 and 32 channels by default), each with ReLU and 2x2 max-pooling, a hidden layer, a
+    linear layer.
 
-    No normalisation layer, hence no buffers. Inputs [n, C, H, W], or [n, H, W] for one channel; H and W of 4 or more (8x8 digits: 13,706
-    parameters; 28x28: 105,866). kernel: an odd width of the convolutions, padded to keep the size. With channels 32 and 64, kernel 5 and
-    hidden 512 it is McMahan et al.'s (AISTATS 2017): 2,156,490 parameters for CIFAR-10.
+    No normalisation layer, hence no buffers. Inputs [n, C, H, W], or [n, H, W] for one channel; H and W of 4 or more
+    (8x8 digits: 13,706 parameters; 28x28: 105,866). kernel: an odd width of the convolutions, padded to keep the size.
+    With channels 32 and 64, kernel 5 and hidden 512 it is McMahan et al.'s (AISTATS 2017): 2,156,490 parameters for
+    CIFAR-10.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class CNN(nn.Module):
 
 
 class MLP(nn.Module):
-    """Fully connected: one hidden layer (64 units by default) per entry of `hidden`, ReLU between; a number is one layer.
+    """Fully connected: one hidden layer (64 units by default) per entry of `hidden`, ReLU between; a number is one
+    layer.
 
     Inputs [n, ...] are flattened.
     """
@@ -92,8 +96,8 @@ class MLP(nn.Module):
 
 
 class EMNISTCNN(nn.Module):
-    """The CNN of Reddi et al. (ICLR 2021, as in fedjax): 3x3 convolutions of 32 and 64 channels without padding, each with ReLU,
-    2x2 max-pooling, dropout 0.25, a hidden layer of 128, dropout 0.5, a linear layer.
+    """The CNN of Reddi et al. (ICLR 2021, as in fedjax): 3x3 convolutions of 32 and 64 channels without padding, each
+    with ReLU, 2x2 max-pooling, dropout 0.25, a hidden layer of 128, dropout 0.5, a linear layer.
 
     Inputs as for `CNN`, of 6x6 or more (28x28 and 62 classes: 1,206,590 parameters). dropout: the two probabilities.
     """
@@ -117,8 +121,8 @@ class EMNISTCNN(nn.Module):
 
 
 class LeNet(nn.Module):
-    """The LeNet of FL-Simulator: two 5x5 convolutions of 64 channels without padding, each with ReLU and 2x2 max-pooling, then
-    linear layers of 384 and 192 with ReLU, and the last.
+    """The LeNet of FL-Simulator: two 5x5 convolutions of 64 channels without padding, each with ReLU and 2x2
+    max-pooling, then linear layers of 384 and 192 with ReLU, and the last.
 
     Inputs as for `CNN`, of 16x16 or more (3x32x32 and 10 classes: 797,962 parameters).
     """

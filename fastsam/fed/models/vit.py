@@ -13,17 +13,19 @@ from fastsam.fed.common.import_paths import vision
 
 
 def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None, **options: Any) -> nn.Module:
-    """The Vision Transformer B/32 (Dosovitskiy et al., 2021) of torchvision: patches of 32, 12 layers, width 768, 12 heads, MLP 3072.
+    """The Vision Transformer B/32 (Dosovitskiy et al., 2021) of torchvision: patches of 32, 12 layers, width 768, 12
+    heads, MLP 3072.
 
     88,224,232 parameters for images [3, 224, 224] and 1000 classes. weights: None starts at random; a file with a
-    state dictionary of this model (.pth), or a name that torchvision knows ("IMAGENET1K_V1", downloaded by it). The head
-    is always new, for `classes`. options: torchvision's own, such as dropout.
-    Raises ImportError without torchvision; ValueError for images that are not square with sides divisible by 32, and for
-    weights that do not fit; FileNotFoundError; ConnectionError.
+    state dictionary of this model (.pth), or a name that torchvision knows ("IMAGENET1K_V1", downloaded by it). The
+    head is always new, for `classes`. options: torchvision's own, such as dropout.
+    Raises ImportError without torchvision; ValueError for images that are not square with sides divisible by 32, and
+    for weights that do not fit; FileNotFoundError; ConnectionError.
     """
     if len(in_shape) != 3 or in_shape[0] != 3 or in_shape[1] != in_shape[2] or in_shape[1] % 32:
         raise ValueError(
-            f"the model 'vit_b_32' takes images [3, H, H] with H divisible by 32, got samples of the shape {tuple(in_shape)}"
+            f"the model 'vit_b_32' takes images [3, H, H] with H divisible by 32, got samples of the shape "
+            f"{tuple(in_shape)}"
         )
     library = vision("torchvision.models", "the model 'vit_b_32'")
     named = weights is not None and weights in library.ViT_B_32_Weights.__members__
@@ -34,7 +36,8 @@ def vit_b_32(in_shape: tuple[int, ...], classes: int, weights: str | None = None
             raise
         url = library.ViT_B_32_Weights[str(weights)].url
         raise ConnectionError(
-            f"the weights {weights} could not be fetched from {url} ({error}); fetch the file elsewhere and say weights = '<file>'"
+            f"the weights {weights} could not be fetched from {url} ({error}); fetch the file elsewhere and say "
+            f"weights = '<file>'"
         ) from error
     if weights is not None and not named:
         _load(model, weights, list(library.ViT_B_32_Weights.__members__))

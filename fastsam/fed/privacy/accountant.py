@@ -1,5 +1,6 @@
-"""Epsilon of the rounds that are done, by Google's package `dp-accounting`: which of its events a round is, by who takes part and who adds
-the noise. The package knows what an event costs; what is decided here is which one a sampler's rounds are.
+"""Epsilon of the rounds that are done, by Google's package `dp-accounting`: which of its events a round is, by who
+takes part and who adds the noise. The package knows what an event costs; what is decided here is which one a sampler's
+rounds are.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NEIGHBOURS = {
 
 @dataclass(frozen=True)
 class Law:
-    """relation: between the two sets of clients that cannot be told apart, by its name in `dp_accounting.NeighboringRelation`.
+    """relation: between the two sets of clients that cannot be told apart, by its name in
+    `dp_accounting.NeighboringRelation`.
 
     events: of so many rounds.
     """
@@ -45,7 +47,8 @@ def law(
 
     most: in how many of the first rounds the client took part that took part most often; of noise that the clients add.
 
-    A client that is replaced by another one moves the sum by twice the clip, and `REPLACE_ONE` takes the noise over that: z / 2.
+    A client that is replaced by another one moves the sum by twice the clip, and `REPLACE_ONE` takes the noise over
+    that: z / 2.
     """
     import dp_accounting as dp
 
@@ -85,13 +88,15 @@ class Accountant:
         self._orders = dp.rdp.RdpAccountant(neighboring_relation=self._relation).orders
         self._curves: dict[Any, np.ndarray] = {}
         self._known: dict[int, float] = {}
-        # What the package adds to a curve at each order, at a value where it does nothing else: asked once, for it takes as long as a small round.
+        # What the package adds to a curve at each order, at a value where it does nothing else: asked once, for it
+        # takes as long as a small round.
         added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
         self._added = np.array(added)
         self._small = -math.log1p(-(delta**2))  # a curve that is below has another bound
 
     def epsilon(self, rounds: int) -> float:
-        """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their events."""
+        """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their
+        events."""
         if rounds not in self._known:
             several = range(
                 rounds, rounds + min(rounds, _AT_ONCE)

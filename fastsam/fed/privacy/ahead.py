@@ -12,9 +12,11 @@ Made = TypeVar("Made")
 
 
 class Ahead(Generic[Made]):
-    """make: for some rounds, from their numbers, in a thread while clients train; what it raises is raised where a result is asked for.
+    """make: for some rounds, from their numbers, in a thread while clients train; what it raises is raised where a
+    result is asked for.
 
-    at_once: rounds that are made together, the first of which is a multiple of it: to wake a thread takes as long as some thousand random numbers.
+    at_once: rounds that are made together, the first of which is a multiple of it: to wake a thread takes as long as
+    some thousand random numbers.
     """
 
     def __init__(self, make: Callable[[range], Sequence[Made]], at_once: int) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from fastsam import ops
 from fastsam_kernels.columns import WIDTH
 
-# How far, relatively, a norm of the kernels may be off. The CPU's add up 64 squares in a float32, the others fewer; the rest is in float64: half
-# of 66 roundings of 2**-24.
+# How far, relatively, a norm of the kernels may be off. The CPU's add up 64 squares in a float32, the others fewer; the
+# rest is in float64: half of 66 roundings of 2**-24.
 _OFF = 2.0**-18
 _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's range
 
@@ -41,10 +41,12 @@ def _operands(
 
 
 def shorten_(rows: Tensor, limit: float) -> list[float]:
-    """Scales those of `rows` `[n, stride]` that are longer to the norm `limit`; returns the norms that they came with. What is not finite stays so.
+    """Scales those of `rows` `[n, stride]` that are longer to the norm `limit`; returns the norms that they came with.
+    What is not finite stays so.
 
-    No row is longer than `limit` afterwards, not by a rounding either: a norm that is too close to `limit` to tell, or of squares that float32
-    does not hold, is taken in float64, and the factor is smaller by twice what the others may be off. The rest keep their bits.
+    No row is longer than `limit` afterwards, not by a rounding either: a norm that is too close to `limit` to tell, or
+    of squares that float32 does not hold, is taken in float64, and the factor is smaller by twice what the others may
+    be off. The rest keep their bits.
     """
     norms = norms_of(rows)
     for i, norm in enumerate(norms):

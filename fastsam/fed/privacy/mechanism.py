@@ -29,7 +29,8 @@ SHORT = "not clipped"  # and of the count that it follows, among the sums
 
 @dataclass(frozen=True)
 class Privacy:
-    """places: 1 where a row has a parameter, 0 in its padding, float64 `[stride]`. cohort: clients expected in a round; None: those that came.
+    """places: 1 where a row has a parameter, 0 in its padding, float64 `[stride]`. cohort: clients expected in a round;
+    None: those that came.
 
     epoch: rounds of a tree.
     """
@@ -66,7 +67,8 @@ class Privacy:
         return self.asked.clip_update
 
     def told(self, about: Round) -> Round:
-        """The round as an algorithm may know it: with as many active clients as are expected, where the server adds the noise."""
+        """The round as an algorithm may know it: with as many active clients as are expected, where the server adds the
+        noise."""
         if self.cohort is None or not self.at_server:
             return about
         expected = max(1, round(self.cohort))
@@ -148,7 +150,8 @@ def check(asked: Asked, algorithm: object, changed: Sequence[str]) -> None:
 
 
 def make(asked: Asked, rows: Rows, clients: int, device: torch.device) -> Privacy | None:
-    """That of a run with noise; None for one without. Raises ValueError for a delta that is too large, and without the package for epsilon."""
+    """That of a run with noise; None for one without. Raises ValueError for a delta that is too large, and without the
+    package for epsilon."""
     if asked.noise_multiplier == 0:
         return None
     places = torch.zeros(rows.length, dtype=torch.float64, device=device)
@@ -170,7 +173,8 @@ def _accountant(asked: Asked, clients: int) -> Accountant | None:
         import dp_accounting  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "epsilon is computed by the package dp-accounting, which is not installed: pip install 'fastsam[privacy]', or accountant=None: "
+            "epsilon is computed by the package dp-accounting, which is not installed: pip install 'fastsam[privacy]', "
+            "or accountant=None: "
             "noise, and no guarantee"
         ) from error
     draws = sampling.make(asked.sampler, clients, asked.participation)

@@ -1,7 +1,8 @@
 """Gaussian noise as a function of what it is for, so that a resumed run has the noise that a whole one would have had.
 
-For simulation: who knows the seed can take the noise out again. A deployment draws it from a secret source, and in integers (floating-point
-noise has low bits that tell of the sum: Mironov, "On Significance of the Least Significant Bits for Differential Privacy", CCS 2012).
+For simulation: who knows the seed can take the noise out again. A deployment draws it from a secret source, and in
+integers (floating-point noise has low bits that tell of the sum: Mironov, "On Significance of the Least Significant
+Bits for Differential Privacy", CCS 2012).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fastsam.fed.common import seeds
 
 
 class _Drawer(threading.local):
-    """A generator for each thread, which is given its key anew for every draw: to make one costs as much as a thousand numbers."""
+    """A generator for each thread, which is given its key anew for every draw: to make one costs as much as a thousand
+    numbers."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(0)
@@ -35,6 +37,6 @@ _drawer = _Drawer()
 
 
 def normals(n: int, *parts: int | str) -> Tensor:
-    """n standard normal numbers, float64 `[n]` on the CPU: those of a counter-based generator (Philox) from its counter 0, whose key is made of
-    `parts`."""
+    """n standard normal numbers, float64 `[n]` on the CPU: those of a counter-based generator (Philox) from its counter
+    0, whose key is made of `parts`."""
     return torch.from_numpy(_drawer.normals(n, seeds.derive(*parts)))

@@ -53,29 +53,34 @@ def check_options(asked: Asked) -> None:
         return
     if asked.clip_update is None:
         raise ValueError(
-            f"noise_multiplier={z:g} is the noise in units of clip_update, and without a clip no noise hides a client; set clip_update to "
+            f"noise_multiplier={z:g} is the noise in units of clip_update, and without a clip no noise hides a client; "
+            f"set clip_update to "
             "about the norm of a displacement (clip_update=1.0, say, with clip_quantile=0.5 to follow their median)"
         )
     if asked.weighting != "uniform":
         raise ValueError(
-            f"weighting={asked.weighting!r} with noise_multiplier: the guarantee is of clients that count alike, and weights are clients' data; "
+            f"weighting={asked.weighting!r} with noise_multiplier: the guarantee is of clients that count alike, and "
+            f"weights are clients' data; "
             "use weighting='uniform'"
         )
     if asked.aggregation != "mean" and asked.noise != "local":
         raise ValueError(
-            f"aggregation={asked.aggregation!r} with noise={asked.noise!r}: how far one client moves a rule is not bounded by clip_update; use "
+            f"aggregation={asked.aggregation!r} with noise={asked.noise!r}: how far one client moves a rule is not "
+            f"bounded by clip_update; use "
             "aggregation='mean', or noise='local', which is on every displacement before a rule sees it"
         )
     if asked.personal is not None:
         raise ValueError(
-            f"personal={asked.personal!r} with noise_multiplier: what stays with a client depends on the rounds in which it took part, which "
+            f"personal={asked.personal!r} with noise_multiplier: what stays with a client depends on the rounds in "
+            f"which it took part, which "
             "no accountant's law has; leave out personal, or use personalise=..., which is after the last round"
         )
     if asked.clip_quantile is not None and asked.noise != "central":
         raise ValueError(f"clip_quantile with noise={asked.noise!r}: the clip is adapted with noise='central' alone")
     if asked.noise == "tree" and asked.sampler != "shuffled":
         raise ValueError(
-            f"noise='tree' needs every client once in a tree, and sampler={asked.sampler!r} does not promise that; use sampler='shuffled'"
+            f"noise='tree' needs every client once in a tree, and sampler={asked.sampler!r} does not promise that; use "
+            f"sampler='shuffled'"
         )
     if asked.delta is not None and asked.delta >= 1:
         raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {asked.delta!r}")
@@ -86,7 +91,8 @@ def _check_without_noise(asked: Asked) -> None:
     for name, default in (("noise", "central"), ("clip_quantile", None)):
         if getattr(asked, name) != default:
             raise ValueError(
-                f"{name}={getattr(asked, name)!r} is of a run with noise; set noise_multiplier (1.0, say) and clip_update"
+                f"{name}={getattr(asked, name)!r} is of a run with noise; set noise_multiplier (1.0, say) and "
+                f"clip_update"
             )
 
 
@@ -98,8 +104,10 @@ def _check_accountant(asked: Asked) -> None:
         wrong = f"sampler={asked.sampler!r}" if isinstance(asked.sampler, str) else "a sampler of your own"
     if wrong is not None:
         raise ValueError(
-            f"accountant={asked.accountant!r} knows no epsilon for {wrong}: what a round reveals depends on the law by which clients are "
-            f"sampled. Use sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r} among all clients, or accountant=None: noise, "
+            f"accountant={asked.accountant!r} knows no epsilon for {wrong}: what a round reveals depends on the law by "
+            f"which clients are "
+            f"sampled. Use sampler={', '.join(map(repr, ACCOUNTED[:-1]))} or {ACCOUNTED[-1]!r} among all clients, or "
+            f"accountant=None: noise, "
             "and no guarantee"
         )
 
@@ -116,7 +124,8 @@ def check_algorithm(algorithm: object) -> None:
         why = "its clients send or keep more than their displacement, which clip_update does not bound"
     else:
         why = "its clients keep something, which depends on the rounds in which they took part"
-    raise ValueError(f"noise_multiplier serves algorithms whose server takes the mean of displacements, and not {name}: {why}. "
+    raise ValueError(f"noise_multiplier serves algorithms whose server takes the mean of displacements, and not "
+                     f"{name}: {why}. "
                      f"Use one of {names}")  # fmt: skip
 
 
@@ -135,8 +144,10 @@ def delta_of(asked: Asked, clients: int) -> float:
         return float(clients**-1.1) if clients > 1 else 1e-5
     if asked.delta >= 1 / clients:
         raise ValueError(
-            f"delta must be in (0, 1/clients): who publishes the data of one client of {clients}, drawn at random, keeps delta = "
-            f"{1 / clients:.3g}; got {asked.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = {clients**-1.1:.3g}"
+            f"delta must be in (0, 1/clients): who publishes the data of one client of {clients}, drawn at random, "
+            f"keeps delta = "
+            f"{1 / clients:.3g}; got {asked.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
+            f"{clients**-1.1:.3g}"
         )
     return asked.delta
 
@@ -145,11 +156,13 @@ def check_buffers(buffers: str | None, changed: Sequence[str]) -> None:
     """Raises ValueError for buffers that are averaged, which no noise is on, or stay with the clients."""
     if changed and buffers == "local":
         raise ValueError(
-            "buffers='local' with noise_multiplier: what stays with a client depends on the rounds in which it took part, which no accountant's "
+            "buffers='local' with noise_multiplier: what stays with a client depends on the rounds in which it took "
+            "part, which no accountant's "
             "law has; use buffers='keep', or a model with group norms"
         )
     if changed and buffers == "average":
         raise ValueError(
-            "buffers='average' with noise_multiplier: means of clients' statistics (BatchNorm's) would enter the model without noise; use "
+            "buffers='average' with noise_multiplier: means of clients' statistics (BatchNorm's) would enter the model "
+            "without noise; use "
             "buffers='keep', or a model with group norms"
         )

@@ -14,9 +14,9 @@ DELTA = "delta"  # the upload of `Algorithm.close_client`
 class PrivateSums:
     """(sum of the clipped displacements + noise) / cohort.
 
-    sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. normals: standard normal numbers,
-    float64 `[stride]`, and places, 0 in the padding; std: of the noise on the sum. cohort: clients that are expected in a round: how many there
-    were depends on who is among the clients.
+    sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. normals:
+    standard normal numbers, float64 `[stride]`, and places, 0 in the padding; std: of the noise on the sum. cohort:
+    clients that are expected in a round: how many there were depends on who is among the clients.
     """
 
     def __init__(self, sums: RoundSums | None, normals: Tensor, places: Tensor, std: float, cohort: float) -> None:
@@ -47,5 +47,6 @@ class PrivateSums:
 
     def _refused(self, what: str) -> NoReturn:
         raise ValueError(
-            f"with noise_multiplier the server has the noisy mean of the displacements alone, sums.mean({DELTA!r}); it asked for sums.{what}"
+            f"with noise_multiplier the server has the noisy mean of the displacements alone, sums.mean({DELTA!r}); it "
+            f"asked for sums.{what}"
         )

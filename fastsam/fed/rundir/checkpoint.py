@@ -1,12 +1,14 @@
 """The run directory: records, final model, and checkpoints from which a run continues after a kill at any instant.
 
     config.json  environment.json  metrics.jsonl  summary.json  model.safetensors
-    checkpoint/manifest.json                 what belongs together: files with their hashes, length of metrics.jsonl, identity of the run
-    checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12 rounds
-    checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, and those that were alone in an older file
+    checkpoint/manifest.json                 what belongs together: files with their hashes, length of metrics.jsonl,
+    identity of the run checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12
+    rounds checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, and those that were
+    alone in an older file
 
-A checkpoint is new files first, then the manifest, replaced in one step; files that it no longer names are removed last. So whatever the
-manifest names is whole at any instant. Everything is safetensors or JSON: reading one executes no code.
+A checkpoint is new files first, then the manifest, replaced in one step; files that it no longer names are removed
+last. So whatever the manifest names is whole at any instant. Everything is safetensors or JSON: reading one executes no
+code.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class RunState:
-    """A run between two rounds, as this rank knows it. The tensors are never written in place, so a state stays valid while the next one is made.
+    """A run between two rounds, as this rank knows it. The tensors are never written in place, so a state stays valid
+    while the next one is made.
 
-    history: one list for all states of a run, so its first `round` records are those of this one. Of several ranks the first has them.
+    history: one list for all states of a run, so its first `round` records are those of this one. Of several ranks the
+    first has them.
     """
 
     round: int  # completed
@@ -103,10 +107,12 @@ class RunDirectory:
     ) -> tuple[RunDirectory, RunState | None]:
         """The directory, and the state to continue from, on `device` (None: a new run). Writes nothing.
 
-        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU. lock: takes the directory.
+        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU. lock: takes the
+        directory.
 
-        Raises RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is no run directory; its run had
-        another identity (the message names the key); a file of the checkpoint is missing, cut or not ours.
+        Raises RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is no
+        run directory; its run had another identity (the message names the key); a file of the checkpoint is missing,
+        cut or not ours.
         """
         directory = cls(Path(path), identity, device, ranks, adopt, lock)
         if directory.path.exists() and not directory.path.is_dir():
@@ -118,7 +124,8 @@ class RunDirectory:
             lock.take(directory.path)
         if not resume:
             raise RunDirectoryError(
-                f"the run directory {path} exists and is not empty; continue its run with resume=True (the flag --resume), "
+                f"the run directory {path} exists and is not empty; continue its run with resume=True (the flag "
+                f"--resume), "
                 "or choose another run_dir"
             )
         directory._check_places()
@@ -133,7 +140,8 @@ class RunDirectory:
         return directory, directory._load()
 
     def _check_places(self) -> None:
-        """Raises RunDirectoryError where something else has the name of a file of ours: found out now, not at the end of the training."""
+        """Raises RunDirectoryError where something else has the name of a file of ours: found out now, not at the end
+        of the training."""
         for path in (self.path / name for name in _FILES):
             if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
                 raise RunDirectoryError(
@@ -145,7 +153,8 @@ class RunDirectory:
         return self.path / "checkpoint" / "manifest.json"
 
     def start(self, state: RunState, config: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold, before that.
+        """Makes a new run's directory with its first checkpoint. Raises ValueError for a config that JSON cannot hold,
+        before that.
 
         Raises RunDirectoryError when another run has begun there in the meantime.
         """
@@ -175,7 +184,8 @@ class RunDirectory:
     def save(self, state: RunState) -> None:
         """Writes a checkpoint of `state`; the one before stays valid until the last instant.
 
-        With several ranks it is collective: each writes the states of its clients, and rank 0 the manifest when they have.
+        With several ranks it is collective: each writes the states of its clients, and rank 0 the manifest when they
+        have.
         """
         self._save_clients(state)
         own = {i: name for i, (_, name) in self._clients.items()}
@@ -188,7 +198,8 @@ class RunDirectory:
         self.saved_round = state.round
 
     def _save_manifest(self, state: RunState, clients: Mapping[int, str]) -> None:
-        """The server's file, the manifest that names it and the clients' files, and the end of those that no manifest names."""
+        """The server's file, the manifest that names it and the clients' files, and the end of those that no manifest
+        names."""
         tensors = {f"server.{name}": t for name, t in state.server.items()} | {
             f"buffer.{i}": b for i, b in enumerate(state.buffers)
         }
@@ -227,10 +238,12 @@ class RunDirectory:
             write_bytes(path, self._metrics)
 
     def _save_clients(self, state: RunState) -> None:
-        """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in it once.
+        """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in
+        it once.
 
-        Who is long away keeps a file alive that is full of old states of others. So what is left in a file goes into the new one when it
-        is less than half of it: on the disk there is never more than the inverse of that times what lives, and what moves is at most what died.
+        Who is long away keeps a file alive that is full of old states of others. So what is left in a file goes into
+        the new one when it is less than half of it: on the disk there is never more than the inverse of that times what
+        lives, and what moves is at most what died.
         """
         for i in [i for i, (own, _) in self._clients.items() if state.clients.get(i) is not own]:
             own, name = self._clients.pop(i)
@@ -322,7 +335,8 @@ class RunDirectory:
                 file.truncate(len(self._metrics))
 
     def rescue(self, state: RunState) -> None:
-        """A checkpoint when the run is being left early, also in the middle of `log`: metrics.jsonl is written anew as a whole.
+        """A checkpoint when the run is being left early, also in the middle of `log`: metrics.jsonl is written anew as
+        a whole.
 
         Of several ranks one may have died: then the last checkpoint stands.
         """

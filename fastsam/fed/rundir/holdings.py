@@ -1,4 +1,5 @@
-"""What the files of clients' states hold, and how much of it still lives: counted as states come and go, so that nobody is looked at who rested."""
+"""What the files of clients' states hold, and how much of it still lives: counted as states come and go, so that nobody
+is looked at who rested."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _LIVE = 0.5  # of a file: with less its rest moves
 
 
 class Holdings:
-    """By file: the bytes of all tensors in it, and of those that are some client's state. A tensor that several clients share counts once."""
+    """By file: the bytes of all tensors in it, and of those that are some client's state. A tensor that several clients
+    share counts once."""
 
     def __init__(self) -> None:
         self._whole: dict[str, int] = {}

@@ -1,4 +1,5 @@
-"""One process at a time in a run directory: the system's lock on the directory itself, which a killed process cannot leave behind."""
+"""One process at a time in a run directory: the system's lock on the directory itself, which a killed process cannot
+leave behind."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ _MEANING = {  # of values of the identity that do not speak for themselves
 
 
 class RunDirectoryError(RuntimeError):
-    """A run directory that exists or belongs to another run, or a checkpoint that is cut or foreign. Nothing in it was changed."""
+    """A run directory that exists or belongs to another run, or a checkpoint that is cut or foreign. Nothing in it was
+    changed."""
 
 
 def digest_of(data: bytes) -> str:
@@ -72,13 +73,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{path} has version {manifest.get('version')}, this fastsam reads version {VERSION}")
     if manifest.get("checksum") != _checksum(manifest):
         raise RunDirectoryError(
-            f"{path} is damaged or was changed (its checksum is not that of its contents); the directory was left as it is"
+            f"{path} is damaged or was changed (its checksum is not that of its contents); the directory was left as "
+            f"it is"
         )
     return manifest
 
 
 def read_tensors(path: Path, digest: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, on the CPU, and its metadata. Raises RunDirectoryError when it is missing or its hash is not `digest`."""
+    """The tensors of a file, on the CPU, and its metadata. Raises RunDirectoryError when it is missing or its hash is
+    not `digest`."""
     try:
         data = read_bytes(path)
     except OSError as error:
@@ -87,14 +90,16 @@ def read_tensors(path: Path, digest: str) -> tuple[dict[str, Tensor], dict[str, 
         ) from error
     if digest_of(data) != digest:
         raise RunDirectoryError(
-            f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was left as it is"
+            f"the checkpoint file {path} is cut or was changed (its hash is not the manifest's); the directory was "
+            f"left as it is"
         )
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return safetensors.torch.load(data), header.get("__metadata__", {})
 
 
 def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[dict[str, Any]]]:
-    """The part of metrics.jsonl that a checkpoint knows, and its records, one per round. Raises RunDirectoryError when they are not all in it."""
+    """The part of metrics.jsonl that a checkpoint knows, and its records, one per round. Raises RunDirectoryError when
+    they are not all in it."""
     data = read_bytes(path)[: manifest["metrics_bytes"]] if path.exists() else b""
     if digest_of(data) != manifest["metrics_hash"]:
         raise RunDirectoryError(

@@ -22,7 +22,8 @@ class Result:
     """A finished run.
 
     model: a copy of the user's model with the final global weights. history: one dict per round, as in metrics.jsonl.
-    run_dir: where it was written, or None. personal: with `personalise`, a dict per client with its accuracy `before` and `after`; else None.
+    run_dir: where it was written, or None. personal: with `personalise`, a dict per client with its accuracy `before`
+    and `after`; else None.
     """
 
     def __init__(
@@ -40,21 +41,25 @@ class Result:
     def summary(self) -> dict[str, Any]:
         """The run in numbers; accuracies in 0..1, None where nothing was measured.
 
-        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated rounds. client_*: over
-        clients, in the last evaluated round; client_worst and client_best are clients. rounds_to_target: completed rounds when the test accuracy
-        first reached the target; seconds_to_target, megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round:
-        median, evaluation and measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
-        personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning (`personalise`).
+        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated
+        rounds. client_*: over clients, in the last evaluated round; client_worst and client_best are clients.
+        rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target,
+        megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation and
+        measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
+        personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning
+        (`personalise`).
         privacy: of a run with noise: whom it hides (`neighbours`), epsilon at the end and delta; None for another run.
-        measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the test set and over
-        clients. state_megabytes: what server and clients keep between rounds at the end; client_state: where the clients' part of it is,
-        "device" or "host" memory.
-        client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm declares.
+        measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the
+        test set and over clients. state_megabytes: what server and clients keep between rounds at the end;
+        client_state: where the clients' part of it is, "device" or "host" memory.
+        client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm
+        declares.
         """
         return summary(self.history, self._facts)
 
     def client_model(self, client: int) -> nn.Module:
-        """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its own (Ditto, pFedMe, APFL).
+        """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its
+        own (Ditto, pFedMe, APFL).
 
         Raises ValueError for a run in which clients have none.
         """

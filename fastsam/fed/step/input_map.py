@@ -1,4 +1,5 @@
-"""A trained affine map of a client's inputs, `x -> Lam*x + delta`: the adversary of FedRobust, outside the weight vector."""
+"""A trained affine map of a client's inputs, `x -> Lam*x + delta`: the adversary of FedRobust, outside the weight
+vector."""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ FULL_UP_TO = 1024  # inputs; above, the default is "channel"
 
 @dataclass(frozen=True)
 class InputMap:
-    """The map, and how it is trained: gradient ascent on `loss(model(Lam*x + delta), y) - lam*||Lam - I||^2 - lam*||delta||^2`.
+    """The map, and how it is trained: gradient ascent on
+    `loss(model(Lam*x + delta), y) - lam*||Lam - I||^2 - lam*||delta||^2`.
 
-    form: Lam is a "full" matrix `[d, d]` over all d numbers of an input, a "channel" matrix `[c, c]`, or a "diag"-onal `[d]`; None takes
-    "full" up to 1024 inputs, else "channel". delta: `[d]`, with "channel" `[c]`.
-    lr: of the ascent. steps: ascent steps per local step (the last shares its backward pass with the weights' gradient).
-    radius: None, or (e1, e2): Lam and delta are projected on ||Lam - I|| <= e1 and ||delta|| <= e2, and lam is not used.
+    form: Lam is a "full" matrix `[d, d]` over all d numbers of an input, a "channel" matrix `[c, c]`, or a "diag"-onal
+    `[d]`; None takes "full" up to 1024 inputs, else "channel". delta: `[d]`, with "channel" `[c]`.
+    lr: of the ascent. steps: ascent steps per local step (the last shares its backward pass with the weights'
+    gradient).
+    radius: None, or (e1, e2): Lam and delta are projected on ||Lam - I|| <= e1 and ||delta|| <= e2, and lam is not
+    used.
     Lam, delta: None means the identity. Between an algorithm and an executor they are those of n clients, `[n, ...]`.
     Raises ValueError for another form, and numbers outside their range.
     """
@@ -55,7 +59,8 @@ class InputMap:
         return replace(self, Lam=Lam[None], delta=delta[None])
 
     def begin(self, x: Tensor) -> InputMap:
-        """The map with its tensors, for inputs like `x` (`[n, ...]`). Raises ValueError for inputs that are no floating-point numbers."""
+        """The map with its tensors, for inputs like `x` (`[n, ...]`). Raises ValueError for inputs that are no
+        floating-point numbers."""
         if not x.is_floating_point():
             works = "FedRobust cannot train on token ids"
             if x.dtype == torch.uint8:

@@ -7,11 +7,12 @@ Form U, in one client and one round (w^t is the global model that the client rec
           L = |w - w^t|, of each parameter over its norms along the first dimension (FedSOL)
     eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1; FedSOL: of g1
     mu <- mu + (eps - s)/alpha                    FedSMOO only
-    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1; at (1 - pull)*(w + eps) + pull*anchor
-    w  <- w - lr * (sig*v + (weight_decay + phi)*w)
+    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1; at (1 - pull)*(w + eps) +
+    pull*anchor w  <- w - lr * (sig*v + (weight_decay + phi)*w)
 
-An algorithm chooses the constants; an executor runs the step; neither knows the other. Direction and mix are those of `FusedSAM`, in
-`fastsam.step`; the arithmetic stands in `fastsam_kernels.reference`. `sig` (clipping), the weight decay and the momentum belong to the run.
+An algorithm chooses the constants; an executor runs the step; neither knows the other. Direction and mix are those of
+`FusedSAM`, in `fastsam.step`; the arithmetic stands in `fastsam_kernels.reference`. `sig` (clipping), the weight decay
+and the momentum belong to the run.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ _NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",)
 
 @dataclass(frozen=True)
 class Envelope:
-    """Local steps in search of a Moreau envelope's minimum (pFedMe): the proximal term `phi*(w - a)` is about an anchor a that moves.
+    """Local steps in search of a Moreau envelope's minimum (pFedMe): the proximal term `phi*(w - a)` is about an anchor
+    a that moves.
 
-    Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin, with q = -phi*a.
-    Raises ValueError for steps below 1, and a rate that is no positive number.
+    Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin,
+    with q = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
     """
 
     steps: int
@@ -58,30 +60,40 @@ class Envelope:
 class LocalStep:
     """The constants of form U for some clients in one round.
 
-    q, e, mu, s, start, anchor, beside, rho_scale: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in the dtype of the weights,
-    or None. They are only read: an executor works on its own copy of mu.
-    start: the weights from which the local steps are taken, in place of the global model; displacements are measured from there.
-    drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step before (0 in the first one).
-    anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not with PATH and CONSTANT.
+    q, e, mu, s, start, anchor, beside, rho_scale: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in
+    the dtype of the weights, or None. They are only read: an executor works on its own copy of mu.
+    start: the weights from which the local steps are taken, in place of the global model; displacements are measured
+    from there.
+    drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
+    before (0 in the first one).
+    anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not
+    with PATH and CONSTANT.
     buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
     With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
-    surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1 and b = 0).
-    full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in evaluation mode.
+    surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1
+    and b = 0).
+    full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in
+    evaluation mode.
     pilot: gradients at the start find the radius; `rho` then counts for nothing (`RowEnds.gradient`, `RowEnds.norms`).
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the round's.
-    rho_end: the same of the radius, that of step k of K is `1 - (1 - rho_end)*k/K` times rho. Of directions that perturb step by step.
-    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`): `eps = rho * rho_scale * d/(||d|| + nu)`, and
-    where it is 0 nothing is perturbed and the norm does not count it. Not without a direction, nor with a dual.
-    epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by their places in `Rows.names`
-    (`Rows.places`); the others rest. None: all.
+    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the
+    round's.
+    rho_end: the same of the radius, that of step k of K is `1 - (1 - rho_end)*k/K` times rho. Of directions that
+    perturb step by step.
+    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`):
+    `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
+    without a direction, nor with a dual.
+    epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by
+    their places in `Rows.names` (`Rows.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
-    beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`); what that leaves behind are
-    `RowEnds.inner` and `RowEnds.alpha`.
-    then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the same order, and what
-    that leaves behind is `RowEnds.then`. Without one it goes on from where this phase ended, with the epochs that come next.
-    teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one for all clients.
-    Raises ValueError for numbers that are not finite, a negative radius, and vectors that the direction lacks or does not use.
+    beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
+    what that leaves behind are `RowEnds.inner` and `RowEnds.alpha`.
+    then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the
+    same order, and what that leaves behind is `RowEnds.then`. Without one it goes on from where this phase ended, with
+    the epochs that come next.
+    teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one
+    for all clients. Raises ValueError for numbers that are not finite, a negative radius, and vectors that the
+    direction lacks or does not use.
     """
 
     direction: Direction = Direction.NONE
@@ -130,7 +142,8 @@ class LocalStep:
             )
         if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
             raise ValueError(
-                f"LocalStep: rho_scale belongs to a perturbation without a dual; the direction is {self.direction.value!r}"
+                f"LocalStep: rho_scale belongs to a perturbation without a dual; the direction is "
+                f"{self.direction.value!r}"
             )
         number("pull", self.pull, at_least=0, at_most=1)
         for name in ("a", "b", "phi", "surrogate_gap", "drift"):
@@ -139,20 +152,24 @@ class LocalStep:
         for name in ("e", "mu", "s"):
             if (getattr(self, name) is not None) != (name in needed):
                 raise ValueError(
-                    f"LocalStep: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the vectors e, mu, s; "
+                    f"LocalStep: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
+                    f"vectors e, mu, s; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
         if (self.drift and self.direction not in _ALONG) or (
             self.remembers and self.direction is not Direction.GRADIENT_PLUS
         ):
             raise ValueError(
-                f"LocalStep: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient plus'; the direction is "
+                f"LocalStep: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient plus'; "
+                f"the direction is "
                 f"{self.direction.value!r}, with drift={self.drift!r} and remembers={self.remembers!r}"
             )
         if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
             raise ValueError(
-                "LocalStep: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first gradient; got "
-                f"pull={self.pull!r}, {'no' if self.anchor is None else 'an'} anchor, and the direction {self.direction.value!r}"
+                "LocalStep: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
+                "gradient; got "
+                f"pull={self.pull!r}, {'no' if self.anchor is None else 'an'} anchor, and the direction "
+                f"{self.direction.value!r}"
             )
         if self.teacher is not None and self.input_map is not None:
             raise ValueError("LocalStep: a step has a teacher or a map of the inputs, not both")
@@ -163,12 +180,14 @@ class LocalStep:
             )
         if (self.b or self.surrogate_gap) and self.backprops == 1:
             raise ValueError(
-                "LocalStep: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the perturbed one; "
+                "LocalStep: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the "
+                "perturbed one; "
                 f"the direction {self.direction.value!r} has one gradient only"
             )
         if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
             raise ValueError(
-                "LocalStep: a pilot finds the radius of a perturbation, by gradients that take the place of the full one; got the direction "
+                "LocalStep: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
+                "one; got the direction "
                 f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
             )
         if self.pilot is not None and self.rho_end != 1:
@@ -179,17 +198,21 @@ class LocalStep:
             raise ValueError("LocalStep: only=() trains nothing; leave the phase out")
         if self.then is not None and not (self.chains and self.then.chains):
             raise ValueError(
-                "LocalStep: a step with a further phase, and that phase, have no dual, constant direction, full gradient, pilot or map of the inputs"
+                "LocalStep: a step with a further phase, and that phase, have no dual, constant direction, full "
+                "gradient, pilot or map of the inputs"
             )
         if self.envelope is not None and not (self.chains and self.then is None and self.phi and self.q is not None):
             raise ValueError(
-                "LocalStep: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one phase without a dual, constant "
+                "LocalStep: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one "
+                "phase without a dual, constant "
                 "direction, full gradient, pilot or map of the inputs"
             )
         if (self.beside is None) != (self.mixture is None) or (self.mixture is not None and not self.mixes):
             raise ValueError(
-                "LocalStep: beside and mixture are one model and how it learns, next to plain steps of one phase, without a direction, teacher, "
-                f"full gradient or map of the inputs; got the direction {self.direction.value!r}, {'no' if self.beside is None else 'a'} vector "
+                "LocalStep: beside and mixture are one model and how it learns, next to plain steps of one phase, "
+                "without a direction, teacher, "
+                f"full gradient or map of the inputs; got the direction {self.direction.value!r}, "
+                f"{'no' if self.beside is None else 'a'} vector "
                 f"beside and {'no' if self.mixture is None else 'a'} mixture"
             )
         object.__setattr__(self, "mix", Mix(self.a, self.b, self.surrogate_gap))
@@ -221,8 +244,8 @@ class LocalStep:
 
     @property
     def phased(self) -> bool:
-        """Whether it asks for other local work than the run's: several phases, epochs of its own, some parameters only, several steps a batch, a
-        second model beside."""
+        """Whether it asks for other local work than the run's: several phases, epochs of its own, some parameters only,
+        several steps a batch, a second model beside."""
         other = self.then, self.epochs, self.only, self.envelope, self.mixture
         return any(asked is not None for asked in other)
 
@@ -233,13 +256,15 @@ class LocalStep:
 
 
 def paces(lr_end: float, steps: int) -> float:
-    """The learning rates of that many steps added up, over that of the round (`LocalStep.lr_end`): what a displacement is to be divided by."""
+    """The learning rates of that many steps added up, over that of the round (`LocalStep.lr_end`): what a displacement
+    is to be divided by."""
     return steps - (1 - lr_end) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A row before one of its local steps: its unperturbed weights and, for a step with two back-propagations, that step's eps. `[stride]`."""
+    """A row before one of its local steps: its unperturbed weights and, for a step with two back-propagations, that
+    step's eps. `[stride]`."""
 
     w: Tensor
     eps: Tensor | None = None
@@ -251,19 +276,22 @@ class RowEnds:
 
     clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalStep.start`, `w_K - start`.
-    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops: back-propagations really done,
-    those of a full gradient and of a pilot included.
-    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples: those in these batches.
-    buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of `LocalStep.buffers`; None for a model
-    without.
+    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
+    back-propagations really done, those of a full gradient and of a pilot included.
+    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples:
+    those in these batches.
+    buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
+    `LocalStep.buffers`; None for a model without.
     dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a pilot that over its
-    batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
-    input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by local step, where the
-    tasks ask for them. What is None is so for all n.
-    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the anchor's; with a mixture that of the
-    second model from where it began. alpha: `[n]` float64, the mixture's at the end.
-    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one that went on are in these.
+    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a
+    pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
+    input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by
+    local step, where the tasks ask for them. What is None is so for all n.
+    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
+    anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
+    end.
+    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one
+    that went on are in these.
     """
 
     clients: Sequence[int]
@@ -284,7 +312,8 @@ class RowEnds:
     then: RowEnds | None = None
 
     def column(self, numbers: Iterable[float]) -> Tensor:
-        """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's row."""
+        """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's
+        row."""
         rows = self.displacement
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 

@@ -1,4 +1,5 @@
-"""How a run on the CPU uses memory: the order in which convolution weights are stored, and freed memory that stays with the process."""
+"""How a run on the CPU uses memory: the order in which convolution weights are stored, and freed memory that stays with
+the process."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold foll
 def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -> nn.Module:
     """The model to train on `device`: `model` itself, or a copy of it whose 4-d parameters are stored in another order.
 
-    asked: one of `FORMATS`; "auto" is the rule below, and takes a model that is itself in channels_last out of it where torch would write
-    past its memory (`overrun_risk`). stacked: whether several clients go through one call of the model.
-    Values and ties stay; buffers, and tensors of other ranks, keep their order. Raises ValueError for such a model if "auto" was not asked
-    for, and for stacked clients in channels_last: in float64 torch gives wrong gradients of grouped convolutions in that order for batches
-    of one sample, once they are mapped.
+    asked: one of `FORMATS`; "auto" is the rule below, and takes a model that is itself in channels_last out of it where
+    torch would write past its memory (`overrun_risk`). stacked: whether several clients go through one call of the
+    model. Values and ties stay; buffers, and tensors of other ranks, keep their order. Raises ValueError for such a
+    model if "auto" was not asked for, and for stacked clients in channels_last: in float64 torch gives wrong gradients
+    of grouped convolutions in that order for batches of one sample, once they are mapped.
     """
     if stacked and asked == CHANNELS_LAST:
         raise ValueError(
-            "memory_format='channels_last' is for executors that train one client after the other in a row; stacked clients "
-            "(executor='vmap', compile=True) would gain nothing. Use memory_format='auto', or executor='threads' or 'sequential'"
+            "memory_format='channels_last' is for executors that train one client after the other in a row; stacked "
+            "clients "
+            "(executor='vmap', compile=True) would gain nothing. Use memory_format='auto', or executor='threads' or "
+            "'sequential'"
         )
     weights = [p for p in model.parameters() if p.dim() == 4]
     itself_last = any(p.stride() != _strides(p, torch.contiguous_format) for p in weights)
@@ -40,7 +43,8 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
         log.info("memory format %r: %s", asked, reason)
     elif risk and (asked == CHANNELS_LAST or itself_last):
         raise ValueError(
-            f"memory_format={asked!r} would train this model in channels_last, in which torch writes past its memory on some processors "
+            f"memory_format={asked!r} would train this model in channels_last, in which torch writes past its memory "
+            f"on some processors "
             f"(docs/torch_conv1x1_channels_last.md) for {risk}. Use memory_format='auto'"
         )
     if not weights or (asked == PRESERVE and not (risk and itself_last)):
@@ -49,7 +53,8 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
     format = torch.channels_last if asked == CHANNELS_LAST else torch.contiguous_format
     for p in made.parameters():
         if p.dim() == 4:
-            # Not to(): a weight that both formats could describe would keep its strides, and convolutions go by the strides.
+            # Not to(): a weight that both formats could describe would keep its strides, and convolutions go by the
+            # strides.
             p.data = torch.empty_like(p, memory_format=format).copy_(p.data)
     return made
 
@@ -57,9 +62,10 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
 def overrun_risk(model: nn.Module, device: torch.device) -> str:
     """The layer for which torch's CPU kernels write past their memory in channels_last; empty where there is none.
 
-    It is a 1x1 convolution with a stride and a number of input channels that is no multiple of 8, in all but float64: the gradient of its weight
-    (docs/torch_conv1x1_channels_last.md; found by tools/conv_overrun.py). The order of its own weight does not save it: it follows its input, which
-    other layers put in channels_last. Of a 1x1 weight outside `nn.Conv2d` the stride cannot be seen, so it counts. Processors are not told
+    It is a 1x1 convolution with a stride and a number of input channels that is no multiple of 8, in all but float64:
+    the gradient of its weight (docs/torch_conv1x1_channels_last.md; found by tools/conv_overrun.py). The order of its
+    own weight does not save it: it follows its input, which other layers put in channels_last. Of a 1x1 weight outside
+    `nn.Conv2d` the stride cannot be seen, so it counts. Processors are not told
     apart: a run would not be resumed on another one.
     """
     if device.type != "cpu":
@@ -97,10 +103,11 @@ def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, st
 
 
 def order(model: nn.Module) -> str | dict[str, list[int]]:
-    """How the trained parameters are stored, for a run's identity: flat rows are in this order, and convolutions go by it.
+    """How the trained parameters are stored, for a run's identity: flat rows are in this order, and convolutions go by
+    it.
 
-    "preserve" where all are contiguous, "channels_last" where all 4-d ones are in that order and the others contiguous, else a table of
-    the strides of those that are not contiguous.
+    "preserve" where all are contiguous, "channels_last" where all 4-d ones are in that order and the others contiguous,
+    else a table of the strides of those that are not contiguous.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     other = {name: p for name, p in trained.items() if p.stride() != _strides(p, torch.contiguous_format)}
@@ -113,17 +120,19 @@ def order(model: nn.Module) -> str | dict[str, list[int]]:
 
 
 def _strides(p: Tensor, format: torch.memory_format) -> tuple[int, ...]:
-    """Those of a tensor of this shape. (`is_contiguous` would not tell the two formats of a weight of one input channel.)"""
+    """Those of a tensor of this shape. (`is_contiguous` would not tell the two formats of a weight of one input
+    channel.)"""
     return torch.empty(p.shape, memory_format=format, device="meta").stride()
 
 
 def keep_freed(device: torch.device) -> None:
     """Lets glibc keep what a step frees for the next one, in a run on the CPU.
 
-    glibc maps blocks above a threshold anew, and gives free memory at the heap's end back, at each step of a model with large activations:
-    tens of thousands of page faults a round. Its thresholds rise by themselves to the size of any mapped block that is freed (and twice that for
-    the heap's end), up to 32 MiB; whether a run's own blocks ever raise them far enough is chance. So one block of that size is taken and freed:
-    it is never touched, and nothing happens that a larger model would not have caused. Thresholds that the user has set stay as they are.
+    glibc maps blocks above a threshold anew, and gives free memory at the heap's end back, at each step of a model with
+    large activations: tens of thousands of page faults a round. Its thresholds rise by themselves to the size of any
+    mapped block that is freed (and twice that for the heap's end), up to 32 MiB; whether a run's own blocks ever raise
+    them far enough is chance. So one block of that size is taken and freed: it is never touched, and nothing happens
+    that a larger model would not have caused. Thresholds that the user has set stay as they are.
     """
     if device.type == "cpu" and sys.platform == "linux":
         block = torch.empty(_BLOCK, dtype=torch.uint8)

@@ -31,12 +31,14 @@ def check_model(model: nn.Module) -> torch.dtype:
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         names = ", ".join(sorted(str(d) for d in dtypes))
         raise ValueError(
-            f"federated training runs in float32 or float64, all trainable parameters in one of them; the model has {names}. "
+            f"federated training runs in float32 or float64, all trainable parameters in one of them; the model has "
+            f"{names}. "
             "Half-precision models are not served: convert with model.float()"
         )
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
-            "the model has parameters without values (on the device 'meta'): model.to_empty(device='cpu') makes room for them, "
+            "the model has parameters without values (on the device 'meta'): model.to_empty(device='cpu') makes room "
+            "for them, "
             "then load or initialise them"
         )
     bad = next((name for name, p in model.named_parameters() if p.requires_grad and not torch.isfinite(p).all()), None)
@@ -46,7 +48,8 @@ def check_model(model: nn.Module) -> torch.dtype:
 
 
 def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with the reason."""
+    """A deep copy, which has the tensors `shared` in common with it. Raises ValueError for a model that has none, with
+    the reason."""
     try:
         return copy.deepcopy(model, {id(t): t for t in shared})
     except Exception as error:
@@ -58,7 +61,8 @@ def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 class Replica:
     """A deep copy of a model on `device`, with the trainable parameters in `row` (`[stride]`, of the layout).
 
-    Parameters that are not trained are the model's own where they are on that device: nobody writes them, and replicas may be many.
+    Parameters that are not trained are the model's own where they are on that device: nobody writes them, and replicas
+    may be many.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
@@ -90,7 +94,8 @@ class Replica:
 
 
 def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
-    """A copy of the user's model, where it was, with these weights (`[stride]`) and buffers; nothing of it is a view of ours."""
+    """A copy of the user's model, where it was, with these weights (`[stride]`) and buffers; nothing of it is a view of
+    ours."""
     made = copied(model)
     with torch.no_grad():
         for parameter, view in zip(trainable(made), layout.views(weights), strict=True):
@@ -106,13 +111,15 @@ def _with_mean(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def buffer_displacement(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> Tensor:
-    """How far the buffers went, flat float64. (Displacements, not values: a buffer that nobody changes then stays as it is, to the bit.)"""
+    """How far the buffers went, flat float64. (Displacements, not values: a buffer that nobody changes then stays as it
+    is, to the bit.)"""
     parts = [(e.double() - s.double()).flatten() for e, s in zip(_with_mean(ends), _with_mean(starts), strict=True)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def move_buffers(starts: Sequence[Tensor], by: Tensor) -> list[Tensor]:
-    """The buffers moved by the flat float64 `by`; integer buffers (BatchNorm's num_batches_tracked) by the nearest whole numbers."""
+    """The buffers moved by the flat float64 `by`; integer buffers (BatchNorm's num_batches_tracked) by the nearest
+    whole numbers."""
     moved, at = [], 0
     for start in starts:
         if start.dtype == torch.bool or start.is_complex():

@@ -16,9 +16,10 @@ Radius = Callable[[Tensor, Tensor], Tensor]
 class Pilot:
     """The radius of a client's perturbations in a round, made of gradients at its start.
 
-    batches: of the first so many batches of its local steps (all of them where there are fewer) gradients are taken, in evaluation mode.
-    radius: a function of the means over these batches, for n clients at once: of the gradients' norms, float64 `[n]`, and of the gradients
-    themselves, `[n, stride]`. It returns the radii, `[n]`, each of its own row, none negative.
+    batches: of the first so many batches of its local steps (all of them where there are fewer) gradients are taken, in
+    evaluation mode.
+    radius: a function of the means over these batches, for n clients at once: of the gradients' norms, float64 `[n]`,
+    and of the gradients themselves, `[n, stride]`. It returns the radii, `[n]`, each of its own row, none negative.
     Raises ValueError for batches below 1, and a radius that cannot be called.
     """
 

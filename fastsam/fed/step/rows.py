@@ -1,4 +1,5 @@
-"""What a flat row holds, in terms of the user's model: its parameters by name, the vector that torch makes of them, the model itself."""
+"""What a flat row holds, in terms of the user's model: its parameters by name, the vector that torch makes of them, the
+model itself."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from fastsam.fed.step.model_copy import copied, trainable
 class Rows:
     """The layout of a run's flat rows.
 
-    A row is private in two ways: between parameters there is padding, which is zero and stays zero, and a parameter's elements stand in the
-    order in which it is stored (channels_last, say). Arithmetic by elements need not know. Whoever needs a parameter, a mask, a random number
-    for each weight or torch's own vector asks here. Every function takes rows with any number of dimensions before the last.
+    A row is private in two ways: between parameters there is padding, which is zero and stays zero, and a parameter's
+    elements stand in the order in which it is stored (channels_last, say). Arithmetic by elements need not know.
+    Whoever needs a parameter, a mask, a random number for each weight or torch's own vector asks here. Every function
+    takes rows with any number of dimensions before the last.
 
     names: of the trainable parameters, each once, in the order of `model.named_parameters()`. length: numbers in a row.
     numel: P, the parameters' elements.
@@ -54,7 +56,8 @@ class Rows:
         return replace(self, segments=tuple(segments), length=offset)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Views by parameter of rows `[..., length]`, each `[..., *shape]`: writing into one writes the row, and nothing of its padding.
+        """Views by parameter of rows `[..., length]`, each `[..., *shape]`: writing into one writes the row, and
+        nothing of its padding.
 
         Raises ValueError for a tensor of another length.
         """
@@ -68,14 +71,16 @@ class Rows:
         }
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The rows `[..., length]` of tensors by parameter, each `[..., *shape]`; zero in the padding. The opposite of `unflatten`.
+        """The rows `[..., length]` of tensors by parameter, each `[..., *shape]`; zero in the padding. The opposite of
+        `unflatten`.
 
         Raises ValueError for names that are not those of the parameters, and for other shapes.
         """
         if parameters.keys() != {*self.names}:
             wrong = sorted(parameters.keys() ^ {*self.names})
             raise ValueError(
-                f"flatten takes a tensor for each of the parameters {', '.join(self.names)}; missing or unknown: {', '.join(wrong)}"
+                f"flatten takes a tensor for each of the parameters {', '.join(self.names)}; missing or unknown: "
+                f"{', '.join(wrong)}"
             )
         shapes = dict(zip(self.names, (s.shape for s in self.segments), strict=True))
         first = parameters[self.names[0]]
@@ -89,20 +94,23 @@ class Rows:
         return row
 
     def vector(self, row: Tensor) -> Tensor:
-        """Rows as new vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`. Raises ValueError for another length."""
+        """Rows as new vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`. Raises ValueError for
+        another length."""
         lead = row.dim() - 1
         return torch.cat([view.flatten(lead) for view in self.unflatten(row).values()], dim=-1)
 
     def row(self, vector: Tensor) -> Tensor:
-        """New rows of vectors `[..., P]`, zero in the padding. The opposite of `vector`. Raises ValueError for another length."""
+        """New rows of vectors `[..., P]`, zero in the padding. The opposite of `vector`. Raises ValueError for another
+        length."""
         self._check(vector, self.numel, "a vector")
         return self.flatten(self.plain.unflatten(vector))
 
     def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
         """Which numbers of a row are parameters with such names, bool `[length]`, on the CPU; never the padding.
 
-        patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in file names: "head.*",
-        "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that matches no trainable parameter, with their names.
+        patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in
+        file names: "head.*", "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that
+        matches no trainable parameter, with their names.
         """
         found = {self.names[place] for place in self.places(what, patterns)}
         row = torch.zeros(self.length, dtype=torch.bool)
@@ -117,16 +125,18 @@ class Rows:
             matched = {n for n in self.names if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")}
             if not matched:
                 raise ValueError(
-                    f"{what}: {pattern!r} matches no trainable parameter of the model; its names are {', '.join(self.names)}"
+                    f"{what}: {pattern!r} matches no trainable parameter of the model; its names are "
+                    f"{', '.join(self.names)}"
                 )
             found |= matched
         return tuple(place for place, name in enumerate(self.names) if name in found)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
-        """A row of one number for each parameter, for `LocalStep(rho_scale=...)`: `[length]`, in the dtype and on the device of `like`.
+        """A row of one number for each parameter, for `LocalStep(rho_scale=...)`: `[length]`, in the dtype and on the
+        device of `like`.
 
-        numbers: by patterns as in `mask`, of which the last one that matches counts; 1 where none does, 0 in the padding. Raises ValueError as
-        `places` does, and for a number that is negative or not finite.
+        numbers: by patterns as in `mask`, of which the last one that matches counts; 1 where none does, 0 in the
+        padding. Raises ValueError as `places` does, and for a number that is negative or not finite.
         """
         row = torch.zeros(self.length, dtype=like.dtype)
         views = list(self.unflatten(row).values())
@@ -144,8 +154,8 @@ class Rows:
         return ~self.mask("rows", "*")
 
     def model(self, row: Tensor) -> nn.Module:
-        """A new copy of the user's model with these weights (`[length]`), in evaluation mode, in the memory format that it had; its buffers are
-        the global model's. Raises ValueError for another shape."""
+        """A new copy of the user's model with these weights (`[length]`), in evaluation mode, in the memory format that
+        it had; its buffers are the global model's. Raises ValueError for another shape."""
         if row.dim() != 1:
             raise ValueError(f"a model takes one row, [{self.length}], got {list(row.shape)}")
         made = copied(self.template).eval()

@@ -1,4 +1,5 @@
-"""A second model that local steps compare their outputs with: a term of the loss made of both models' outputs, for distillation."""
+"""A second model that local steps compare their outputs with: a term of the loss made of both models' outputs, for
+distillation."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ Term = Callable[[Tensor, Any, Tensor], Tensor]
 class Teacher:
     """Local steps descend on `loss(model(x), y) + weight*term(model(x), teacher(x), y)`.
 
-    weights: `[stride]`, of the teacher, or `[n, stride]`, a row for each client: a model like the trained one, in evaluation mode, with the buffers
-    with which the client begins; no gradient goes through it. Several of these are several teachers, and the term is given a tuple of what they say.
+    weights: `[stride]`, of the teacher, or `[n, stride]`, a row for each client: a model like the trained one, in
+    evaluation mode, with the buffers with which the client begins; no gradient goes through it. Several of these are
+    several teachers, and the term is given a tuple of what they say.
     term: of outputs, the teacher's outputs and labels a scalar tensor, the mean over the batch; `divergence` is one.
-    features: a module of the model by name, what it returns being compared in place of the outputs, or with `received` what it is given.
-    perturbs: the term alone gives the first gradient of a step, which finds the perturbation, and the loss alone the second, that of the
-    descent. Of steps with two gradients.
+    features: a module of the model by name, what it returns being compared in place of the outputs, or with `received`
+    what it is given.
+    perturbs: the term alone gives the first gradient of a step, which finds the perturbation, and the loss alone the
+    second, that of the descent. Of steps with two gradients.
     Raises ValueError for a weight that is no finite number, and a term that cannot be called.
     """
 
@@ -55,8 +58,9 @@ class Teacher:
 def divergence(outputs: Tensor, told: Tensor, temperature: float = 1.0, left_out: Tensor | None = None) -> Tensor:
     """`temperature^2 * KL(softmax(told/temperature) || softmax(outputs/temperature))`, the mean over the batch.
 
-    outputs, told: `[n, classes, ...]`, logits. left_out: bool of that shape, classes that neither distribution has. (Hinton, Vinyals and Dean,
-    "Distilling the Knowledge in a Neural Network", 2015: the square keeps the size of gradients.)
+    outputs, told: `[n, classes, ...]`, logits. left_out: bool of that shape, classes that neither distribution has.
+    (Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network", 2015: the square keeps the size of
+    gradients.)
     """
     own, other = outputs / temperature, told / temperature
     if left_out is None:
@@ -93,7 +97,8 @@ class Heard:
         self._found = inputs[0] if self._what[1] else output
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs, and what is compared. Raises ValueError for a pass that does not come by there, or with something else than a tensor."""
+        """The outputs, and what is compared. Raises ValueError for a pass that does not come by there, or with
+        something else than a tensor."""
         outputs = self.module(x)
         if self._hook is None:
             return outputs, outputs
@@ -117,7 +122,8 @@ def check_term(teacher: Teacher, model: nn.Module, x: Tensor, y: Tensor) -> None
     modules = [name for name, _ in model.named_modules() if name]
     if teacher.features is not None and teacher.features not in modules:
         raise ValueError(
-            f"features={teacher.features!r} is no module of the model{nearest(teacher.features, modules)}; its modules are {', '.join(modules)}"
+            f"features={teacher.features!r} is no module of the model{nearest(teacher.features, modules)}; its modules "
+            f"are {', '.join(modules)}"
         )
     heard.attend_(teacher)
     _, own = heard(x)
@@ -127,7 +133,8 @@ def check_term(teacher: Teacher, model: nn.Module, x: Tensor, y: Tensor) -> None
         what = "outputs" if teacher.features is None else "features"
         shapes = f"{what} {list(own.shape)}" if isinstance(own, Tensor) else f"{what} {type(own).__name__}"
         raise ValueError(
-            f"the teacher's term cannot be made of {shapes} and labels {y.dtype} {list(y.shape)}: {type(error).__name__}: {error}"
+            f"the teacher's term cannot be made of {shapes} and labels {y.dtype} {list(y.shape)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(value, Tensor) or value.dim() or not bool(value.isfinite()):
         got = f"{list(value.shape)} {value}" if isinstance(value, Tensor) else repr(value)

@@ -1,8 +1,9 @@
 """The end of a round on several ranks: one buffer of integers holds every sum of it, and is added up by one all-reduce.
 
-The buffer holds the limbs of all sums (`fixed_point`), and counts. To add it up, the ranks must agree on what is where. They take what
-earlier rounds had, which is the same on all of them; a rank that has anything else says so in the buffer. Then all tell each other what
-they have, and a second all-reduce adds up what had no place. So it is in the first round, and where a client is the first to upload a name.
+The buffer holds the limbs of all sums (`fixed_point`), and counts. To add it up, the ranks must agree on what is where.
+They take what earlier rounds had, which is the same on all of them; a rank that has anything else says so in the
+buffer. Then all tell each other what they have, and a second all-reduce adds up what had no place. So it is in the
+first round, and where a client is the first to upload a name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _ALIGNED = 8  # integers: 64 bytes, as torch allocates
 class Exchange:
     """What the ranks add up at the end of every round: `open` before it, `close_` when this rank's clients are in.
 
-    For one rank alone there is nothing to do. shapes: of the sums that have their place in the buffer, the same on all ranks.
+    For one rank alone there is nothing to do. shapes: of the sums that have their place in the buffer, the same on all
+    ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -31,7 +33,8 @@ class Exchange:
         self.buffer = torch.zeros(0, dtype=torch.int64)
 
     def open(self, counts: int, like: Tensor) -> dict[Key, Tensor]:
-        """Places for the sums of a round: zeros, int64 `[2, *shape]`, on the device of `like`. counts: how many `close_` will be given."""
+        """Places for the sums of a round: zeros, int64 `[2, *shape]`, on the device of `like`. counts: how many
+        `close_` will be given."""
         if self.ranks.size == 1:
             return {}
         ends = [_aligned(3 + counts + len(self.shapes))]

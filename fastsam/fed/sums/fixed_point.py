@@ -4,9 +4,10 @@ Floating-point addition is not associative, integer addition is. So a number x b
 
     x = high * 2^-28 + low * 2^-80,    0 <= low < 2^52
 
-and the limbs are added. The rounding to 2^-80 happens once per client, before any addition: a value of 1e-8 keeps the 53 bits of a
-double, and the sum of a round is exact to its last bit before the one conversion back. One limb would not do (with room for large
-values its step is 2e-10 of a typical displacement). The range is checked before the conversion, because an integer sum wraps in silence.
+and the limbs are added. The rounding to 2^-80 happens once per client, before any addition: a value of 1e-8 keeps the
+53 bits of a double, and the sum of a round is exact to its last bit before the one conversion back. One limb would not
+do (with room for large values its step is 2e-10 of a typical displacement). The range is checked before the conversion,
+because an integer sum wraps in silence.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from fastsam.backends import Kernels
 from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
 
 LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
-# Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12. Ranks add them up as two elements, of
-# which the second one has the last 60 bits.
+# Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12. Ranks add them up as
+# two elements, of which the second one has the last 60 bits.
 _UNIT_BITS, _FINE_BITS = HIGH_BITS + LOW_BITS + 30, 60
 
 Problems = dict[int, str]  # of n clients, by place, why one was left out
@@ -62,7 +63,8 @@ class FixedPointSum:
         return f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
 
     def add_(self, x: Tensor, factor: float, largest: Tensor | None = None) -> None:
-        """Adds `factor * x` of a vector x, or of every row of an x `[n, ...]`; with `-factor` the same call takes it out again.
+        """Adds `factor * x` of a vector x, or of every row of an x `[n, ...]`; with `-factor` the same call takes it
+        out again.
 
         largest: float64 `[n]` (`[1]`), takes the size of each row's largest element, NaN where one is
         not finite. A row whose `problem_of_size` is not None must be taken out.
@@ -104,7 +106,8 @@ def _kernels(device: torch.device) -> Kernels:
 
 @dataclass(slots=True)
 class Term:
-    """Vectors of some clients, `[n, ...]`, that go into one sum with a factor. scale: of a unit of weight; None: no weight."""
+    """Vectors of some clients, `[n, ...]`, that go into one sum with a factor. scale: of a unit of weight; None: no
+    weight."""
 
     sum: FixedPointSum
     name: str
@@ -160,8 +163,9 @@ def _by_weight(weights: Sequence[int], problems: Problems) -> Iterator[tuple[int
 class RoundSums:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers, such as losses.
 
-    terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest` is the largest.
-    They enter as exact multiples of a power of two that is at most 1. places: see `FixedPointSum`, for vectors that are likely to come.
+    terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest`
+    is the largest. They enter as exact multiples of a power of two that is at most 1. places: see `FixedPointSum`, for
+    vectors that are likely to come.
     """
 
     def __init__(self, terms: int, heaviest: int, places: Mapping[Key, Tensor] | None = None) -> None:
@@ -175,7 +179,8 @@ class RoundSums:
     def add_(
         self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]
     ) -> str | None:
-        """Adds one client, or nothing of it. Returns why it was left out (a vector or number is not finite, or out of range), else None.
+        """Adds one client, or nothing of it. Returns why it was left out (a vector or number is not finite, or out of
+        range), else None.
 
         Raises ValueError for a vector of another shape than the other clients'.
         """
@@ -190,7 +195,8 @@ class RoundSums:
         numbers: Mapping[str, Sequence[float]],
         problems: Problems | None = None,
     ) -> Problems:
-        """As `add_` for n clients at once: vectors `[n, ...]`, n numbers each. problems: of clients that are left out in any case.
+        """As `add_` for n clients at once: vectors `[n, ...]`, n numbers each. problems: of clients that are left out
+        in any case.
 
         Returns who was left out, and why.
         """
@@ -217,11 +223,13 @@ class RoundSums:
         return {key: tuple(one.high.shape) for key, one in self._vectors.items()}
 
     def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
-        """Those of a sum, int64 `[2, *shape]`, to be added to; of zeros where this rank has none. like: a tensor on the device."""
+        """Those of a sum, int64 `[2, *shape]`, to be added to; of zeros where this rank has none. like: a tensor on the
+        device."""
         return self._sum(*key, like.new_empty((1, *shape))).both
 
     def become_(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
-        """The sums of several ranks, when the limbs of those with these `shapes` have been added up. like: a tensor on the device."""
+        """The sums of several ranks, when the limbs of those with these `shapes` have been added up. like: a tensor on
+        the device."""
         for (kind, name), shape in shapes.items():
             found = self._sum(kind, name, like.new_empty((1, *shape)))
             found.carry_()
@@ -240,20 +248,24 @@ class RoundSums:
             found = self._vectors[kind, name] = FixedPointSum(rows[0], self.terms, place)
         elif found.high.shape != rows.shape[1:]:
             raise ValueError(
-                f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after {list(found.high.shape)}"
+                f"the upload {name!r} must have one shape for all clients, got {list(rows.shape[1:])} after "
+                f"{list(found.high.shape)}"
             )
         return found
 
     def mean(self, name: str) -> Tensor:
-        """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
+        """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody
+        sent."""
         return self._get("mean", name).over(self.weight * self._unit)
 
     def share(self, name: str, divisor: float) -> Tensor:
-        """The weighted sum of an upload over a number, where `mean` has the weight that was added, float64. Raises KeyError as `mean` does."""
+        """The weighted sum of an upload over a number, where `mean` has the weight that was added, float64. Raises
+        KeyError as `mean` does."""
         return self._get("mean", name).over(divisor * self._unit)
 
     def total(self, name: str) -> Tensor:
-        """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody sent."""
+        """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody
+        sent."""
         return self._get("total", name).value()
 
     def _get(self, kind: str, name: str) -> FixedPointSum:
@@ -264,5 +276,6 @@ class RoundSums:
             raise KeyError(f"no client sent {name!r} for a {kind}; sent: {sent}") from None
 
     def number(self, name: str) -> float:
-        """The sum of a number over the clients that were added, rounded once (each of them is taken to 2^-110); 0 when nobody sent it."""
+        """The sum of a number over the clients that were added, rounded once (each of them is taken to 2^-110); 0 when
+        nobody sent it."""
         return self._numbers.get(name, 0) / (1 << _UNIT_BITS)

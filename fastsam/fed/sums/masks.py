@@ -1,14 +1,16 @@
 """Masks that cancel in a sum: the clients of a round add them to what they send, and the server learns the sum alone.
 
-Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal and Seth, "Practical Secure Aggregation for Privacy-Preserving Machine
-Learning", CCS 2017 (Figure 4, all parties honest but curious). What client i sends is integers modulo 2^116, the two limbs of `fixed_point`:
+Bonawitz, Ivanov, Kreuter, Marcedone, McMahan, Patel, Ramage, Segal and Seth, "Practical Secure Aggregation for
+Privacy-Preserving Machine Learning", CCS 2017 (Figure 4, all parties honest but curious). What client i sends is
+integers modulo 2^116, the two limbs of `fixed_point`:
 
     y_i = x_i + PRG(b_i) + sum_{j > i} PRG(s_ij) - sum_{j < i} PRG(s_ij)
     sum_i y_i - sum_i PRG(b_i) = sum_i x_i,    to the last bit
 
-s_ij: a secret that clients i and j agree on (X25519, HKDF); b_i: client i's own. PRG: AES-128 in counter mode. Every client deals out shares
-(Shamir) of b_i and of its key. Of who stayed, the others then hand out the shares of b_i; of who dropped those of its key, which gives the
-masks that nothing cancels; never both of one. All of it is pycryptodome's.
+s_ij: a secret that clients i and j agree on (X25519, HKDF); b_i: client i's own. PRG: AES-128 in counter mode. Every
+client deals out shares (Shamir) of b_i and of its key. Of who stayed, the others then hand out the shares of b_i; of
+who dropped those of its key, which gives the masks that nothing cancels; never both of one. All of it is
+pycryptodome's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Client:
         self._held: dict[int, tuple[Share, Share]] = {}
 
     def deal(self, clients: Sequence[Client], threshold: int) -> None:
-        """Gives every client, itself too, a share of its key and one of its own mask; `threshold` of them are needed to know either."""
+        """Gives every client, itself too, a share of its key and one of its own mask; `threshold` of them are needed to
+        know either."""
         from Crypto.Protocol.SecretSharing import Shamir
 
         made = [Shamir.split(threshold, len(clients), secret) for secret in (self._secret, self._own)]
@@ -47,7 +50,8 @@ class Client:
             other._held[self.number] = shares
 
     def masked(self, words: Tensor, publics: Mapping[int, Any]) -> Tensor:
-        """What it sends of `words`, int64 `[2, n]`: uniform to whoever lacks its secrets. publics: the keys of all clients of the round."""
+        """What it sends of `words`, int64 `[2, n]`: uniform to whoever lacks its secrets. publics: the keys of all
+        clients of the round."""
         out, key = words.clone(), _private(self._secret)
         _add_(out, self._own, 1)
         for other, public in publics.items():
@@ -56,7 +60,8 @@ class Client:
         return out
 
     def share(self, of: int, dropped: bool) -> Share:
-        """Its share of the key of a client that dropped, or of the own mask of one that stayed. Raises KeyError when it is asked again."""
+        """Its share of the key of a client that dropped, or of the own mask of one that stayed. Raises KeyError when it
+        is asked again."""
         key, own = self._held.pop(of)
         return key if dropped else own
 
@@ -77,16 +82,19 @@ class Server:
         _limbs(self._sum).add_limbs_(*words)
 
     def unmask(self, dropped: Collection[int], clients: Mapping[int, Client]) -> Tensor:
-        """The sum of what the clients sent, without masks, int64 `[2, n - 1]`. dropped: those of whom it is known; the others answer.
+        """The sum of what the clients sent, without masks, int64 `[2, n - 1]`. dropped: those of whom it is known; the
+        others answer.
 
-        Raises RuntimeError when too few are there to answer, or when masks are left: somebody is missing of whom nobody told.
+        Raises RuntimeError when too few are there to answer, or when masks are left: somebody is missing of whom nobody
+        told.
         """
         from Crypto.Protocol.SecretSharing import Shamir
 
         there, n = [i for i in self.received if i not in dropped], len(self.publics)
         if self._sum is None or len(there) < self.threshold:
             raise RuntimeError(
-                f"round {self.round + 1}: {len(there)} of {n} clients stayed, and {self.threshold} must, so that the masks of those who dropped "
+                f"round {self.round + 1}: {len(there)} of {n} clients stayed, and {self.threshold} must, so that the "
+                f"masks of those who dropped "
                 "can be taken out; a smaller secure_sums needs fewer"
             )
         for i in self.publics:
@@ -103,7 +111,8 @@ class Server:
                 f"clients {lost} sent nothing, and nobody told" if lost else "what was sent is not what was agreed on"
             )
             raise RuntimeError(
-                f"round {self.round + 1}: the masks of {n} clients do not cancel ({reason}): their sum is noise, and the round is refused"
+                f"round {self.round + 1}: the masks of {n} clients do not cancel ({reason}): their sum is noise, and "
+                f"the round is refused"
             )
         return self._sum[:, :-1]
 

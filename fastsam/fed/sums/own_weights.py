@@ -13,7 +13,8 @@ WEIGHT = "weight of the client"  # the name under which weights enter the sums
 
 
 def weighed(rows: Mapping[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
-    """The weights (float64 `[n]`) and the rows `[n, ...]` times them: float64, so each is rounded once before it enters the sums."""
+    """The weights (float64 `[n]`) and the rows `[n, ...]` times them: float64, so each is rounded once before it enters
+    the sums."""
     shaped = {name: weights.view(-1, *[1] * (x.dim() - 1)) for name, x in rows.items()}
     return {WEIGHT: weights[:, None], **{name: x.double() * shaped[name] for name, x in rows.items()}}
 

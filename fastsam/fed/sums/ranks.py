@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m fastsam run experiment.toml
 
-Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. Everybody samples the same cohort, deals it out by the
-same rule, and takes the same server step; rank 0 evaluates, writes and speaks. A client's state is kept by the rank that trained it last,
-its home, and goes over to another rank when the client does.
+Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. Everybody samples the same cohort,
+deals it out by the same rule, and takes the same server step; rank 0 evaluates, writes and speaks. A client's state is
+kept by the rank that trained it last, its home, and goes over to another rank when the client does.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class Ranks:
         return self.rank == 0
 
     def deal(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
-        """The rank of each active client: longest work first, to whoever has least; of several with least, the client's home."""
+        """The rank of each active client: longest work first, to whoever has least; of several with least, the client's
+        home."""
         loads, dealt = [0] * self.size, {}
         # A heap; what a rank had earlier stays in it until it comes up.
         least = [(0, rank) for rank in range(self.size)]
@@ -92,7 +93,8 @@ class Ranks:
             different = [key for key in {**first, **other} if first.get(key) != other.get(key)]
             if different:
                 raise RankError(
-                    f"all ranks must be called alike, but {different[0]!r} of rank {rank} is not that of rank 0; a model needs the same "
+                    f"all ranks must be called alike, but {different[0]!r} of rank {rank} is not that of rank 0; a "
+                    f"model needs the same "
                     "weights in all of them (torch.manual_seed before it is made)"
                 )
 
@@ -115,7 +117,8 @@ class Ranks:
         return found[0]
 
     def cohort(self, active: Sequence[int], clients: int, like: Tensor) -> list[int]:
-        """The cohort of rank 0 in ascending order, out of `clients` clients; collective. like: a tensor on the device of the run."""
+        """The cohort of rank 0 in ascending order, out of `clients` clients; collective. like: a tensor on the device
+        of the run."""
         if self.size == 1:
             return list(active)
         chosen = torch.zeros(clients, dtype=torch.uint8)
@@ -126,7 +129,8 @@ class Ranks:
         return chosen.nonzero().flatten().tolist()
 
     def add_(self, tensors: Sequence[Tensor]) -> None:
-        """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one buffer."""
+        """Every tensor (int64, the same shapes on all ranks) becomes its sum over the ranks: one all-reduce of one
+        buffer."""
         if self.size == 1 or not tensors:
             return
         buffer = torch.cat([t.flatten() for t in tensors])
@@ -153,9 +157,11 @@ class Ranks:
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """The ranks of this run: those of the process group that there is, or of the launcher (`torchrun`) that started this process.
+    """The ranks of this run: those of the process group that there is, or of the launcher (`torchrun`) that started
+    this process.
 
-    A rank that leaves with an error takes the process group down with it, so that the others end too instead of waiting.
+    A rank that leaves with an error takes the process group down with it, so that the others end too instead of
+    waiting.
     """
     if not in_group():
         if launched_processes() == 1:
@@ -192,7 +198,8 @@ def _start() -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise RankError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the processes with torchrun, "
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the processes with "
+            f"torchrun, "
             "or unset WORLD_SIZE for one process alone"
         )
     backend = "cpu:gloo"
@@ -208,14 +215,17 @@ def _start() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     except RuntimeError as error:
         raise RankError(
-            f"the ranks have met, but cannot connect to each other ({error}). A machine whose name stands for 127.0.0.1 needs to be told by "
-            "which network the others reach it: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), with the name that `ip addr` shows"
+            f"the ranks have met, but cannot connect to each other ({error}). A machine whose name stands for "
+            f"127.0.0.1 needs to be told by "
+            "which network the others reach it: GLOO_SOCKET_IFNAME=eth0 (and NCCL_SOCKET_IFNAME), with the name that "
+            "`ip addr` shows"
         ) from error
     atexit.register(_leave)
 
 
 def _end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks: they would train on, beside those of a run that is resumed. Here the system ends them."""
+    """A launcher that is killed cannot end its ranks: they would train on, beside those of a run that is resumed. Here
+    the system ends them."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -232,6 +242,7 @@ def _rank_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankError(
-            f"a rank of this run has died or was stopped ({str(error).splitlines()[0]}). Look at its log; the run directory holds the last "
+            f"a rank of this run has died or was stopped ({str(error).splitlines()[0]}). Look at its log; the run "
+            f"directory holds the last "
             "checkpoint, which any number of ranks can resume"
         ) from error

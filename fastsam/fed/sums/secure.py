@@ -1,4 +1,5 @@
-"""The sums of a round under masks (`masks`): every client's fixed point leaves it masked, and the sums have the bits of those without."""
+"""The sums of a round under masks (`masks`): every client's fixed point leaves it masked, and the sums have the bits of
+those without."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def check_secure_sums(share: float | None, aggregation: str, algorithm: object, 
     asked = f"secure_sums={share:g}"
     if aggregation != "mean":
         raise ValueError(
-            f"{asked} shows the server a sum alone, and aggregation={aggregation!r} looks at single uploads: use aggregation='mean' (with "
+            f"{asked} shows the server a sum alone, and aggregation={aggregation!r} looks at single uploads: use "
+            f"aggregation='mean' (with "
             "clip_update=..., which clients do themselves), or no secure_sums"
         )
     if getattr(algorithm, "pools_data", False):
@@ -36,17 +38,20 @@ def check_secure_sums(share: float | None, aggregation: str, algorithm: object, 
         raise ValueError(f"{asked} is simulated in one process, and this run has {ranks}: use one, or no secure_sums")
     if cohort < _FEWEST:
         raise ValueError(
-            f"{asked} needs {_FEWEST} clients in a round, because the sum of one is its upload, and this run has rounds of {cohort}; use a "
+            f"{asked} needs {_FEWEST} clients in a round, because the sum of one is its upload, and this run has "
+            f"rounds of {cohort}; use a "
             "larger participation"
         )
     if find_spec("Crypto") is None:
         raise ValueError(
-            f"{asked}: keys and masks are made by the package pycryptodome, which is not installed: pip install 'fastsam[secure]'"
+            f"{asked}: keys and masks are made by the package pycryptodome, which is not installed: pip install "
+            f"'fastsam[secure]'"
         )
 
 
 class SecureSums:
-    """A round's sums as `sums` will hold them, and the clients and the server that make them. Keys are new in every round.
+    """A round's sums as `sums` will hold them, and the clients and the server that make them. Keys are new in every
+    round.
 
     share: of the active clients, those that must stay. heaviest: see `RoundSums`. round: from 0.
 
@@ -56,7 +61,8 @@ class SecureSums:
     def __init__(self, sums: RoundSums, share: float, active: Sequence[int], heaviest: int, round: int) -> None:
         if len(active) < _FEWEST:
             raise RuntimeError(
-                f"round {round + 1}: client {active[0]} is alone in its round, and the sum of one client is its upload, which secure_sums must not "
+                f"round {round + 1}: client {active[0]} is alone in its round, and the sum of one client is its "
+                f"upload, which secure_sums must not "
                 "show; sampler='fixed' draws as many clients in every round"
             )
         self.sums, self.heaviest = sums, heaviest
@@ -77,7 +83,8 @@ class SecureSums:
         numbers: Mapping[str, Sequence[float]],
         problems: Problems,
     ) -> Problems:
-        """As `RoundSums.add_rows_`, but that each client turns its own rows and numbers into integers, masks them and sends them."""
+        """As `RoundSums.add_rows_`, but that each client turns its own rows and numbers into integers, masks them and
+        sends them."""
         problems = dict(problems)
         for place, client in enumerate(clients):
             if place in problems:
@@ -94,7 +101,8 @@ class SecureSums:
         return problems
 
     def _words(self, client: int, own: RoundSums, like: Tensor) -> Tensor:
-        """All that a client has to add up, int64 `[2, n]` on the CPU: the limbs of its vectors and numbers, and a zero."""
+        """All that a client has to add up, int64 `[2, n]` on the CPU: the limbs of its vectors and numbers, and a
+        zero."""
         shapes = dict(sorted(own.shapes(like).items()))
         if self._shapes is None:
             self._shapes, self._like = shapes, like
@@ -108,7 +116,8 @@ class SecureSums:
         return torch.cat([*limbs, torch.zeros(2, 1, dtype=torch.int64)], dim=1)
 
     def unmask_(self, dropped: Collection[int]) -> None:
-        """Puts the sums without masks into `sums`. Raises RuntimeError where the masks do not cancel: see `Server.unmask`."""
+        """Puts the sums without masks into `sums`. Raises RuntimeError where the masks do not cancel: see
+        `Server.unmask`."""
         words = self.server.unmask(dropped, self.clients)
         assert self._shapes is not None  # something was received
         at = 0

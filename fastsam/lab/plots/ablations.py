@@ -29,7 +29,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one value of the swept key: `accuracies` of the seeds, in 0..1. value None: the label does not take the key."""
+    """The runs of one value of the swept key: `accuracies` of the seeds, in 0..1. value None: the label does not take
+    the key."""
 
     value: Any
     accuracies: Sequence[float]
@@ -42,9 +43,11 @@ Line = tuple[
 
 @figures.styled
 def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against `key`: mean over seeds with one standard deviation as a bar. Labels without the key are dashed levels.
+    """Final test accuracy against `key`: mean over seeds with one standard deviation as a bar. Labels without the key
+    are dashed levels.
 
-    Numbers are on their own scale, a logarithmic one when they are positive and span a factor of 8 or more; other values side by side.
+    Numbers are on their own scale, a logarithmic one when they are positive and span a factor of 8 or more; other
+    values side by side.
     panels: title -> label -> points, a panel for each value of what else was swept for all.
     """
     every = [point for lines in panels.values() for points in lines.values() for point in points]
@@ -71,7 +74,8 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
 
 @figures.styled
 def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes; labels without a rho are dashed levels.
+    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes; labels without a rho are
+    dashed levels.
 
     panels: title -> label -> (ratio, accuracies).
     """
@@ -86,7 +90,8 @@ def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, 
 
 
 def _grid(panels: Mapping[str, Mapping[str, Any]]) -> tuple[Any, list[Any], dict[str, dict[str, Any]]]:
-    """A figure with a panel for each title, side by side, three in a row; and the style of each label in all of them."""
+    """A figure with a panel for each title, side by side, three in a row; and the style of each label in all of
+    them."""
     styles = figures.styles(dict.fromkeys(label for lines in panels.values() for label in lines))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -113,7 +118,8 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 
 
 def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Where each value stands on the axis, by its name: numbers at themselves, others at 0, 1, ... in order of appearance."""
+    """Where each value stands on the axis, by its name: numbers at themselves, others at 0, 1, ... in order of
+    appearance."""
     names = list(dict.fromkeys(_name(v) for v in values))
     return (
         {name: float(name) for name in names} if _numeric(names) else {name: float(i) for i, name in enumerate(names)}

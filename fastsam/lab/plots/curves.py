@@ -50,9 +50,11 @@ def series(history: History, key: str) -> dict[int, float]:
 
 @figures.styled
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
-    """Test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate; a panel of each for every swept value.
+    """Test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate; a panel of each for
+    every swept value.
 
-    Where no accuracy was measured: the training loss. A line per label; with several seeds their mean, in a band of one standard deviation.
+    Where no accuracy was measured: the training loss. A line per label; with several seeds their mean, in a band of one
+    standard deviation.
     panels: title -> label -> one history (list of metrics records) per seed. target: a dashed line at this accuracy.
     """
     views: list[View] = [
@@ -90,7 +92,8 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
 
 @figures.styled
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
-    """One small plot by round for each of `keys`, of the records that hold it, and for every swept value; lines and bands as in `curves`."""
+    """One small plot by round for each of `keys`, of the records that hold it, and for every swept value; lines and
+    bands as in `curves`."""
     if len(panels) == 1:
         columns = min(3, len(keys))
         figure = figures.new(
@@ -129,7 +132,8 @@ def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, floa
 
 
 def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
-    """A figure with a column of `views` axes for every panel; one panel has them side by side. More than three panels go on below."""
+    """A figure with a column of `views` axes for every panel; one panel has them side by side. More than three panels
+    go on below."""
     if panels == 1:
         figure = figures.new(figures.PAGE, 2.9)
         return figure, [list(figure.subplots(1, views, squeeze=False)[0])]

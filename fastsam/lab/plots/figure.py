@@ -1,4 +1,5 @@
-"""What all figures share: a figure without global state, its files, sizes for a paper's page, and who has which colour and line style."""
+"""What all figures share: a figure without global state, its files, sizes for a paper's page, and who has which colour
+and line style."""
 
 from __future__ import annotations
 
@@ -19,14 +20,16 @@ FORMATS = (".png", ".svg", ".pdf")
 _COLOURS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 3)))
 _STYLE: Any = {  # matplotlib's types list its settings one by one
-    "font.size": 8, "figure.titlesize": 9, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7,
+    "font.size": 8, "figure.titlesize": 9, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7,
+    "ytick.labelsize": 7, "legend.fontsize": 7,
     "axes.linewidth": 0.6, "lines.linewidth": 1.2, "xtick.major.width": 0.6, "ytick.major.width": 0.6,
     "svg.hashsalt": "fastsam", "pdf.fonttype": 42,
 }  # fmt: skip
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """A function that draws, with letters and lines of the size that they have on a paper's page; matplotlib's own settings stay as they are."""
+    """A function that draws, with letters and lines of the size that they have on a paper's page; matplotlib's own
+    settings stay as they are."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -72,7 +75,8 @@ def remove(path: Path) -> None:
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for each algorithm, the first word of a label, and a line style for each variant, what follows it ("rho=0.05").
+    """A colour for each algorithm, the first word of a label, and a line style for each variant, what follows it
+    ("rho=0.05").
 
     Another ten algorithms have the same colours in other line styles.
     """

@@ -78,7 +78,8 @@ _PAGE = """\
   th:first-child, td:first-child { text-align: left; }
   .note, figcaption { color: #555; font-size: .9rem; }
   figure { margin: 1rem 0; } img { max-width: 100%; }
-  dt { font-weight: 600; float: left; clear: left; min-width: 9rem; margin-right: 1rem; } dd { margin: 0 0 .2rem 10rem; }
+  dt { font-weight: 600; float: left; clear: left; min-width: 9rem; margin-right: 1rem; }
+  dd { margin: 0 0 .2rem 10rem; }
   @page { size: A4 landscape; } @media print { body { font-size: 10px; margin: 0; } }
   code, pre { background: #f4f4f4; padding: .1rem .3rem; } pre { padding: .6rem; overflow-x: auto; }
 </style>

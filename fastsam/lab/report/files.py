@@ -31,14 +31,15 @@ from fastsam.lab.seeds import deviation
 
 # What a comparison's directory holds besides one sub-directory per run; there may be more figures.
 COMPARISON_FILES = {
-    "report": "report.html", "report (text)": "report.md", "summary": "summary.json", "curves": "curves.png", "classes": "classes.png",
+    "report": "report.html", "report (text)": "report.md", "summary": "summary.json", "curves": "curves.png",
+    "classes": "classes.png",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a comparison's report tells besides its runs. counts: [clients, classes] by the swept values of the data; surfaces: by
-    label."""
+    """What a comparison's report tells besides its runs. counts: [clients, classes] by the swept values of the data;
+    surfaces: by label."""
 
     title: str
     facts: Mapping[str, Any]
@@ -62,8 +63,8 @@ def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: P
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
-    """summary.json of a comparison: each run's own summary, and per label the mean and the sample's standard deviation over seeds of
-    its numbers. swept: the values that a run took."""
+    """summary.json of a comparison: each run's own summary, and per label the mean and the sample's standard deviation
+    over seeds of its numbers. swept: the values that a run took."""
     averaged: dict[str, Any] = {}
     for label, group in by_label(runs).items():
         first = {**group[0].summary.get("measures", {}), **group[0].summary.get("metrics", {}), **group[0].summary}
@@ -92,9 +93,11 @@ def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
 def draw_plots(
     runs: Sequence[FinishedRun], counts: Mapping[str, np.ndarray], directory: Path, title: str
 ) -> list[Figure]:
-    """curves.png, classes.png and, where something was measured, metrics.png and measures.png in `directory`, as PNG, SVG and PDF.
+    """curves.png, classes.png and, where something was measured, metrics.png and measures.png in `directory`, as PNG,
+    SVG and PDF.
 
-    title: above every figure. counts: [clients, classes] by the swept values of the data, under "" where none was swept.
+    title: above every figure. counts: [clients, classes] by the swept values of the data, under "" where none was
+    swept.
     """
     held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
     return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]
@@ -107,7 +110,8 @@ def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> lis
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:
-    """By panel and line: a panel for each value of what was swept for all, in it a line for each algorithm and its variants."""
+    """By panel and line: a panel for each value of what was swept for all, in it a line for each algorithm and its
+    variants."""
     shared, found = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
     for name, group in panels(runs).items():
         lines = found.setdefault(name, {})
@@ -139,7 +143,8 @@ def _surfaces(grids: Mapping[str, np.ndarray], directory: Path) -> list[Figure]:
 
 
 def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> list[Figure]:
-    """One figure per swept key; and one over rho/lr where either was swept. A panel for every value of the others that all runs took."""
+    """One figure per swept key; and one over rho/lr where either was swept. A panel for every value of the others that
+    all runs took."""
     figures = []
     for key in dict.fromkeys(key for run in runs for key in run.point):
         found: dict[str, dict[str, list[plots.Point]]] = {}

@@ -12,7 +12,8 @@ from typing import Any
 class FinishedRun:
     """A finished run: `label` is its line's name in the report (the algorithm, and the values of a sweep).
 
-    summary and history are the run's own. algorithm: its short name. point: the swept keys that it took. lr: its local learning rate.
+    summary and history are the run's own. algorithm: its short name. point: the swept keys that it took. lr: its local
+    learning rate.
     """
 
     label: str
@@ -66,13 +67,15 @@ def value_text(value: Any) -> str:
 
 
 def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
-    """The swept keys that every run took: their values are settings in which algorithms are compared, not variants of an algorithm."""
+    """The swept keys that every run took: their values are settings in which algorithms are compared, not variants of
+    an algorithm."""
     points = [run.point for run in runs]
     return tuple(key for key in (points[0] if points else ()) if all(key in point for point in points))
 
 
 def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The runs by the values of the keys that all of them took, e.g. "alpha = 0.1"; where there are none, all under ""."""
+    """The runs by the values of the keys that all of them took, e.g. "alpha = 0.1"; where there are none, all under
+    ""."""
     found: dict[str, list[FinishedRun]] = {}
     shared = shared_keys(runs)
     for run in runs:
@@ -92,8 +95,9 @@ def line(run: FinishedRun, without: Iterable[str]) -> str:
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:
-    """The label that `label` is compared with: FedAvg's (without FedAvg, the first algorithm's) that had the same values of the keys that
-    both took; None where it has no run with them. Where all are of one algorithm, the first label is everybody's.
+    """The label that `label` is compared with: FedAvg's (without FedAvg, the first algorithm's) that had the same
+    values of the keys that both took; None where it has no run with them. Where all are of one algorithm, the first
+    label is everybody's.
     """
     algorithms = [group[0].algorithm for group in groups.values()]
     if len({*algorithms}) == 1:

@@ -1,4 +1,5 @@
-"""The loss surfaces of finished runs: each final model on the training data, in directions from the same random numbers."""
+"""The loss surfaces of finished runs: each final model on the training data, in directions from the same random
+numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def loss_surfaces(
 ) -> Mapping[str, np.ndarray]:
     """The surface of every label's first run, `[points, points]` over [-1, 1]^2; also written to surfaces.npz.
 
-    build: a run's model (any weights), its clients' data and its loss. Raises FileNotFoundError when a run has no model.safetensors.
+    build: a run's model (any weights), its clients' data and its loss. Raises FileNotFoundError when a run has no
+    model.safetensors.
     """
     grids: dict[str, np.ndarray] = {}
     for label, group in by_label(runs).items():

@@ -57,7 +57,8 @@ def table(runs: Sequence[FinishedRun]) -> tuple[list[str], list[list[str]]]:
 
 
 def rich_table(runs: Sequence[FinishedRun], title: str, width: int = 120) -> RichTable:
-    """The short table, to be printed on a terminal of `width` columns: there numbers are never cut, but stand closer or lose the best accuracy."""
+    """The short table, to be printed on a terminal of `width` columns: there numbers are never cut, but stand closer or
+    lose the best accuracy."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -100,8 +101,10 @@ def accuracy(runs: Sequence[FinishedRun]) -> Table:
         for label, group in by_label(runs).items()
     ]  # fmt: skip
     note = (
-        "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over them. Clients: mean ± standard "
-        f"deviation over the clients, averaged over the seeds, each client on its own validation samples (mode {_validation(runs)!r}); "
+        "Accuracy of the global model on the test set; with several seeds mean ± the sample's standard deviation over "
+        "them. Clients: mean ± standard "
+        f"deviation over the clients, averaged over the seeds, each client on its own validation samples (mode "
+        f"{_validation(runs)!r}); "
         "the worst and the best client with their numbers, seed by seed."
     )
     return Table("Accuracy", head, rows, note)
@@ -124,7 +127,8 @@ def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
         for label, group in by_label(runs).items()
     ]
     note = (
-        "Of the global model after the last round, on the test set; with several seeds mean ± the sample's standard deviation over them. "
+        "Of the global model after the last round, on the test set; with several seeds mean ± the sample's standard "
+        "deviation over them. "
         "Clients: mean ± "
         "standard deviation over the clients, averaged over the seeds, each client on its own validation samples."
     )
@@ -155,8 +159,10 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
         rows.append(cells)
     same = f"× {base}: relative to its run with the same swept values. " if len(named) > 1 else ""
     note = (
-        f"Completed rounds when the test accuracy first reached {100 * target:g} %, without smoothing; means over the seeds; {NONE} where a "
-        f"seed did not reach it. {same}Computing time is that of local training and the server's step, without evaluation."
+        f"Completed rounds when the test accuracy first reached {100 * target:g} %, without smoothing; means over the "
+        f"seeds; {NONE} where a "
+        f"seed did not reach it. {same}Computing time is that of local training and the server's step, without "
+        f"evaluation."
     )
     return Table(f"To {100 * target:g} % test accuracy", head, rows, note)
 
@@ -167,12 +173,15 @@ def cost(runs: Sequence[FinishedRun]) -> Table:
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),
         ("backprops", "back-propagations", whole), ("megabytes", "MB sent", size),
-        ("state_megabytes", "state MB", partial(size, digits=2)), ("client_megabytes", "client MB", partial(size, digits=2)),
+        ("state_megabytes", "state MB", partial(size, digits=2)),
+        ("client_megabytes", "client MB", partial(size, digits=2)),
     ]  # fmt: skip
     rows = [[label, *(mean(group, key, form) for key, _, form in columns)] for label, group in by_label(runs).items()]
     note = (
-        "Means over the seeds; times are medians over the rounds, with and without evaluation and measures. MB: 1e6 bytes. Sent: both "
-        "directions, all rounds. State: what the server and all clients keep between rounds at the end. Client: weights, one "
+        "Means over the seeds; times are medians over the rounds, with and without evaluation and measures. MB: 1e6 "
+        "bytes. Sent: both "
+        "directions, all rounds. State: what the server and all clients keep between rounds at the end. Client: "
+        "weights, one "
         "gradient and what else a local step of one client works with (activations aside)."
     )
     return Table("Cost", ["algorithm", *(name for _, name, _ in columns)], rows, note)

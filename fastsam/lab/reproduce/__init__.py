@@ -1,4 +1,5 @@
-"""The papers' tables and figures as config files, run at their own scale or in small, with the published numbers beside ours."""
+"""The papers' tables and figures as config files, run at their own scale or in small, with the published numbers beside
+ours."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summ
 
 
 def listing() -> list[tuple[str, str, str, str]]:
-    """Of each table: its name, what it shows, the data sets at the paper's scale, and the numbers of runs (paper's scale; scaled)."""
+    """Of each table: its name, what it shows, the data sets at the paper's scale, and the numbers of runs (paper's
+    scale; scaled)."""
     rows = []
     for name in names():
         full, small = load(name), load(name, "digits")
@@ -43,7 +44,8 @@ def reproduce(
 ) -> int:  # fmt: skip
     """Run a table and write its report. 1 when a run failed.
 
-    seeds: instead of the table's. flags: keys of the config over the table's. tune: what each method is tuned over before, see `tuning.grid`;
+    seeds: instead of the table's. flags: keys of the config over the table's. tune: what each method is tuned over
+    before, see `tuning.grid`;
     None: nothing. Raises ConfigError, RunDirectoryError, and what missing data raise.
     """
     table = load(name, scale)
@@ -126,7 +128,8 @@ def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directo
         or before.get("scale") != asked["scale"]
     ):
         raise RunDirectoryError(
-            f"{directory} is not a directory of `{_command({**asked, 'flags': [], 'seeds': []})}`; choose another --run-dir"
+            f"{directory} is not a directory of `{_command({**asked, 'flags': [], 'seeds': []})}`; choose another "
+            f"--run-dir"
         )
     for part, plan in plans.items():
         compare.check_directory(plan, directory / part.slug, resume)

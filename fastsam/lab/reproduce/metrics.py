@@ -22,10 +22,13 @@ Groups = Sequence[Sequence[FinishedRun]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A kind of cell. number: of a run, given the column's target. form: its format. spread: a second number, in parentheses.
+    """A kind of cell. number: of a run, given the column's target. form: its format. spread: a second number, in
+    parentheses.
 
-    seeds: the standard deviation over seeds is shown. relative: "1.26x" FedAvg's is shown beside the number; ratio: instead of it.
-    timed: until the column's target was reached. better: 1 where the larger number is the better one, -1 where the smaller is.
+    seeds: the standard deviation over seeds is shown. relative: "1.26x" FedAvg's is shown beside the number; ratio:
+    instead of it.
+    timed: until the column's target was reached. better: 1 where the larger number is the better one, -1 where the
+    smaller is.
     """
 
     head: str
@@ -84,7 +87,8 @@ def groups_of(column: Column, algorithm: str, outcomes: Mapping[Part, Outcome]) 
 
 
 def value(metric: Metric, groups: Groups, target: float | None, number: Number | None = None) -> list[float | None]:
-    """The number of each seed, the mean over the parts; None where a part has none, because its run failed or it never got there."""
+    """The number of each seed, the mean over the parts; None where a part has none, because its run failed or it never
+    got there."""
     by_seed = [{run.seed: (number or metric.number)(run, target) for run in group} for group in groups]
     values = []
     for seed in dict.fromkeys(seed for part in by_seed for seed in part):

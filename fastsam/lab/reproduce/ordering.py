@@ -1,7 +1,8 @@
-"""The paper's ordering beside ours: which of its claims held, by how much and in how many seeds, and how the ranks of all methods agree.
+"""The paper's ordering beside ours: which of its claims held, by how much and in how many seeds, and how the ranks of
+all methods agree.
 
-A claim: in a section of a table, by one metric, a method of the paper's own is ahead of another one. Sizes of scaled runs cannot be compared
-with the paper's, the order of methods can.
+A claim: in a section of a table, by one metric, a method of the paper's own is ahead of another one. Sizes of scaled
+runs cannot be compared with the paper's, the order of methods can.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Outcomes = Mapping[Part, Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """`ahead` is ahead of `other` in `columns` of the section's columns, on average by `paper`. ours: by seed, so much here in the same columns."""
+    """`ahead` is ahead of `other` in `columns` of the section's columns, on average by `paper`. ours: by seed, so much
+    here in the same columns."""
 
     section: str
     metric: str
@@ -55,7 +57,8 @@ def number_of(text: str) -> float | None:
 
 
 def multiple_of(text: str, base: str) -> float | None:
-    """What a published cell says of FedAvg's, `base`: .31 of "0.31x", 1 of "246 (1x)", 253/246 of "253" beside it. None for a dash."""
+    """What a published cell says of FedAvg's, `base`: .31 of "0.31x", 1 of "246 (1x)", 253/246 of "253" beside it. None
+    for a dash."""
     found, number, whole = re.search(r"(\d+(?:\.\d+)?)x", text), number_of(text), number_of(base)
     if found is not None or number is None or not whole:
         return None if found is None else float(found[1])
@@ -80,7 +83,8 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
 
 
 def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str], float]:
-    """Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the columns. Left out where there is none."""
+    """Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the columns.
+    Left out where there is none."""
     found = {}
     for section, metric in itertools.product(table.sections, table.metrics):
         paper, ours = _paper(table, section, metric), _ours(table, section, metric, outcomes)
@@ -98,7 +102,8 @@ def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str],
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's tau-b of two orders: 1 for the same, -1 for the reverse; pairs that are equal in one of them count for nothing. NaN if all are."""
+    """Kendall's tau-b of two orders: 1 for the same, -1 for the reverse; pairs that are equal in one of them count for
+    nothing. NaN if all are."""
     signs = [
         (np.sign(a - b), np.sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(one, other, strict=True), 2)
     ]
@@ -107,7 +112,8 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """The claims, those that did not hold first, and the ranks; none where the paper prints no numbers or no run was finished."""
+    """The claims, those that did not hold first, and the ranks; none where the paper prints no numbers or no run was
+    finished."""
     found = claims(table, outcomes)
     every = [claim for claim in found if claim.ours]
     if not every:
@@ -116,7 +122,8 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
         "" if table.scale is None else f" Ours are of the scaled run on {table.scale}: only their sign can be compared."
     )
     note = (
-        "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with their standard "
+        "Margins are in favour of the first method, means over the columns in which the paper has it ahead; ours with "
+        "their standard "
         f"deviation over the seeds.{scaled}"
     )
     if unknown := len(found) - len(every):
@@ -134,7 +141,10 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
     ]
     taus = rank_correlations(table, outcomes)
     rows = [[f"{section}{_about(table, metric)}", f"{tau:.2f}"] for (section, metric), tau in taus.items()]
-    about = "Kendall's tau of the order of all methods, the mean over the columns: 1 for the paper's order, 0 for none, -1 for its reverse."
+    about = (
+        "Kendall's tau of the order of all methods, the mean over the columns: 1 for the paper's order, 0 for none, -1 "
+        "for its reverse."
+    )
     return [*tables, *([TextTable("Rank correlation with the paper", ["where", "tau"], rows, about)] if rows else [])]
 
 
@@ -148,7 +158,8 @@ def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
-    """By column and algorithm, larger is better; cells without a number and those that are not to be trusted are left out."""
+    """By column and algorithm, larger is better; cells without a number and those that are not to be trusted are left
+    out."""
     j, kind, found = table.metrics.index(metric), METRICS[metric], {}
     for name, cells in section.published.items():
         for i, column in enumerate(section.columns):
@@ -162,7 +173,8 @@ def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str],
 
 
 def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> dict[tuple[int, str], list[float | None]]:
-    """By column and algorithm, the number of each seed, larger being better; multiples of FedAvg's mean where the paper has such."""
+    """By column and algorithm, the number of each seed, larger being better; multiples of FedAvg's mean where the paper
+    has such."""
     kind, found = METRICS[metric], {}
     for i, column in enumerate(section.columns):
         numbers = {name: value(kind, groups_of(column, name, outcomes), column.target) for name in table.algorithms}

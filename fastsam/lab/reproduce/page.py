@@ -59,7 +59,10 @@ def document(
 def _scale(table: Table) -> str:
     if table.scale is None:
         return "the paper's"
-    return f"{table.scale}: small data, small models, few clients and rounds. Our numbers cannot be compared with the paper's in size"
+    return (
+        f"{table.scale}: small data, small models, few clients and rounds. Our numbers cannot be compared with the "
+        f"paper's in size"
+    )
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:

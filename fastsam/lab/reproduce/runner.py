@@ -49,7 +49,8 @@ class Outcome:
 
 
 def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
-    """The config of each part. flags: keys over those of the config files; those for one algorithm's table hold in the parts that run it."""
+    """The config of each part. flags: keys over those of the config files; those for one algorithm's table hold in the
+    parts that run it."""
     flat, tables = parse_flags(flags)
     owns = ({name: own for name, own in tables.items() if name in part.algorithms} for part in table.parts)
     return {
@@ -70,7 +71,8 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
-    """Opens each data set once, so that a missing archive is told before anything runs. Raises FileNotFoundError and others."""
+    """Opens each data set once, so that a missing archive is told before anything runs. Raises FileNotFoundError and
+    others."""
     seen: dict[Any, RunConfig] = {}
     for plan in plans.values():
         config = plan.configs[0]
@@ -82,7 +84,8 @@ def check_data(plans: Mapping[Part, Plan]) -> None:
 def run(
     table: Table, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
 ) -> dict[Part, Outcome]:
-    """All parts, one after the other. A run that fails does not stop the others; a part of which none was finished has no runs."""
+    """All parts, one after the other. A run that fails does not stop the others; a part of which none was finished has
+    no runs."""
     outcomes = {}
     for number, (part, plan) in enumerate(plans.items(), 1):
         text = f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs"
@@ -114,7 +117,8 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
-    """The run with the mean and standard deviation over clients of its final model's accuracy on their training samples."""
+    """The run with the mean and standard deviation over clients of its final model's accuracy on their training
+    samples."""
     config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
     shown = data[compare.data_key(config)]
     built = experiment.build(config, shown)
@@ -140,7 +144,8 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
 
 
 def changes(table: Table, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:
-    """What our runs change in the paper's: (key, the paper's value, ours, where), from the resolved configs themselves."""
+    """What our runs change in the paper's: (key, the paper's value, ours, where), from the resolved configs
+    themselves."""
     found: dict[tuple[str, str, str], dict[str, set[str]]] = {}
     for part, plan in plans.items():
         ours = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
@@ -168,7 +173,8 @@ def _text(value: Any) -> str:
 
 
 def _where(found: Mapping[str, set[str]], every: Mapping[str, set[str]]) -> str:
-    """Parts, or whole sections, and algorithms where not all of them are meant. found, every: by part, its algorithms."""
+    """Parts, or whole sections, and algorithms where not all of them are meant. found, every: by part, its
+    algorithms."""
     names = []
     for part in found:
         section = part.rpartition(", ")[0]

@@ -1,7 +1,9 @@
-"""The config files of tables and figures: what is run, what the paper prints, and which of its cells are not to be trusted.
+"""The config files of tables and figures: what is run, what the paper prints, and which of its cells are not to be
+trusted.
 
-`tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A section names a protocol, `protocols/NAME.toml`: the
-keys of a run as in a config file, and in a table `scaled` those that differ when the table is run in small.
+`tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A section names a protocol,
+`protocols/NAME.toml`: the keys of a run as in a config file, and in a table `scaled` those that differ when the table
+is run in small.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Distrust:
 class Table:
     """A table or figure of a paper at one scale (None: the paper's own).
 
-    metrics: names of `fastsam.lab.reproduce.metrics.METRICS`. figures: of curves, measures, classes, surfaces, ablations.
+    metrics: names of `fastsam.lab.reproduce.metrics.METRICS`. figures: of curves, measures, classes, surfaces,
+    ablations.
     """
 
     name: str

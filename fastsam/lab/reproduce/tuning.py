@@ -1,8 +1,9 @@
-"""A learning rate and a radius for each method of a table, from one printed grid: before the table, on samples that it does not report.
+"""A learning rate and a radius for each method of a table, from one printed grid: before the table, on samples that it
+does not report.
 
-The protocol: every method runs every point of the grid that it takes, with a seed that the table does not use, on a fifth less of each client's
-training samples, and is judged on that fifth; the test set is not looked at. What is best over all that the part sweeps is taken for all of
-it. Ties go to the earlier value.
+The protocol: every method runs every point of the grid that it takes, with a seed that the table does not use, on a
+fifth less of each client's training samples, and is judged on that fifth; the test set is not looked at. What is best
+over all that the part sweeps is taken for all of it. Ties go to the earlier value.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Found:
 
 
 def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
-    """The grid of `--tune`. asked: texts such as "lr=0.1,0.2", "" for the grid of this module; numbers: the table's seeds; flags: its keys.
+    """The grid of `--tune`. asked: texts such as "lr=0.1,0.2", "" for the grid of this module; numbers: the table's
+    seeds; flags: its keys.
 
     Raises ConfigError for what is no grid, and for a key that is both tuned and given.
     """
@@ -88,7 +90,8 @@ def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> 
 def tune(
     sources: Mapping[Part, Source], grid: Grid, directory: Path, resume: bool, console: Console
 ) -> tuple[dict[Part, Source], dict[Part, Found]]:
-    """The parts' sources with what was taken for each method, and all that was found. Finished runs of `directory` are not run again."""
+    """The parts' sources with what was taken for each method, and all that was found. Finished runs of `directory` are
+    not run again."""
     chosen, found = {}, {}
     for number, (part, source) in enumerate(sources.items(), 1):
         axes = [axis for axis in grid.axes if not any(parse_axis(text).key == axis.key for text in part.sweep)]
@@ -128,7 +131,8 @@ def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Found:
 
 
 def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[Point, float]]:
-    """Means over what else the runs differ in, of their last ten evaluated rounds. A point of which a run is missing has none."""
+    """Means over what else the runs differ in, of their last ten evaluated rounds. A point of which a run is missing
+    has none."""
     collected: dict[str, dict[Point, list[float]]] = {}
     for run in runs:
         point = tuple((key, f"{value:g}") for key, value in run.point.items() if key in keys)
@@ -143,7 +147,8 @@ def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[P
 
 
 def held_out(data: FederatedData) -> FederatedData:
-    """The clients with four fifths of their samples each, and the others of all of them as the test set. A client of fewer than five keeps them.
+    """The clients with four fifths of their samples each, and the others of all of them as the test set. A client of
+    fewer than five keeps them.
 
     Raises ValueError where no client has five.
     """
@@ -175,9 +180,12 @@ def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], s
             "at the edge",
         ]
         note = (
-            f"Grid: {'; '.join(grid.texts)}, the same for every method. Seed {grid.seed}, which the table does not use; on "
-            f"{100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other {100 * HELD_OUT:g} %, by the mean of the last ten "
-            "evaluated rounds. The test set was not looked at. At the edge: the best value is the grid's first or last, and a better one may lie "
+            f"Grid: {'; '.join(grid.texts)}, the same for every method. Seed {grid.seed}, which the table does not "
+            f"use; on "
+            f"{100 * (1 - HELD_OUT):g} % of each client's training samples, judged on the other {100 * HELD_OUT:g} %, "
+            f"by the mean of the last ten "
+            "evaluated rounds. The test set was not looked at. At the edge: the best value is the grid's first or "
+            "last, and a better one may lie "
             "beyond it. All points: summary.json."
         )
         tables.append(TextTable(f"Tuned: {part.title}", head, rows, note))
@@ -197,7 +205,8 @@ def _row(one: Found, algorithm: str, grid: Grid) -> list[str]:
 def record(found: Mapping[Part, Found], grid: Grid) -> dict[str, Any]:
     """For summary.json: the grid, and every point of every method."""
     parts = [
-        {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy, "taken": point == one.taken(algorithm)}
+        {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy,
+            "taken": point == one.taken(algorithm)}
         for part, one in found.items()
         for algorithm, points in one.accuracies.items()
         for point, accuracy in points.items()

@@ -1,5 +1,5 @@
-"""ESAM's stochastic weight perturbation: Du, Yan, Feng, Zhou, Zhen, Goh and Tan, "Efficient Sharpness-aware Minimization for Improved Training of
-Neural Networks", ICLR 2022."""
+"""ESAM's stochastic weight perturbation: Du, Yan, Feng, Zhou, Zhen, Goh and Tan, "Efficient Sharpness-aware
+Minimization for Improved Training of Neural Networks", ICLR 2022."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from fastsam.optim.variants.sam import SAM, Places, check_real, check_seed, seed
 
 @dataclass(frozen=True)
 class ESAM(SAM):
-    """SAM that perturbs a random part of the weights, another in every step, and these by so much more that the mean is SAM's perturbation.
+    """SAM that perturbs a random part of the weights, another in every step, and these by so much more that the mean is
+    SAM's perturbation.
 
         m ~ Bernoulli(beta), element by element
         eps = rho/beta * m*g1/(||g1|| + 1e-12),   the norm that of all of g1
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    beta = 1 is SAM. The paper's other half, which takes the second gradient of the samples whose loss rises most, is left to the loop that makes it.
-    The masks are a function of `seed` and of the number of the step, the same on all ranks; on another device they are others. Here nothing is
-    saved by what is not perturbed: two gradient passes a step; state: between them a copy of the weights, and the masked gradient and its mask.
-    Bytes per float32 parameter beyond SAM's 40: 24 (torch's calls). Not for steps that torch.compile traces, which knows no generators.
-    Raises ValueError for a beta outside (0, 1], TypeError for a seed that is no integer.
+    beta = 1 is SAM. The paper's other half, which takes the second gradient of the samples whose loss rises most, is
+    left to the loop that makes it. The masks are a function of `seed` and of the number of the step, the same on all
+    ranks; on another device they are others. Here nothing is saved by what is not perturbed: two gradient passes a
+    step; state: between them a copy of the weights, and the masked gradient and its mask. Bytes per float32 parameter
+    beyond SAM's 40: 24 (torch's calls). Not for steps that torch.compile traces, which knows no generators. Raises
+    ValueError for a beta outside (0, 1], TypeError for a seed that is no integer.
     """
 
     masks: ClassVar[bool] = True

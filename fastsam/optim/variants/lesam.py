@@ -1,5 +1,5 @@
-"""LE-SAM: Wang, Liu, Xie and Gao, "Fix the Loss, Not the Radius: Rethinking the Adversarial Perturbation of Sharpness-Aware Minimization",
-ICML 2026."""
+"""LE-SAM: Wang, Liu, Xie and Gao, "Fix the Loss, Not the Radius: Rethinking the Adversarial Perturbation of
+Sharpness-Aware Minimization", ICML 2026."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from fastsam.optim.variants.sam import check_real
 
 @dataclass(frozen=True)
 class LESAM:
-    """The `radius` of a variant at which the loss rises by the same amount in every step, to first order: `SAM(rho=0.5, radius=LESAM(sigma=0.1))`.
+    """The `radius` of a variant at which the loss rises by the same amount in every step, to first order:
+    `SAM(rho=0.5, radius=LESAM(sigma=0.1))`.
 
         rho_t = min(sigma/||g1||, rho),   eps = rho_t * g1/||g1||
 
-    rho, the option of the groups, is the largest radius. ||.|| is the norm that the perturbation is divided by: of the direction, with `adaptive` of
-    T*g1. The paper lets sigma fall to zero in the last epochs: lower `rho` there. With a GradScaler the norm is that of the unscaled gradient, once
-    the scaler is known; the very first step takes a radius too small by its scale. No state, no bytes; a few numbers on the device.
-    Raises ValueError for a sigma that is not above 0 and finite.
+    rho, the option of the groups, is the largest radius. ||.|| is the norm that the perturbation is divided by: of the
+    direction, with `adaptive` of T*g1. The paper lets sigma fall to zero in the last epochs: lower `rho` there. With a
+    GradScaler the norm is that of the unscaled gradient, once the scaler is known; the very first step takes a radius
+    too small by its scale. No state, no bytes; a few numbers on the device. Raises ValueError for a sigma that is not
+    above 0 and finite.
     """
 
     sigma: float

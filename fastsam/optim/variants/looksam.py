@@ -1,4 +1,5 @@
-"""LookSAM: Liu, Mai, Chen, Hsieh and You, "Towards Efficient and Scalable Sharpness-Aware Minimization", CVPR 2022 (Algorithm 1)."""
+"""LookSAM: Liu, Mai, Chen, Hsieh and You, "Towards Efficient and Scalable Sharpness-Aware Minimization", CVPR 2022
+(Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ class LookSAM(SAM):
         every k-th step:  m <- g2 - (<g1, g2>/||g1||^2) * g1,   w <- the base optimizer's update with g2
         the others:       w <- the base optimizer's update with g1 + alpha * (||g1||/||m||) * m
 
-    ||.|| and <.,.> are over all parameters as one vector, as the paper writes them; code that takes them layer by layer gives other steps.
-    Gradient passes a step: 1 + 1/k. State: m in the gradients' dtype; in every k-th step a copy of the weights, and g1. Bytes per float32
-    parameter with SGD and momentum: in every k-th step 40 of SAM, 8 to keep g1, 48 to make m (torch's calls); in the others
-    20 of SGD, 12 to read g1 and m.
-    Raises TypeError and ValueError for a k that is no number of steps, ValueError for a negative alpha, one that is not finite, and for `every`,
-    which is k here.
+    ||.|| and <.,.> are over all parameters as one vector, as the paper writes them; code that takes them layer by layer
+    gives other steps. Gradient passes a step: 1 + 1/k. State: m in the gradients' dtype; in every k-th step a copy of
+    the weights, and g1. Bytes per float32 parameter with SGD and momentum: in every k-th step 40 of SAM, 8 to keep g1,
+    48 to make m (torch's calls); in the others 20 of SGD, 12 to read g1 and m.
+    Raises TypeError and ValueError for a k that is no number of steps, ValueError for a negative alpha, one that is not
+    finite, and for `every`, which is k here.
     """
 
     memory: ClassVar[Memory] = Memory.ORTHOGONAL

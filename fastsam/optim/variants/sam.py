@@ -1,6 +1,7 @@
-"""SAM: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization", ICLR 2021 (Algorithm 1).
-ASAM: Kwon, Kim, Park and Choi, "ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep Neural Networks", ICML 2021
-(Algorithm 1)."""
+"""SAM: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization",
+ICLR 2021 (Algorithm 1).
+ASAM: Kwon, Kim, Park and Choi, "ASAM: Adaptive Sharpness-Aware Minimization for Scale-Invariant Learning of Deep Neural
+Networks", ICML 2021 (Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from fastsam.step import Mix
 
 
 class Ahead(Enum):
-    """What a variant of one pass perturbs along: a vector that is known before the step's gradient, so that the weights can rest at the perturbed
-    point between steps."""
+    """What a variant of one pass perturbs along: a vector that is known before the step's gradient, so that the weights
+    can rest at the perturbed point between steps."""
 
     NONE = "nothing: the perturbation takes a pass of its own"
     MOMENTUM = "against the base optimizer's momentum"
@@ -52,13 +53,14 @@ class SAM:
         eps = rho * T^2*g1 / (||T*g1|| + 1e-12),   T = |w| + eta if adaptive (ASAM), else 1
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    rho, eta: numbers, or one-element tensors, which are read on the device in every step. They and `adaptive` are options of every
-    parameter group. Two gradient passes a step; state: a copy of the weights between them. Every other variant is a `SAM` too, and overrides
-    what it chooses otherwise.
+    rho, eta: numbers, or one-element tensors, which are read on the device in every step. They and `adaptive` are
+    options of every parameter group. Two gradient passes a step; state: a copy of the weights between them. Every other
+    variant is a `SAM` too, and overrides what it chooses otherwise.
 
-    every: only one step in so many perturbs, the first of each; the others are the base optimizer's own, with one gradient pass.
-    radius: None, or what a step's radius is, a function of tensors on the device: (rho `[1, groups]`, norm `[1]`), both float64, to one like rho;
-    `LESAM` is one.
+    every: only one step in so many perturbs, the first of each; the others are the base optimizer's own, with one
+    gradient pass.
+    radius: None, or what a step's radius is, a function of tensors on the device: (rho `[1, groups]`, norm `[1]`), both
+    float64, to one like rho; `LESAM` is one.
     Raises TypeError for an `every` that is no integer and a `radius` that is no function, ValueError for one below 1.
     """
 
@@ -90,8 +92,8 @@ class SAM:
 
     @property
     def ascents(self) -> int:
-        """How often a step climbs, each time along the gradient where it has come to. Beyond 1 the mix's `g1` is the sum of the gradients at the
-        points on the way: not that at the weights, nor the last one, `g2`."""
+        """How often a step climbs, each time along the gradient where it has come to. Beyond 1 the mix's `g1` is the
+        sum of the gradients at the points on the way: not that at the weights, nor the last one, `g2`."""
         return 1
 
     def moves(self, group: Mapping[str, Any]) -> bool:
@@ -99,15 +101,18 @@ class SAM:
         return True
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        """What to perturb along, of a variant with `Memory.DIRECTION`. `[1, n]` each, all parameters of one dtype as one vector (float32, or float64
-        for float64 ones): g: the first gradient, which may be overwritten; memory: the vector as the last step left it; after: takes what it is
-        after this step. A linear function of g and memory, so that a GradScaler's scale cancels."""
+        """What to perturb along, of a variant with `Memory.DIRECTION`. `[1, n]` each, all parameters of one dtype as
+        one vector (float32, or float64 for float64 ones): g: the first gradient, which may be overwritten; memory: the
+        vector as the last step left it; after: takes what it is after this step. A linear function of g and memory, so
+        that a GradScaler's scale cancels."""
         raise NotImplementedError
 
     def mask(self, g: Tensor, memory: Tensor | None, out: Tensor, step: int, places: Places) -> None:
-        """Writes what the perturbation is multiplied with, where `masks`: `eps = rho * mask * T^2*g1/||T*g1||`, the norm being that of all of it.
+        """Writes what the perturbation is multiplied with, where `masks`: `eps = rho * mask * T^2*g1/||T*g1||`, the
+        norm being that of all of it.
 
-        g, memory, out: `[1, n]` each, as `direction` gets them; g is not to be written, memory None without `Memory.MASK`, which keeps `out`.
+        g, memory, out: `[1, n]` each, as `direction` gets them; g is not to be written, memory None without
+        `Memory.MASK`, which keeps `out`.
         step: the number of this step, counted from 0; a step that is taken back and made again has the same.
         """
         raise NotImplementedError
@@ -125,7 +130,8 @@ def check_one_pass(variant: SAM) -> None:
         )
     if variant.radius is not None:
         raise ValueError(
-            f"radius must be left at None: it is made of the gradient's norm, and {type(variant).__name__} perturbs before the gradient is known"
+            f"radius must be left at None: it is made of the gradient's norm, and {type(variant).__name__} perturbs "
+            f"before the gradient is known"
         )
 
 
@@ -142,7 +148,8 @@ def check_interval(name: str, value: int) -> None:
 
 
 def check_real(name: str, value: float) -> None:
-    """Raises TypeError for what is neither a real number nor a tensor: a Decimal, say, whose comparisons raise errors of their own."""
+    """Raises TypeError for what is neither a real number nor a tensor: a Decimal, say, whose comparisons raise errors
+    of their own."""
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
 

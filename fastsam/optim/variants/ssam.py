@@ -1,5 +1,6 @@
-"""SSAM-F and SSAM-D: Mi, Shen, Ren, Zhou, Sun, Ji and Tao, "Make Sharpness-Aware Minimization Stronger: A Sparsified Perturbation Approach",
-NeurIPS 2022 (with the mask of the Fisher information, and with one that is trained dynamically)."""
+"""SSAM-F and SSAM-D: Mi, Shen, Ren, Zhou, Sun, Ji and Tao, "Make Sharpness-Aware Minimization Stronger: A Sparsified
+Perturbation Approach", NeurIPS 2022 (with the mask of the Fisher information, and with one that is trained
+dynamically)."""
 
 from __future__ import annotations
 
@@ -21,18 +22,20 @@ def _check_sparsity(sparsity: float) -> None:
 
 @dataclass(frozen=True)
 class SSAMF(SAM):
-    """SAM that perturbs only the weights to which the loss is most sensitive, by a mask that is renewed from time to time.
+    """SAM that perturbs only the weights to which the loss is most sensitive, by a mask that is renewed from time to
+    time.
 
         in the first of every `interval` steps:  m <- 1 where g1^2 is among the (1 - sparsity)*n largest, else 0
         eps = rho * m*g1/(||g1|| + 1e-12),   the norm that of all of g1
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    The paper's Fisher information is a mean of g^2 over samples, one by one; here it is g1^2 of the batch in whose step the mask is renewed, which
-    takes no pass. n counts the parameters of one dtype. A first gradient with inf or NaN renews nothing: in the very first step nothing is then
-    perturbed until the next renewal. Two gradient passes a step; state: m in the arithmetic's dtype, and between the passes its next value, the
-    masked gradient and a copy of the weights. Bytes per float32 parameter beyond SAM's 40: 28 for the masked gradient, 20 to keep m (torch's calls;
-    bits and a fused kernel would take a tenth).
-    Raises ValueError for a sparsity outside [0, 1), TypeError and ValueError for an interval that is no number of steps.
+    The paper's Fisher information is a mean of g^2 over samples, one by one; here it is g1^2 of the batch in whose step
+    the mask is renewed, which takes no pass. n counts the parameters of one dtype. A first gradient with inf or NaN
+    renews nothing: in the very first step nothing is then perturbed until the next renewal. Two gradient passes a step;
+    state: m in the arithmetic's dtype, and between the passes its next value, the masked gradient and a copy of the
+    weights. Bytes per float32 parameter beyond SAM's 40: 28 for the masked gradient, 20 to keep m (torch's calls; bits
+    and a fused kernel would take a tenth). Raises ValueError for a sparsity outside [0, 1), TypeError and ValueError
+    for an interval that is no number of steps.
     """
 
     memory: ClassVar[Memory] = Memory.MASK
@@ -58,7 +61,8 @@ class SSAMF(SAM):
 
 @dataclass(frozen=True)
 class SSAMD(SAM):
-    """SAM that perturbs a part of the weights, which moves from time to time from where the gradient is small to where chance takes it.
+    """SAM that perturbs a part of the weights, which moves from time to time from where the gradient is small to where
+    chance takes it.
 
         before the first step:  m <- a random mask of k = (1 - sparsity)*n ones
         in the first of every `interval` steps, t being its number:
@@ -67,15 +71,16 @@ class SSAMD(SAM):
         eps = rho * m*g1/(||g1|| + 1e-12),   the norm that of all of g1
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    horizon: steps of the whole training, over which the exchange fades away; every one counts, those that do not perturb too.
-    What is drawn is a function of `seed` and of the step's number, the same on all ranks and after a resume; on another device it is other. n counts
-    the parameters of one dtype; those without a gradient have one of zeros. The first step draws the mask and exchanges nothing. A first gradient
-    with inf or NaN renews nothing; in the very first step nothing is then perturbed until the next renewal, which draws the mask.
-    Two gradient passes a step; state: m in the arithmetic's dtype, and between the passes its next value, the masked gradient and a copy of the
-    weights. Bytes per float32 parameter beyond SAM's 40: 28 for the masked gradient, 20 to keep m (torch's calls). Not for steps that torch.compile
-    traces, which knows no generators.
-    Raises ValueError for a sparsity outside [0, 1) and a drop outside [0, 1], TypeError and ValueError for an interval and a horizon that are no
-    number of steps, TypeError for a seed that is no integer.
+    horizon: steps of the whole training, over which the exchange fades away; every one counts, those that do not
+    perturb too. What is drawn is a function of `seed` and of the step's number, the same on all ranks and after a
+    resume; on another device it is other. n counts the parameters of one dtype; those without a gradient have one of
+    zeros. The first step draws the mask and exchanges nothing. A first gradient with inf or NaN renews nothing; in the
+    very first step nothing is then perturbed until the next renewal, which draws the mask. Two gradient passes a step;
+    state: m in the arithmetic's dtype, and between the passes its next value, the masked gradient and a copy of the
+    weights. Bytes per float32 parameter beyond SAM's 40: 28 for the masked gradient, 20 to keep m (torch's calls). Not
+    for steps that torch.compile traces, which knows no generators. Raises ValueError for a sparsity outside [0, 1) and
+    a drop outside [0, 1], TypeError and ValueError for an interval and a horizon that are no number of steps, TypeError
+    for a seed that is no integer.
     """
 
     memory: ClassVar[Memory] = Memory.MASK
@@ -105,12 +110,14 @@ class SSAMD(SAM):
         ones = round((1 - self.sparsity) * places.size)
         share = self.drop / 2 * (1 + cos(pi * min(step, self.horizon) / self.horizon))
         exchanged = min(round(share * ones), places.size - ones)
-        # Above 0 but in the gaps between parameters, which are never drawn. In float32 for every dtype, so that the same ones are.
+        # Above 0 but in the gaps between parameters, which are never drawn. In float32 for every dtype, so that the
+        # same ones are.
         drawn, generator = out.zero_(), seeded(self.seed, step, g.device)
         for part in places.views(drawn):
             part.copy_(1 - torch.rand(part.shape, generator=generator, device=g.device, dtype=torch.float32))
         inside = memory > 0
-        # A mask without ones is the one of before the first step: then both halves of the new one are drawn, the smallest numbers and the largest.
+        # A mask without ones is the one of before the first step: then both halves of the new one are drawn, the
+        # smallest numbers and the largest.
         stays = torch.where(inside, g.abs(), -drawn).masked_fill_(drawn == 0, -2.0)
         kept = stays.topk(ones - exchanged, sorted=False).indices
         grown = drawn.masked_fill(inside, 0.0).topk(exchanged, sorted=False).indices

@@ -1,4 +1,5 @@
-"""VaSSO: Li and Giannakis, "Enhancing Sharpness-Aware Optimization Through Variance Suppression", NeurIPS 2023 (equation 4)."""
+"""VaSSO: Li and Giannakis, "Enhancing Sharpness-Aware Optimization Through Variance Suppression", NeurIPS 2023
+(equation 4)."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ class VaSSO(SAM):
         eps = rho * d/(||d|| + 1e-12)
         w <- the base optimizer's update with g2 = gradient at w + eps
 
-    theta = 1 is SAM. With `adaptive` d is scaled as ASAM scales g1. Two gradient passes a step; state: d, and between the passes its next value, and
-    a copy of the weights. Bytes per float32 parameter beyond SAM's 40: 20 to make the direction, 20 to keep d (torch's calls; a fused kernel
-    would take 12). Raises ValueError for a theta outside (0, 1].
+    theta = 1 is SAM. With `adaptive` d is scaled as ASAM scales g1. Two gradient passes a step; state: d, and between
+    the passes its next value, and a copy of the weights. Bytes per float32 parameter beyond SAM's 40: 20 to make the
+    direction, 20 to keep d (torch's calls; a fused kernel would take 12). Raises ValueError for a theta outside (0, 1].
     """
 
     memory: ClassVar[Memory] = Memory.DIRECTION

@@ -1,4 +1,5 @@
-"""WSAM: Yue, Jiang, Ye, Gao, Liu and Zhang, "Sharpness-Aware Minimization Revisited: Weighted Sharpness as a Regularization Term", KDD 2023."""
+"""WSAM: Yue, Jiang, Ye, Gao, Liu and Zhang, "Sharpness-Aware Minimization Revisited: Weighted Sharpness as a
+Regularization Term", KDD 2023."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ class WSAM(SAM):
         decouple:  w <- the base optimizer's update with g1;  w <- w - lr*s*(g2 - g1)
         else:      w <- the base optimizer's update with g1 + s*(g2 - g1)
 
-    gamma = 0 is the base optimizer, gamma = 1/2 with `decouple=False` SAM. `lr` is the group's, after any schedule. A first gradient with inf
-    or NaN updates nothing. Two gradient passes a step; state between them: a copy of the weights, and g1. Bytes per float32 parameter beyond
-    SAM's 40: 8 to keep g1; 4 to read it in a coupled update, 16 for the second update of a decoupled one.
-    Raises ValueError for a gamma outside [0, 1), TypeError for a `decouple` that is neither True nor False.
+    gamma = 0 is the base optimizer, gamma = 1/2 with `decouple=False` SAM. `lr` is the group's, after any schedule. A
+    first gradient with inf or NaN updates nothing. Two gradient passes a step; state between them: a copy of the
+    weights, and g1. Bytes per float32 parameter beyond SAM's 40: 8 to keep g1; 4 to read it in a coupled update, 16 for
+    the second update of a decoupled one. Raises ValueError for a gamma outside [0, 1), TypeError for a `decouple` that
+    is neither True nor False.
     """
 
     gamma: float = 0.9

@@ -1,4 +1,5 @@
-"""The robust rules on rows of numbers: against the papers' equations written another way, and what an outlier can do to each."""
+"""The robust rules on rows of numbers: against the papers' equations written another way, and what an outlier can do to
+each."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_the_median_is_numpys(n: int) -> None:
     assert np.allclose(aggregate("median", given), np.median(torch.stack(given).double(), axis=0), atol=1e-15)
 
 
-@pytest.mark.parametrize(("share", "n", "k"), [(0.2, 9, 2), (0.1, 30, 3), (0.0, 9, 0), (0.5, 9, 4), (0.4, 2, 0), (0.01, 5, 1)])  # fmt: skip
+@pytest.mark.parametrize(("share", "n", "k"),
+    [(0.2, 9, 2), (0.1, 30, 3), (0.0, 9, 0), (0.5, 9, 4), (0.4, 2, 0), (0.01, 5, 1)])  # fmt: skip
 def test_the_trimmed_mean_leaves_out_the_share_at_both_ends(share: float, n: int, k: int) -> None:
     given = rows(n)
     ordered = np.sort(torch.stack(given).double().numpy(), axis=0)
@@ -90,7 +92,8 @@ def test_the_norm_filter_is_the_weighted_mean_of_those_within_the_limit() -> Non
 @pytest.mark.parametrize("text", [name for name in names() if name != "mean"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_client_of_nine_cannot_take_the_others_away(text: str, dtype: torch.dtype) -> None:
-    """However far away it is and wherever it stands, the result stays within the box of the others; the mean does not."""
+    """However far away it is and wherever it stands, the result stays within the box of the others; the mean does
+    not."""
     for place, size in itertools.product((0, 4, 8), (1e8, -1e30)):
         good = rows(dtype=dtype)
         bad = [*good]

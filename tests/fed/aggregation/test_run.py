@@ -1,4 +1,5 @@
-"""Whole runs with a robust rule in place of the mean: a poisoned client, every algorithm, every executor, and what is refused."""
+"""Whole runs with a robust rule in place of the mean: a poisoned client, every algorithm, every executor, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ from tests.helpers.fed_runs import FIRST, digest
 RULES = [name for name in names() if name != "mean"]
 OPTIONS: dict[str, Any] = {"participation": 1.0, "rounds": 2}
 SERVED = [
-    "APFL", "Ditto", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedExP", "FedGF", "FedGSAM", "FedLESAM", "FedNSAM", "FedNTD", "FedNova",
-    "FedProx", "FedRobust", "FedSAM", "FedSOL", "FedSWA", "FedSpeed", "FedYogi", "MOON", "MimeLite", "MoFedSAM", "pFedMe",
+    "APFL", "Ditto", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedCM", "FedExP", "FedGF", "FedGSAM", "FedLESAM",
+    "FedNSAM", "FedNTD", "FedNova",
+    "FedProx", "FedRobust", "FedSAM", "FedSOL", "FedSWA", "FedSpeed", "FedYogi", "MOON", "MimeLite", "MoFedSAM",
+    "pFedMe",
 ]  # fmt: skip
 
 
 def blobs(poison: float = 1.0) -> tuple[list[Any], Any]:
-    """Ten clients of three classes, a little apart from each other, and a test set; the data of client 4 is multiplied by `poison`."""
+    """Ten clients of three classes, a little apart from each other, and a test set; the data of client 4 is multiplied
+    by `poison`."""
     g = torch.Generator().manual_seed(0)
     centres = 2 * torch.randn(3, 6, generator=g)
 
@@ -44,7 +48,8 @@ def accuracy(aggregation: str, poison: float, algorithm: fed.Algorithm) -> float
     torch.manual_seed(0)
     everybody, others = list(range(10)), [i for i in range(10) if i != 4]
     result = fed.run(
-        nn.Linear(6, 3), clients, algorithm, rounds=5, eval_every=5, test=test, aggregation=aggregation, executor="sequential", lr=0.1,
+        nn.Linear(6, 3), clients, algorithm, rounds=5, eval_every=5, test=test, aggregation=aggregation,
+        executor="sequential", lr=0.1,
         sampler=lambda t, generator: everybody if t == 1 else others,
     )  # fmt: skip
     return result.history[-1]["test_accuracy"]

@@ -1,4 +1,5 @@
-"""What single algorithms do, seen from outside, and what they refuse; test_fed_oracle.py has the numbers of all of them."""
+"""What single algorithms do, seen from outside, and what they refuse; test_fed_oracle.py has the numbers of all of
+them."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_a_zero_gradient_is_not_perturbed():
     """eps = 0 exactly where there is no direction: no NaN, and weight decay still acts."""
     model = oracle.smooth_model()
     final = fed.run(
-        model, oracle.ragged_clients(), fed.FedSAM(rho=0.5), rounds=1, loss=lambda out, y: 0.0 * out.sum(), weight_decay=0.1, lr=0.1,
+        model, oracle.ragged_clients(), fed.FedSAM(rho=0.5), rounds=1, loss=lambda out, y: 0.0 * out.sum(),
+        weight_decay=0.1, lr=0.1,
         participation=1.0, batch_size=100,
     ).model  # fmt: skip
     for p, q in zip(final.parameters(), model.parameters()):

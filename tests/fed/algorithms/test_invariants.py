@@ -1,4 +1,5 @@
-"""What holds in every round of a run, whatever the hyper-parameters: sums of corrections, radii and directions of perturbations."""
+"""What holds in every round of a run, whatever the hyper-parameters: sums of corrections, radii and directions of
+perturbations."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, 
 @settings(max_examples=2, deadline=None)
 @given(rho=RHO, options=RUNS)
 def test_the_perturbation_of_fedlesam_points_to_the_old_model(method, rho, options):
-    """<eps, w_old - w^t> = rho*||w_old - w^t||, and its length is rho. One client, one step a round: every gradient is at w^t + eps."""
+    """<eps, w_old - w^t> = rho*||w_old - w^t||, and its length is rho. One client, one step a round: every gradient is
+    at w^t + eps."""
     record = Watched(getattr(fed, method)(rho=rho))
     options |= {"participation": 1.0, "local_epochs": 1, "batch_size": 64, "rounds": 5}
     start, points, _ = spied(record, oracle.ragged_clients(sizes=(20,)), **options)
@@ -178,7 +180,8 @@ def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, opti
 @settings(max_examples=3, deadline=None)
 @given(rho=RHO, alpha=st.floats(0.3, 3), rule=st.sampled_from(["paper", "mu_active", "mu_all"]), options=RUNS)
 def test_the_duals_of_fedsmoo(rho, alpha, rule, options):
-    """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every local step."""
+    """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every
+    local step."""
     record = Watched(fed.FedSMOO(rho=rho, alpha=alpha, s_rule=rule))
     _, points, _ = spied(record, oracle.ragged_clients(), rounds=3, batch_size=5, **options)
     for state in record._servers[1:]:

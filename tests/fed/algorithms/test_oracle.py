@@ -14,7 +14,8 @@ from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fed_cases import ACTIVE, METHODS, OPTIONS, TOLERANCE, options_of, ours, replayed, theirs, unfused
 
-# In the normal suite each algorithm meets one of these, and its further options one of them. Fifty steps a round: two algorithms.
+# In the normal suite each algorithm meets one of these, and its further options one of them. Fifty steps a round: two
+# algorithms.
 USUAL = [
     ("momentum", torch.float64),
     ("clip-active", torch.float64),

@@ -206,7 +206,8 @@ def test_one_client_and_one_step_of_smoo_is_sam():
 @pytest.mark.parametrize("form", ["full", "diag"])
 @pytest.mark.parametrize("ascent_steps", [1, 3])
 def test_the_affine_map_of_a_linear_loss(form, ascent_steps):
-    """loss = w.(L x + d): its gradient for L is w x^T (for d: w), less the penalty's; the last ascent's gradient is the descent's."""
+    """loss = w.(L x + d): its gradient for L is w x^T (for d: w), less the penalty's; the last ascent's gradient is the
+    descent's."""
     lam, eta, mean_x = 0.3, 0.2, torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
     identity = torch.eye(3, dtype=torch.float64) if form == "full" else torch.ones(3, dtype=torch.float64)
     L, d, w = identity.clone(), torch.zeros(3, dtype=torch.float64), START.clone()

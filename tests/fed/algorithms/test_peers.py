@@ -1,6 +1,7 @@
 """Federated averaging, SCAFFOLD and SAM as other libraries have them: the same weights after several rounds.
 
-Not compared, because they are known to be wrong: pfl's SCAFFOLD (a sign), FedLab's FedDyn, the released FedLESAM optimizer.
+Not compared, because they are known to be wrong: pfl's SCAFFOLD (a sign), FedLab's FedDyn, the released FedLESAM
+optimizer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def peer(name, model, clients, active, folder):
     """What the library makes of the problem; skipped where it cannot be imported."""
     if not PYTHON.exists():
         pytest.skip(
-            f"no Python with the peers at {PYTHON}: `make test-peers` makes one; or name its Python in FASTSAM_FED_PEERS"
+            f"no Python with the peers at {PYTHON}: `make test-peers` makes one; or name its Python in "
+            f"FASTSAM_FED_PEERS"
         )
     arrays = {f"w{i}": p.detach().numpy() for i, p in enumerate(model.parameters())}
     arrays |= {f"x{i}": x.numpy() for i, (x, _) in enumerate(clients)}
@@ -66,7 +68,10 @@ def test_a_torchvision_of_another_torch_stops_no_peer(raised, tmp_path):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "datasets.py").touch()
     (tmp_path / "torchvision" / "__init__.py").write_text(f"from . import datasets\nraise {raised}\n")
-    words = "import federated_peers as p; p.without_torchvision(); import torchvision.transforms; from torchvision.datasets import MNIST"
+    words = (
+        "import federated_peers as p; p.without_torchvision(); import torchvision.transforms; from "
+        "torchvision.datasets import MNIST"
+    )
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", words],

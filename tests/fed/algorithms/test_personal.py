@@ -1,4 +1,5 @@
-"""Algorithms whose clients have models of their own, beside loops in plain torch (`oracle.personal`): the shared model and every client's."""
+"""Algorithms whose clients have models of their own, beside loops in plain torch (`oracle.personal`): the shared model
+and every client's."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def test_fedbn_is_two_options_of_a_run():
 
 
 def test_buffers_alone_may_stay():
-    """Every parameter is averaged, the statistics are each client's own: beside a run whose buffers are averaged, its parameters."""
+    """Every parameter is averaged, the statistics are each client's own: beside a run whose buffers are averaged, its
+    parameters."""
     options = batch_of(OPTIONS, 6)
     local, averaged = (ran(normalised(), fed.FedSAM(), options, buffers=kind) for kind in ("local", "average"))
     assert same_bits(local.model, averaged.model), "in training a batch is normalised by its own statistics"
@@ -132,10 +134,14 @@ def test_a_wrong_line_is_noticed(old, new):
     ("model", "algorithm", "options", "words"),
     [
         (oracle.smooth_model, fed.FedBN(), {}, "FedBN leaves normalisation layers .* the model has none: use FedAvg"),
-        (normalised, fed.FedBN(), {"buffers": "keep"}, "FedBN leaves the model's buffers with the clients, and buffers='keep' does not"),
-        (normalised, fed.FedBN(), {"aggregation": "median"}, "FedBN, whose parameters stay .* 'median' compares whole models"),
-        (normalised, fed.Centralised_SGD(), {"buffers": "local"}, "buffers='local' is for clients, and Centralised_SGD has none"),
-        (normalised, fed.FedSAM(), {"buffers": "local", "measures": ["train"]}, "measures take .* buffers='local' changes them"),
+        (normalised, fed.FedBN(), {"buffers": "keep"}, "FedBN leaves the model's buffers with the clients, and "
+                                                       "buffers='keep' does not"),
+        (normalised, fed.FedBN(), {"aggregation": "median"},
+            "FedBN, whose parameters stay .* 'median' compares whole models"),
+        (normalised, fed.Centralised_SGD(), {"buffers": "local"},
+            "buffers='local' is for clients, and Centralised_SGD has none"),
+        (normalised, fed.FedSAM(), {"buffers": "local", "measures": ["train"]},
+            "measures take .* buffers='local' changes them"),
     ],
     ids=["no layer", "kept", "robust", "centralised", "measures"],
 )  # fmt: skip
@@ -370,7 +376,8 @@ def test_threads_have_the_bits_of_the_plain_executor(name):
 
 MUTANTS = [
     ("algorithms.fedrep", "place not in head", "True", fedrep_case, fed.FedRep(head_epochs=3)),
-    ("algorithms.fedrep", "epochs=self.head_epochs, only=head,", "epochs=self.head_epochs,", fedrep_case, fed.FedRep(head_epochs=3)),
+    ("algorithms.fedrep", "epochs=self.head_epochs, only=head,", "epochs=self.head_epochs,", fedrep_case,
+        fed.FedRep(head_epochs=3)),
     ("algorithms.fedrep", "epochs=self.head_epochs, ", "", fedrep_case, fed.FedRep(head_epochs=3)),
     ("executors.row", "task.begun + task.epochs,", "0,", fedrep_case, fed.FedRep(head_epochs=3)),
     ("executors.row", "self.start = first", "pass", fedrep_case, fed.FedRep(head_epochs=3)),
@@ -378,18 +385,21 @@ MUTANTS = [
     ("algorithms.ditto", "phi=self.lam, ", "", ditto_case, fed.Ditto(lam=0.7)),
     ("algorithms.ditto", 'client["v_i"] + ends.then', 'server["w"] + ends.then', ditto_case, fed.Ditto(lam=0.7)),
     ("algorithms.ditto", 'start=client["v_i"]', 'start=server["w"]', ditto_case, fed.Ditto(lam=0.7)),
-    ("algorithms.ditto", '"delta": ends.displacement', '"delta": ends.then.displacement', ditto_case, fed.Ditto(lam=0.7)),
+    ("algorithms.ditto", '"delta": ends.displacement', '"delta": ends.then.displacement', ditto_case,
+        fed.Ditto(lam=0.7)),
     ("algorithms.pfedme", "self.eta * self.lam", "self.eta", pfedme_case, PFEDME),
     ("algorithms.pfedme", "q=-self.lam *", "q=0 *", pfedme_case, PFEDME),
     ("algorithms.pfedme", "+ ends.inner", "+ ends.displacement", pfedme_case, PFEDME),
     ("algorithms.pfedme", "Envelope(self.K,", "Envelope(1,", pfedme_case, PFEDME),
     ("executors.phases", "torch.mul(anchor, -task.step.phi, out=q)", "pass", pfedme_case, PFEDME),
     ("executors.phases", "anchor.lerp_(form.z, envelope.rate)", "anchor.copy_(form.z)", pfedme_case, PFEDME),
-    ("executors.row", "form.field(\"anchor\").copy_(self.start)", "form.field(\"anchor\").zero_()", pfedme_case, PFEDME),
+    ("executors.row", "form.field(\"anchor\").copy_(self.start)", "form.field(\"anchor\").zero_()", pfedme_case,
+        PFEDME),
     ("algorithms.apfl", 'client["v_i"] + ends.inner', 'server["w"] + ends.inner', apfl_case, APFL),
     ("algorithms.apfl", 'beside=client["v_i"]', 'beside=server["w"]', apfl_case, APFL),
     ("algorithms.apfl", '"alpha": ends.alpha[:, None]', '"alpha": client["alpha"]', apfl_case, APFL),
-    ("executors.mixed", "hyper[Column.A], hyper[Column.LR] = self.alpha[0]", "hyper[Column.A], hyper[Column.LR] = 1.0", apfl_case, APFL),
+    ("executors.mixed", "hyper[Column.A], hyper[Column.LR] = self.alpha[0]", "hyper[Column.A], hyper[Column.LR] = 1.0",
+        apfl_case, APFL),
     ("executors.mixed", "if first and self.rate:", "if self.rate:", apfl_case, APFL),
     ("executors.mixed", "(v - w)[0]", "(w - v)[0]", apfl_case, APFL),
     ("executors.mixed", "shared.z.lerp_(v, self.alpha.to(v.dtype))", "shared.z.copy_(v)", apfl_case, APFL),
@@ -435,8 +445,10 @@ def test_a_phase_that_comes_later_is_not_overlooked():
     ("algorithm", "options", "words"),
     [
         (fed.Ditto(), {"personal": "2"}, "personal='2': clients of Ditto have whole models of their own already"),
-        (fed.Ditto(), {"model": normalised, "buffers": "average"}, "Ditto trains two models a client, and buffers='average' are those of one"),
-        (fed.Ditto(), {"measures": ["drifts"]}, "the measures drifts look at the run's local steps .* those of Ditto have phases"),
+        (fed.Ditto(), {"model": normalised, "buffers": "average"},
+            "Ditto trains two models a client, and buffers='average' are those of one"),
+        (fed.Ditto(), {"measures": ["drifts"]}, "the measures drifts look at the run's local steps .* those of Ditto "
+                                                "have phases"),
         (fed.FedRep(head="nose"), {}, "'nose' matches no trainable parameter"),
         (fed.FedRep(), {"model": lambda: nn.Linear(6, 3).double()}, "are all parameters of the model"),
         (fed.FedRep(), {"aggregation": "krum"}, "FedRep, whose parameters stay .* 'krum' compares whole models"),
@@ -454,11 +466,15 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
         (lambda: fed.Mixture(0.5), {}, "alpha must be a tensor of one number for each client, float64 .n., got 0.5"),
         (lambda: fed.Mixture(torch.ones(2), -1), {}, "rate must"),
-        (lambda: fed.LocalStep(beside=torch.ones(3)), {}, "one model and how it learns.*a vector beside and no mixture"),
-        (lambda: fed.LocalStep(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {}, "got the direction 'gradient'"),
+        (lambda: fed.LocalStep(beside=torch.ones(3)), {},
+            "one model and how it learns.*a vector beside and no mixture"),
+        (lambda: fed.LocalStep(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
+            "got the direction 'gradient'"),
     ],
-    ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs", "no own epochs", "repelled",
-         "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector", "uphill", "no mixture", "sharp"],
+    ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
+        "no own epochs", "repelled",
+         "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector",
+         "uphill", "no mixture", "sharp"],
 )  # fmt: skip
 def test_what_does_not_fit(algorithm, options, words):
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,5 @@
-"""Where one algorithm is another: limits of hyper-parameters, first rounds, one client. To the bit wherever the arithmetic is the same."""
+"""Where one algorithm is another: limits of hyper-parameters, first rounds, one client. To the bit wherever the
+arithmetic is the same."""
 
 from __future__ import annotations
 

@@ -150,7 +150,8 @@ def final(algorithm, **options):
 
 @pytest.mark.parametrize("name", RADIUS)
 def test_every_radius_takes_a_schedule(name):
-    """A schedule that is constant gives the bits of the number; one that changes gives others from its second round on."""
+    """A schedule that is constant gives the bits of the number; one that changes gives others from its second round
+    on."""
     made = fed.algorithms.registry[name]
     plain = final(made(rho=0.3))
     assert torch.equal(final(made(rho="0.1*3 + 0*lr")), final(made(rho=0.1 * 3)))

@@ -40,7 +40,8 @@ class Remembering(fed.Algorithm):
 
 @dataclass(frozen=True)
 class OwnWeights(fed.Algorithm):
-    """Every client goes on from where it ended, half of them with a constant perturbation; the model is what they send on average."""
+    """Every client goes on from where it ended, half of them with a constant perturbation; the model is what they send
+    on average."""
 
     rho: float = 0.0
 
@@ -103,7 +104,8 @@ def test_a_start_is_checked_before_the_run():
 
 @dataclass(frozen=True)
 class Wavering(fed.Algorithm):
-    """A learning rate that falls within every second round. What is `apart` in the numbers of two rounds, eta, plain steps do not read."""
+    """A learning rate that falls within every second round. What is `apart` in the numbers of two rounds, eta, plain
+    steps do not read."""
 
     apart: float = 0.0
 
@@ -296,7 +298,8 @@ def closing(made):
         ),
         (
             broken(local_step=lambda self, server, client, round: fed.LocalStep(q=server["w"].expand(2, -1))),
-            r"LocalStep.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 \[2,",
+            r"LocalStep.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
+            r"\[2,",
         ),
         (broken(init_client=lambda self, server: None), "init_client must return a client's state.*got NoneType"),
         (
@@ -308,7 +311,8 @@ def closing(made):
         (closing(lambda client, delta: (client, fed.Upload(total=[delta]))), "Upload.total=.*got list"),
         (
             closing(lambda client, delta: (client, fed.Upload({"delta": delta[0]}))),
-            r"Upload.mean=.... of close_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] for 'delta'",
+            r"Upload.mean=.... of close_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
+            r"for 'delta'",
         ),
         (
             closing(lambda client, delta: ({"k": delta.sum()}, fed.Upload({"delta": delta}))),

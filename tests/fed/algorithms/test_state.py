@@ -1,4 +1,5 @@
-"""What clients and server keep: as much as is declared, by reference where that saves memory, never written in place."""
+"""What clients and server keep: as much as is declared, by reference where that saves memory, never written in
+place."""
 
 from __future__ import annotations
 

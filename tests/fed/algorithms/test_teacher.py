@@ -1,4 +1,5 @@
-"""A second model in the local steps (`fed.Teacher`): in every executor that takes it, with perturbations, buffers and dropout."""
+"""A second model in the local steps (`fed.Teacher`): in every executor that takes it, with perturbations, buffers and
+dropout."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_samples_that_come_in_batches_have_no_teacher():
 
 
 def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
-    """The first client's teacher is twice the model, the others' thrice; of the first layer, as it is seen by hooks of ours."""
+    """The first client's teacher is twice the model, the others' thrice; of the first layer, as it is seen by hooks of
+    ours."""
     said: list[Any] = []
 
     @dataclass(frozen=True)

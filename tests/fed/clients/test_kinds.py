@@ -1,4 +1,5 @@
-"""A client may be a pair, a data set, a loader, a tree of columns, or a list of samples: the same samples give the same bits."""
+"""A client may be a pair, a data set, a loader, a tree of columns, or a list of samples: the same samples give the same
+bits."""
 
 from __future__ import annotations
 

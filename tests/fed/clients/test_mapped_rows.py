@@ -1,4 +1,5 @@
-"""Clients whose columns lie in files: read a batch at a time, the next one ahead, with the bits of columns in memory."""
+"""Clients whose columns lie in files: read a batch at a time, the next one ahead, with the bits of columns in
+memory."""
 
 from __future__ import annotations
 

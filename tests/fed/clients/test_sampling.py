@@ -188,7 +188,8 @@ def test_an_order_is_a_function_of_its_client_alone(clients, epoch):
 
 
 def test_orders_are_uniform():
-    """Each of the 24 orders of four, 500 times of 12,000; chi-squared with 23 degrees of freedom is above 58 once in 15,000 seeds."""
+    """Each of the 24 orders of four, 500 times of 12,000; chi-squared with 23 degrees of freedom is above 58 once in
+    15,000 seeds."""
     orders = seeds.permutations(range(12_000), [4] * 12_000, "uniform")
     _, counts = torch.unique((orders * torch.tensor([64, 16, 4, 1])).sum(1), return_counts=True)
     assert len(counts) == 24 and float(((counts - 500) ** 2 / 500).sum()) < 58

@@ -1,4 +1,5 @@
-"""CIFAR and EMNIST read from small archives in the published formats; archives that are missing, cut or of another data set."""
+"""CIFAR and EMNIST read from small archives in the published formats; archives that are missing, cut or of another data
+set."""
 
 from __future__ import annotations
 
@@ -216,10 +217,12 @@ def emnist_member(what: str, content: bytes) -> dict[str, bytes]:
     [
         (emnist_files(kind="letters")[0], "Dataset not found"),
         (emnist_member("labels-idx1", gzip.compress(idx(np.arange(9, dtype=np.uint8))[:-2])), "RuntimeError: shape"),
-        (emnist_member("labels-idx1", gzip.compress(b"\0\0\x0b\x01" + idx(np.arange(9, dtype=np.uint8))[4:])), "ValueError: buffer"),
+        (emnist_member("labels-idx1", gzip.compress(b"\0\0\x0b\x01" + idx(np.arange(9, dtype=np.uint8))[4:])),
+            "ValueError: buffer"),
         (emnist_member("images-idx3", gzip.compress(b"")), "cannot be read as emnist"),
         (emnist_member("images-idx3", b"no gzip file"), "BadGzipFile"),
-        (emnist_member("labels-idx1", gzip.compress(idx(np.zeros(7, np.uint8)))), r"expected bytes of \[28, 28\] with a label each"),
+        (emnist_member("labels-idx1", gzip.compress(idx(np.zeros(7, np.uint8)))),
+            r"expected bytes of \[28, 28\] with a label each"),
     ],
 )  # fmt: skip
 def test_emnist_archives_that_are_wrong_inside(

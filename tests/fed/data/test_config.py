@@ -39,8 +39,10 @@ RUNS = {
     "cifar10": "clients = 4\nsplit = 'pathological'\nclasses_per_client = 2\nmodel = 'lenet'\nparticipation = 1.0",
     "cifar100": "clients = 3\nsplit = 'iid'\nmodel = 'mlp'\naugment = 'none'",
     "emnist": "clients = 3\nsplit = 'dirichlet'\nmodel = 'emnist_cnn'\ndata_options = {fraction = 0.5}",
-    "officehome": "held_out = 'Clipart'\nmodel = 'resnet18_gn'\nmodel_options = {widths = [4, 4, 8, 8]}\ndata_options = {size = 32}",
-    "digits-domains": "held_out = 'rot10'\nclients_per_domain = 2\ndata_options = {domains = ['rot0', 'rot10', 'noise1']}",
+    "officehome": "held_out = 'Clipart'\nmodel = 'resnet18_gn'\nmodel_options = {widths = [4, 4, 8, 8]}\ndata_options "
+    "= {size = 32}",
+    "digits-domains": "held_out = 'rot10'\nclients_per_domain = 2\ndata_options = {domains = ['rot0', 'rot10', "
+    "'noise1']}",
     "digits": "clients = 5\nsplit = 'dirichlet_per_class'\nmin_samples = 20\naugment = 'flip_crop'\nmodel = 'mlp'",
 }
 

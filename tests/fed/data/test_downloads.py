@@ -1,4 +1,5 @@
-"""`download = true` from a server on this machine: whole, cut, missing and silent; what is left for a second attempt."""
+"""`download = true` from a server on this machine: whole, cut, missing and silent; what is left for a second
+attempt."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fastsam.fed.data import partition, split_data
 
-# Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, classes per client).
+# Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, classes per
+# client).
 UNIQUE = {
     (10, 100, 6): 48640,
     (10, 100, 3): 48610,
@@ -39,7 +40,8 @@ def test_pathological_regression_numbers(classes: int, clients: int, own: int) -
 
 
 def simulators_pathological(labels: np.ndarray, clients: int, c: int, seed: int) -> list[list[int]]:
-    """The public simulators' procedure with their calls: order, rows of ones shuffled in place, then the dealing loop."""
+    """The public simulators' procedure with their calls: order, rows of ones shuffled in place, then the dealing
+    loop."""
     rng = np.random.RandomState(seed)
     order = rng.permutation(len(labels))
     y = labels[order]

@@ -1,4 +1,5 @@
-"""Per-client validation against the split that made the clients: the same routine, each client's own prior, equal sizes."""
+"""Per-client validation against the split that made the clients: the same routine, each client's own prior, equal
+sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated rounds."""
+"""torchvision as it is found (missing, of another torch, without its compiled part), and its ViT-B/32 in federated
+rounds."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_weights_that_are_no_tensors_by_name_are_refused_and_run_nothing(tmp_pat
         vit._load(torch.nn.Linear(1, 1), str(path), [])
 
 
-# A package that stops where torchvision stops without its compiled part: after some of its modules, at a description of an operator.
+# A package that stops where torchvision stops without its compiled part: after some of its modules, at a description of
+# an operator.
 PARTS = {
     "__init__.py": "from . import extension, descriptions, models",
     "extension.py": "loaded = False",

@@ -1,4 +1,5 @@
-"""The simulators' dealing from blocks of words: the numbers that numpy's generator gives one by one, and the generator left where they end."""
+"""The simulators' dealing from blocks of words: the numbers that numpy's generator gives one by one, and the generator
+left where they end."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from fastsam.fed.executors.cuda import CaptureError, Cuda
 
 
 class Torch:
-    """As torch's captures: one in which an error was raised cannot be ended, which hides the error and leaves its stream behind."""
+    """As torch's captures: one in which an error was raised cannot be ended, which hides the error and leaves its
+    stream behind."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stream = "before"
@@ -43,7 +44,8 @@ class Context:
 @pytest.mark.parametrize(
     ("raised", "seen", "words"),
     [
-        (ValueError("the model looks at its values"), CaptureError, "ValueError: the model looks at its values. Use executor='streams'"),
+        (ValueError("the model looks at its values"), CaptureError,
+            "ValueError: the model looks at its values. Use executor='streams'"),
         (ClientError("client 3 failed"), ClientError, "client 3 failed"),
     ],
 )  # fmt: skip

@@ -32,7 +32,8 @@ def test_a_broken_file_in_the_compilers_cache(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(RuntimeError) as raised:
         compiler.compile_graph(torch.fx.symbolic_trace(nn.ReLU()), [torch.zeros(2)])
     assert str(raised.value) == (
-        "torch.compile failed: ImportError: a.so: file too short\nIf a compilation was killed before, its half-written files "
+        "torch.compile failed: ImportError: a.so: file too short\nIf a compilation was killed before, its half-written "
+        "files "
         f"are in the way: delete the directory {tmp_path} and run again; or use compile=False"
     )
     assert isinstance(raised.value.__cause__, InductorError)

@@ -1,4 +1,5 @@
-"""Local epochs of stacked clients as captured graphs, with a stand-in for CUDA: the bits of the same steps one by one, in an order that holds."""
+"""Local epochs of stacked clients as captured graphs, with a stand-in for CUDA: the bits of the same steps one by one,
+in an order that holds."""
 
 from __future__ import annotations
 
@@ -71,13 +72,15 @@ QUICK = ("fedsmoo",)  # a Watch keeps all memory and looks at every operation; t
     ],
 )
 def test_a_captured_epoch_has_the_bits_of_its_steps(name: str, options: dict, request: pytest.FixtureRequest) -> None:
-    """Every replay reads and writes the memory that the capture did, and waits for nothing; two streams touch nothing without a wait between."""
+    """Every replay reads and writes the memory that the capture did, and waits for nothing; two streams touch nothing
+    without a wait between."""
     plain = train(CASES[name], **options)
     request.getfixturevalue("captured")
     with Watch():
         assert train(CASES[name], **options) == plain
     graphs = FakeCuda.captured
-    # With a dual the last epoch also keeps its perturbation, and has a graph of its own; two epochs of a sort run as they are.
+    # With a dual the last epoch also keeps its perturbation, and has a graph of its own; two epochs of a sort run as
+    # they are.
     assert [graph.replays for graph in graphs] == ([1, 1] if name == "fedsmoo" else [4])
 
 
@@ -91,7 +94,8 @@ def test_an_epoch_is_captured_once_not_per_round() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("captured")
 def test_clients_that_are_not_alike_train_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their steps are taken together while their batches have one shape; one that is left alone has a graph of its own epochs."""
+    """Their steps are taken together while their batches have one shape; one that is left alone has a graph of its own
+    epochs."""
     ragged = (6, 7, 3)
     ours = train(fed.FedSAM(rho=0.05), ragged)
     monkeypatch.setattr(epochs, "epochs_of", lambda setup: None)
@@ -137,7 +141,8 @@ def test_no_more_graphs_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize(("name", "graphs"), [("fedsam", 0), ("fedsmoo", 2)])
 def test_row_programs_come_before_graphs(name: str, graphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch that is one launch needs no graph; the steps of others (duals) are captured, with their passes by row programs."""
+    """An epoch that is one launch needs no graph; the steps of others (duals) are captured, with their passes by row
+    programs."""
     own, taken = RowPass.train_, []
     monkeypatch.setattr(RowPass, "train_", lambda *operands: (taken.append(1), own(*operands)))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4))

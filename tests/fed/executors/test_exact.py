@@ -1,4 +1,5 @@
-"""Exact executors end in the same bits as the plain one, whatever the algorithm and the number of slots; what may go wrong stops them all."""
+"""Exact executors end in the same bits as the plain one, whatever the algorithm and the number of slots; what may go
+wrong stops them all."""
 
 from __future__ import annotations
 

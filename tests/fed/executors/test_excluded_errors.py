@@ -1,4 +1,5 @@
-"""A client that raises is excluded where the run says so: on every executor, with the bits of a run in which it takes no part."""
+"""A client that raises is excluded where the run says so: on every executor, with the bits of a run in which it takes
+no part."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def train(
     torch.manual_seed(0)
     clients = options.pop("clients", None) or oracle.ragged_clients(FLOAT, SIZES)
     base: dict[str, Any] = {
-        "rounds": 3, "participation": 1.0, "batch_size": 5, "local_epochs": 2, "loss": loss, "on_client_error": "exclude",
+        "rounds": 3, "participation": 1.0, "batch_size": 5, "local_epochs": 2, "loss": loss,
+        "on_client_error": "exclude",
     }  # fmt: skip
     return fed.run(
         nn.Linear(6, 3), clients, algorithm or fed.FedSAM(rho=0.05), executor=executor, slots=slots, **(base | options)
@@ -71,7 +73,8 @@ def test_it_is_excluded_and_named_and_the_run_goes_on(
     ids=lambda a: type(a).__name__,
 )
 def test_the_others_train_as_without_it(algorithm: fed.Algorithm) -> None:
-    """The sums have no order, so a run whose sampler never takes the client ends in the same bits; but N counts all clients in both."""
+    """The sums have no order, so a run whose sampler never takes the client ends in the same bits; but N counts all
+    clients in both."""
     here = [train(e, s, algorithm) for e, s in EXACT]
     without = train(algorithm=algorithm, sampler=lambda t, g: [0, 2, 3, 4])
     assert excluded(here[0]) == [[1]] * 3 and excluded(without) == [[]] * 3

@@ -1,4 +1,5 @@
-"""Passes of stacked clients that are not replayed: what has an effect beside its result runs through the model's own code each time."""
+"""Passes of stacked clients that are not replayed: what has an effect beside its result runs through the model's own
+code each time."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
 
 
 def test_nor_is_it_compiled(monkeypatch):
-    """Its state would stay what it was when the pass was recorded. (Without a compiler: a compilation would fail the test.)"""
+    """Its state would stay what it was when the pass was recorded. (Without a compiler: a compilation would fail the
+    test.)"""
     monkeypatch.setattr(compiler, "why_not", lambda setup: None)
     monkeypatch.setattr(compiler, "compile_graph", lambda *args: pytest.fail("compiled"))
     data = [(torch.randn(8, 3), torch.randint(0, 2, (8,))) for _ in range(4)]

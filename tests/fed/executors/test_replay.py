@@ -114,7 +114,8 @@ def graph_of(passes, form, x, y):
 
 
 def test_what_is_left_of_a_pass():
-    """The five products of a two-layer network with its biases, its weights' gradients where they belong, and no call that does nothing."""
+    """The five products of a two-layer network with its biases, its weights' gradients where they belong, and no call
+    that does nothing."""
     passes, form = stacked(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)), rows=20)
     x, y = torch.randn(20, 16, 64), torch.randint(0, 10, (20, 16))
     _, recorded, graph = graph_of(passes, form, x, y)

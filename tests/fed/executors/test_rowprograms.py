@@ -1,4 +1,5 @@
-"""Row programs: each instruction against float64, passes against autograd, whole local epochs bit for bit against step by step."""
+"""Row programs: each instruction against float64, passes against autograd, whole local epochs bit for bit against step
+by step."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.helpers.stacked_passes import same, stacked
 pytestmark = pytest.mark.skipif(native.why_not("cpu") is not None, reason=f"{native.why_not('cpu')}")
 
 Formula = Callable[..., Tensor]
-# Of a, b, c and the number x, in float64; where operands are drawn from; roundings of the result, relative and of the operands' sum.
+# Of a, b, c and the number x, in float64; where operands are drawn from; roundings of the result, relative and of the
+# operands' sum.
 ELEMENTWISE: dict[Code, tuple[int, Formula, float, float]] = {
     Code.COPY: (1, lambda a, x: a, -2.0, 2.0),
     Code.RELU: (1, lambda a, x: a.relu(), -2.0, 2.0),

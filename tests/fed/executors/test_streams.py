@@ -1,4 +1,5 @@
-"""Executors for GPUs: on one, the bits of the plain executor; without one, their order of work with a stand-in for CUDA."""
+"""Executors for GPUs: on one, the bits of the plain executor; without one, their order of work with a stand-in for
+CUDA."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ def test_on_a_gpu_the_bits_are_those_of_the_plain_executor(name: str, executor: 
     ],
 )
 def test_streams_are_ordered_and_replays_repeat_what_was_captured(name: str, executor: str, slots: int) -> None:
-    """Two streams never touch one memory without a wait between; a replay reads and writes the memory that the capture did, and no number
-    of the code has changed."""
+    """Two streams never touch one memory without a wait between; a replay reads and writes the memory that the capture
+    did, and no number of the code has changed."""
     options = {"backend": "reference", "clip_norm": 0.5, "momentum": 0.5, "rounds": 2, "sizes": (7, 10, 1, 12, 11)}
     algorithm = (CASES | UNCAPTURED)[name]
     plain = train(algorithm, executor="sequential", **options)
@@ -336,7 +337,8 @@ def test_a_model_that_looks_at_its_values_cannot_be_captured() -> None:
     assert train(fed.FedSAM(), "cuda", executor="streams", **options) == train(fed.FedSAM(), "cuda", **options)
 
 
-# ---- what "auto" takes -------------------------------------------------------------------------------------------------
+# ---- what "auto" takes
+# -------------------------------------------------------------------------------------------------
 
 
 def hooked() -> torch.nn.Module:
@@ -386,7 +388,8 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.
         train(fed.FedSAM(), executor="graph", model=lambda: Looks(6, 3))
 
 
-# ---- lanes that end together -------------------------------------------------------------------------------------------
+# ---- lanes that end together
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_cuda")

@@ -1,4 +1,5 @@
-"""The trial step of stacked clients against each client alone: what rounding explains passes, what it does not is refused."""
+"""The trial step of stacked clients against each client alone: what rounding explains passes, what it does not is
+refused."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def stacked(x: torch.Tensor) -> bool:
 
 
 class Tie(nn.Module):
-    """The larger one of two equal weights goes into a logit, `share` times; in stacked rows, rounding makes it the other one."""
+    """The larger one of two equal weights goes into a logit, `share` times; in stacked rows, rounding makes it the
+    other one."""
 
     def __init__(self, share: float) -> None:
         super().__init__()

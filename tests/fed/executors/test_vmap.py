@@ -1,4 +1,5 @@
-"""Stacked clients: they agree with the plain executor, one number of slots gives one set of bits, and what cannot be stacked is refused."""
+"""Stacked clients: they agree with the plain executor, one number of slots gives one set of bits, and what cannot be
+stacked is refused."""
 
 from __future__ import annotations
 
@@ -235,7 +236,8 @@ def test_errors_name_the_clients():
 
 @pytest.fixture
 def uncompiled(monkeypatch):
-    """The shapes of the labels for which a pass would be compiled; run as it is, without the minute that a compiler takes."""
+    """The shapes of the labels for which a pass would be compiled; run as it is, without the minute that a compiler
+    takes."""
     made = []
 
     def plain(module, inputs):

@@ -1,4 +1,5 @@
-"""Ctrl-C inside of torch.vmap, wherever it comes: it is not taken for a model that cannot be mapped, and nothing stays mapped."""
+"""Ctrl-C inside of torch.vmap, wherever it comes: it is not taken for a model that cannot be mapped, and nothing stays
+mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Client states in host memory and on the device: the same bits, a bounded number on the device, copies in order. Without a GPU: a stand-in."""
+"""Client states in host memory and on the device: the same bits, a bounded number on the device, copies in order.
+Without a GPU: a stand-in."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def test_the_same_bits_and_files_on_disk(name: str, tmp_path: Path) -> None:
 
 
 def test_a_disk_without_room_ends_the_run_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is taken before anything is written there: a page of a file that the disk has no room for ends in a signal."""
+    """Room is taken before anything is written there: a page of a file that the disk has no room for ends in a
+    signal."""
 
     def full(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -229,7 +231,8 @@ def test_the_stand_in_notices_a_wait_that_is_missing(
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("at", [1, 4, 7])
 def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_path: Path) -> None:
-    """The states of the last whole round are on disk, not those of clients that had closed; the run goes on in the same bits."""
+    """The states of the last whole round are on disk, not those of clients that had closed; the run goes on in the same
+    bits."""
 
     @dataclass(frozen=True)
     class Interrupted(fed.SCAFFOLD):

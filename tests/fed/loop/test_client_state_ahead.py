@@ -1,4 +1,5 @@
-"""Client states in host memory: how few of them are on the device, and when they come. A stand-in takes the place of the GPU."""
+"""Client states in host memory: how few of them are on the device, and when they come. A stand-in takes the place of
+the GPU."""
 
 from __future__ import annotations
 

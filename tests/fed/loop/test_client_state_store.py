@@ -1,4 +1,5 @@
-"""The store of client states in host memory, and the memory itself: what goes in comes out, rows are used again, ranks hand states over."""
+"""The store of client states in host memory, and the memory itself: what goes in comes out, rows are used again, ranks
+hand states over."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def _within(tensor: Tensor, line: str) -> bool:
 
 @pytest.mark.usefixtures("gpu")
 def test_memory_of_another_stream_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stream uses must not be given away before it is done: states that are fetched to the work, new ones to the copies."""
+    """What a stream uses must not be given away before it is done: states that are fetched to the work, new ones to the
+    copies."""
     lent: list[tuple[set[int], Any]] = []
     monkeypatch.setattr(FakeCuda, "lend", lambda self, tensors, stream: lent.append(({id(t) for t in tensors}, stream)))
     store, new = InHostMemory(CPU, "", 4), {"a": torch.ones(3), "b": torch.zeros(2)}
@@ -158,7 +160,8 @@ def test_without_pinned_memory_it_is_ordinary_memory_and_the_log_says_so(caplog:
         rows = [pool.row(torch.Size([n]), torch.float32).fill_(n) for n in (5, 6, 7)]
     assert [float(r.sum()) for r in rows] == [25, 36, 49] and len(asked) == 1
     assert [r.message for r in caplog.records] == [
-        "no more memory can be pinned for the states of clients (CUDA error: out of memory): they go to ordinary memory, and the GPU waits for copies"
+        "no more memory can be pinned for the states of clients (CUDA error: out of memory): they go to ordinary "
+        "memory, and the GPU waits for copies"
     ]
 
 

@@ -177,7 +177,8 @@ def test_sparse_gradients():
 
 
 def test_what_is_accepted():
-    """Arrays, lists, read-only arrays, other integer types, float64 inputs for a float32 model, and an ignored label."""
+    """Arrays, lists, read-only arrays, other integer types, float64 inputs for a float32 model, and an ignored
+    label."""
     x, y = X.double().numpy(), Y.numpy()
     frozen = x.copy()
     frozen.flags.writeable = False

@@ -1,4 +1,5 @@
-"""What goes wrong in a later round only, after every trial has passed: it is told where it happened, and in which words."""
+"""What goes wrong in a later round only, after every trial has passed: it is told where it happened, and in which
+words."""
 
 from __future__ import annotations
 
@@ -136,7 +137,8 @@ def test_of_stacked_clients_all_are_named() -> None:
 
 @dataclass(frozen=True)
 class Spoils(fed.Algorithm):
-    """Keeps a counter on the server and on each client; `value` takes the place of one of them in round 2, client 1's if it is a client's."""
+    """Keeps a counter on the server and on each client; `value` takes the place of one of them in round 2, client 1's
+    if it is a client's."""
 
     whose: str
     value: float

@@ -1,4 +1,5 @@
-"""Accuracy where there is one output per class and nowhere else; metrics by name, as functions, as objects that accumulate."""
+"""Accuracy where there is one output per class and nowhere else; metrics by name, as functions, as objects that
+accumulate."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ def raises(outputs, labels):
 @pytest.mark.parametrize(
     ("metrics", "words"),
     [
-        (["binary_acuracy"], r"unknown metric 'binary_acuracy' \(did you mean 'binary_accuracy'\?\); .*binary_accuracy:THRESHOLD"),
+        (["binary_acuracy"], r"unknown metric 'binary_acuracy' \(did you mean 'binary_accuracy'\?\); "
+                             r".*binary_accuracy:THRESHOLD"),
         (["binary_accuracy:half"], "threshold .* number, got 'half'"),
         ("binary_accuracy", r"write \['binary_accuracy'\]"),
         ({"accuracy": F.l1_loss}, "'accuracy'.*another name"),

@@ -1,4 +1,5 @@
-"""Whatever is handed to a public entry, it is taken or refused with a TypeError or a ValueError that names the argument."""
+"""Whatever is handed to a public entry, it is taken or refused with a TypeError or a ValueError that names the
+argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Noise that a user's algorithm draws into rows is refused where it reaches the padding, and served where it does not."""
+"""Noise that a user's algorithm draws into rows is refused where it reaches the padding, and served where it does
+not."""
 
 from __future__ import annotations
 

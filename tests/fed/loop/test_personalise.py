@@ -54,7 +54,8 @@ def test_the_run_itself_stays_as_it_is(executor, tmp_path):
 
 
 def test_each_is_told_on_its_own_samples():
-    """With its own class prior: a client of one class is right in all of its samples when it has learnt to say nothing else."""
+    """With its own class prior: a client of one class is right in all of its samples when it has learnt to say nothing
+    else."""
     x = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
     y = torch.arange(30) % 3
     clients = [(x[y == k], y[y == k]) for k in range(3)]

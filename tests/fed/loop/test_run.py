@@ -21,8 +21,10 @@ from tests.helpers.fed_runs import same_bits
 from tests.helpers.places import ROOT
 
 KEYS = [
-    "round", "lr", "clients", "samples", "steps", "train_loss", "test_loss", "test_accuracy", "client_accuracy_mean", "client_accuracy_std",
-    "client_accuracy_min", "client_accuracy_max", "client_worst", "client_best", "megabytes_down", "megabytes_up", "backprops", "excluded",
+    "round", "lr", "clients", "samples", "steps", "train_loss", "test_loss", "test_accuracy", "client_accuracy_mean",
+    "client_accuracy_std",
+    "client_accuracy_min", "client_accuracy_max", "client_worst", "client_best", "megabytes_down", "megabytes_up",
+    "backprops", "excluded",
     "outliers", "seconds_training", "seconds",
 ]  # fmt: skip
 
@@ -32,7 +34,8 @@ def test_a_hand_written_loop_to_the_last_digit():
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     active = [[0, 1], [4, 2, 3], [1, 3]]
     result = fed.run(
-        model, clients, fed.FedAvg(), rounds=3, local_epochs=2, batch_size=5, lr=0.1, lr_decay=0.5, weight_decay=0.01, momentum=0.9,
+        model, clients, fed.FedAvg(), rounds=3, local_epochs=2, batch_size=5, lr=0.1, lr_decay=0.5, weight_decay=0.01,
+        momentum=0.9,
         sampler=lambda t, generator: active[t], shuffle=False,
     )  # fmt: skip
 

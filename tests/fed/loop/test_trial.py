@@ -1,4 +1,5 @@
-"""What one step on a copy of the model finds before the first round: models, losses, batches and augmentations that would fail later."""
+"""What one step on a copy of the model finds before the first round: models, losses, batches and augmentations that
+would fail later."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ def test_a_batch_of_ignored_labels_is_told_as_such(executor):
 
 
 def test_few_samples():
-    """A client with one sample, or fewer than a batch, trains on what it has: no batch is dropped, none is filled up."""
+    """A client with one sample, or fewer than a batch, trains on what it has: no batch is dropped, none is filled
+    up."""
     sizes = [1, 3, 6, 5]
     clients = [(X[:n], Y[:n]) for n in sizes]
     record = start(clients=clients, participation=1.0, batch_size=4, local_epochs=2).history[0]

@@ -141,7 +141,8 @@ def test_estimation_bias_is_zero_for_a_round_quadratic_and_two_for_the_opposite(
     after = before - 0.1 * f.gradient(before)
     assert diagnostics.estimation_bias(before, after, f.gradient(after)) == pytest.approx(0, abs=1e-7)
     assert diagnostics.estimation_bias(after, before, f.gradient(after)) == pytest.approx(2)
-    assert diagnostics.estimation_bias(row([1.0]+[0.0]*5), row([0.0]*6), row([0.0, 1.0]+[0.0]*4)) == pytest.approx(math.sqrt(2))  # fmt: skip
+    assert diagnostics.estimation_bias(row([1.0]+[0.0]*5), row([0.0]*6),
+        row([0.0, 1.0]+[0.0]*4)) == pytest.approx(math.sqrt(2))  # fmt: skip
 
 
 def test_dual_gap() -> None:
@@ -161,7 +162,8 @@ def test_consistency_from_sums_is_the_sum_of_squares(ends: list[list[float]], ne
 def test_weight_drift_and_perturbation_spread() -> None:
     weights = [[row([0.0] * 6), row([1.0] + [0.0] * 5)], [row([0.0] * 6), row([0, 2.0, 0, 0, 0, 0])]]
     assert drift.weight_drift(weights, row([0.0] * 6)) == pytest.approx((0 + 1 + 0 + 4) / 4)
-    # The mean at the first step is (1/2, 1/2): squared distances 1/2 for e1, e2 and 0, and 5/2 for 2 e1. (With two steps the last would do.)
+    # The mean at the first step is (1/2, 1/2): squared distances 1/2 for e1, e2 and 0, and 5/2 for 2 e1. (With two
+    # steps the last would do.)
     none, e1, e2 = row([0.0] * 6), row([1.0] + [0.0] * 5), row([0, 1.0, 0, 0, 0, 0])
     assert drift.perturbation_spread([[e1, none, e2], [e2, none, 2 * e1]]) == pytest.approx((5 * 0.5 + 2.5) / 6)
 
@@ -173,7 +175,8 @@ def test_clients_that_perturb_alike_have_exactly_no_spread(e: list[float], clien
 
 
 def test_perturbation_drift_is_zero_for_the_global_direction_and_one_for_the_opposite() -> None:
-    """The virtual model is server_lr times the mean of (1/2, 0, ...) and (-1/4, 1, 0, ...); its gradient turns with it."""
+    """The virtual model is server_lr times the mean of (1/2, 0, ...) and (-1/4, 1, 0, ...); its gradient turns with
+    it."""
     f = objective(DIAGONAL, samples([1.0] * 6))
     w, weights = row([0.0] * 6), [[row([0.5, 0, 0, 0, 0, 0])], [row([-0.25, 1.0, 0, 0, 0, 0])]]
 

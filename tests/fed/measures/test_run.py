@@ -38,7 +38,8 @@ def test_measuring_everything_changes_no_bit_of_the_run():
     # Of FedSAM everything has a value but what belongs to FedSMOO; the same again at the second run.
     assert {k for k in ADDED if measured.history[-1][k] is None} == {"dual_gap"}
     again = run(measures=list(NAMES), measure_options={"iterations": 3, "steps": 2})
-    assert [[r[k] for k in sorted(ADDED)] for r in again.history] == [[r[k] for k in sorted(ADDED)] for r in measured.history]  # fmt: skip
+    first, second = ([[r[k] for k in sorted(ADDED)] for r in run.history] for run in (measured, again))
+    assert first == second
 
 
 def test_the_last_record_is_about_the_final_model():
@@ -93,7 +94,8 @@ def test_measured_rounds_are_every_so_many_and_the_last():
 
 
 def test_one_step_rounds_have_no_drift_and_equal_clients_perturb_like_the_global_model():
-    """All clients hold the same data and take one full-batch step: w_i,0 is w^t, and their direction is the global gradient's."""
+    """All clients hold the same data and take one full-batch step: w_i,0 is w^t, and their direction is the global
+    gradient's."""
     clients = [oracle.ragged_clients(sizes=(16,))[0]] * 4
     last = run(measures=["drifts", "perturbation_drift"], clients=clients, batch_size=16, shuffle=False).history[-1]
     assert last["e_w"] == 0 and last["e_delta"] == 0
@@ -141,10 +143,12 @@ def test_smoothness_and_variances_of_a_quadratic_run():
 
 
 def test_the_variance_within_clients_is_over_batches_and_clients():
-    """At w = 0 with unit curvature the batches of client 0 pull along e1 and e2: sigma^2 = 2 - sqrt(2); those of client 1 agree."""
+    """At w = 0 with unit curvature the batches of client 0 pull along e1 and e2: sigma^2 = 2 - sqrt(2); those of client
+    1 agree."""
     clients = [quadratic.samples([2.0], [0, 2.0]), quadratic.samples([-1.0, -1.0], [-1.0, -1.0])]
     last = run(
-        fed.FedAvg(), ["variances"], clients, quadratic.Point(), loss=quadratic.loss_of(torch.eye(6, dtype=torch.float64)),
+        fed.FedAvg(), ["variances"], clients, quadratic.Point(),
+        loss=quadratic.loss_of(torch.eye(6, dtype=torch.float64)),
         test=None, participation=1.0, lr=1e-9, rounds=1, batch_size=1,
     ).history[-1]  # fmt: skip
     assert last["sigma_l"] == pytest.approx(((2 - 2**0.5) / 2) ** 0.5, rel=1e-6)
@@ -152,10 +156,12 @@ def test_the_variance_within_clients_is_over_batches_and_clients():
 
 
 def test_a_clients_path_ends_where_the_client_ends():
-    """With one local step the path is from w^t to there: along the only axis on which the client moves, of curvature 3."""
+    """With one local step the path is from w^t to there: along the only axis on which the client moves, of curvature
+    3."""
     curvature = torch.diag(torch.tensor([5.0, 3.0, 1.0, 1.0, 1.0, 1.0], dtype=torch.float64))
     last = run(
-        fed.FedAvg(), ["smoothness"], [quadratic.samples([0, 1.0])], quadratic.Point(), loss=quadratic.loss_of(curvature),
+        fed.FedAvg(), ["smoothness"], [quadratic.samples([0, 1.0])], quadratic.Point(),
+        loss=quadratic.loss_of(curvature),
         test=None, participation=1.0, lr=0.05, rounds=1,
     ).history[-1]  # fmt: skip
     assert last["smoothness_clients"] == pytest.approx(3)

@@ -137,7 +137,8 @@ def test_perplexity_of_padded_texts_of_several_lengths() -> None:
     data = [[{"text": text} for text in own] for own in texts]
     batches = {"collate": lambda samples: pad([s["text"] for s in samples]), "batch_size": 4}
     history = run(Tokens(True), data, fed.BatchLoss(loss, predict), ["perplexity", "token_accuracy"], lr=5.0, **batches)
-    # Two batches of the test set, of 4 and 2 texts and of other lengths: the metric counts tokens, the loss is a mean over batches.
+    # Two batches of the test set, of 4 and 2 texts and of other lengths: the metric counts tokens, the loss is a mean
+    # over batches.
     assert 1 < history[-1]["test_perplexity"] < history[0]["test_perplexity"] < 20
 
 

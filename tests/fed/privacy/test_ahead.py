@@ -1,4 +1,5 @@
-"""What is made ahead for rounds: the same for a round whenever it is asked for, each thing once, errors where they are asked for."""
+"""What is made ahead for rounds: the same for a round whenever it is asked for, each thing once, errors where they are
+asked for."""
 
 from __future__ import annotations
 

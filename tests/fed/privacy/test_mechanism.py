@@ -52,7 +52,8 @@ def total(cohort: list[int], **options: Any) -> torch.Tensor:
     data = [(1e4 * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for _ in range(6)]
     torch.manual_seed(0)
     fed.run(
-        nn.Linear(9, 3), data, Summed(), rounds=1, lr=3.0, batch_size=2, executor="sequential", sampler=lambda t, g: cohort, accountant=None,
+        nn.Linear(9, 3), data, Summed(), rounds=1, lr=3.0, batch_size=2, executor="sequential", sampler=lambda t,
+        g: cohort, accountant=None,
         **options,
     )  # fmt: skip
     return Summed.mean * len(cohort)
@@ -127,7 +128,8 @@ KILLED = """
 import os, signal, sys
 from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
-options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5, "clip_quantile": 0.5, "run_dir": sys.argv[1]}
+options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5, "clip_quantile": 0.5}
+options["run_dir"] = sys.argv[1]
 checks.run(**options, progress=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["round"] == 3 else None)
 """
 

@@ -17,7 +17,8 @@ from tests.helpers import privacy_checks as checks
 ASKED = {"accountant": "rdp", "participation": 0.5}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip_update": None}, "noise_multiplier=2 .* without a clip .* set clip_update"),
-    ({"sampler": lambda t, g: [0]}, "no epsilon for a sampler of your own.*'bernoulli', 'fixed' or 'shuffled'.*accountant=None"),
+    ({"sampler": lambda t, g: [0]}, "no epsilon for a sampler of your own.*'bernoulli', 'fixed' or "
+                                    "'shuffled'.*accountant=None"),
     ({"sampler": "simulator"}, "no epsilon for sampler='simulator'.*accountant=None"),
     ({"available": lambda t: [0, 1]}, "no epsilon for available=.*accountant=None"),
     ({"delta": 0.0}, "delta .* > 0, got 0.0"),
@@ -37,7 +38,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
     ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
     ({"personal": "bias"}, "personal='bias' with noise_multiplier.*leave out personal"),
-    ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of .*FedSAM"),
+    ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of "
+                                    ".*FedSAM"),
     ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),
     ({"algorithm": fed.Centralised_SGD()}, "not Centralised_SGD: it has no clients"),
 ]  # fmt: skip

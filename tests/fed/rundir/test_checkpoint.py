@@ -1,4 +1,5 @@
-"""The run directory: killed and resumed runs end in the same bits; foreign and damaged directories are refused and left alone."""
+"""The run directory: killed and resumed runs end in the same bits; foreign and damaged directories are refused and left
+alone."""
 
 from __future__ import annotations
 

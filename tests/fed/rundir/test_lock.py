@@ -13,7 +13,8 @@ from tests.helpers.fed_rundir import records, start
 
 
 def test_two_runs_in_one_directory(tmp_path):
-    """The second is refused while the first one works, whether it resumes or began at the same instant; afterwards it may go on."""
+    """The second is refused while the first one works, whether it resumes or began at the same instant; afterwards it
+    may go on."""
     told = []
 
     def second(record):

@@ -1,4 +1,5 @@
-"""What lies in a run directory beside the run's own files: nothing of it is followed, deleted, waited for or found too late."""
+"""What lies in a run directory beside the run's own files: nothing of it is followed, deleted, waited for or found too
+late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Directions made of the way so far, and the pull of the perturbed point: what they leave alone, and what is refused."""
+"""Directions made of the way so far, and the pull of the perturbed point: what they leave alone, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def test_measures_along_the_path_see_the_perturbation(name):
 
     def run(executor, **options):
         return fed.run(
-            oracle.smooth_model(), oracle.ragged_clients(), Own(STEPS[name]), rounds=2, participation=1.0, batch_size=5, executor=executor,
+            oracle.smooth_model(), oracle.ragged_clients(), Own(STEPS[name]), rounds=2, participation=1.0, batch_size=5,
+            executor=executor,
             **options,
         )  # fmt: skip
 

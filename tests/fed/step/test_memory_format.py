@@ -1,4 +1,5 @@
-"""The memory format of a run's weights changes no value beyond rounding, and nothing that a user is given; freed memory stays on a CPU."""
+"""The memory format of a run's weights changes no value beyond rounding, and nothing that a user is given; freed memory
+stays on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ CPU = torch.device("cpu")
 
 
 class Small(nn.Module):
-    """Convolutions of one input channel, with a stride, grouped and 1x1; max-pooling and a linear layer. Inputs [n, 1, 12, 12]."""
+    """Convolutions of one input channel, with a stride, grouped and 1x1; max-pooling and a linear layer. Inputs [n, 1,
+    12, 12]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +74,8 @@ def apart(a: fed.Result, b: fed.Result) -> float:
     return max(float((p - q).detach().abs().max()) for p, q in pairs)
 
 
-# ---- values ------------------------------------------------------------------------------------------------------------
+# ---- values
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.1), fed.SCAFFOLD(), fed.FedSMOO()], ids=repr)
@@ -105,7 +108,8 @@ def test_stacked_clients_are_not_trained_in_channels_last():
             run(small(), "channels_last", **options)
 
 
-# ---- what the user has and gets ----------------------------------------------------------------------------------------
+# ---- what the user has and gets
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", memory_format.FORMATS)
@@ -145,7 +149,8 @@ def test_tied_weights_stay_tied_and_the_rest_keeps_its_order():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
-    """Kernels read gradients where autograd left them, element by element of the row: another order would mix elements up."""
+    """Kernels read gradients where autograd left them, element by element of the row: another order would mix elements
+    up."""
     model = memory_format.reorder(small(dtype), "channels_last", CPU, stacked=False)
     layout = Layout.of(trainable(model))
     replica = Replica(model, layout, Arena(layout).field("w", dtype)[0])
@@ -157,7 +162,8 @@ def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
         assert torch.equal(in_memory, row[segment.offset : segment.offset + segment.length])
 
 
-# ---- the rule ----------------------------------------------------------------------------------------------------------
+# ---- the rule
+# ----------------------------------------------------------------------------------------------------------
 
 RULED = {
     "CNN": (lambda: models.build("cnn", (1, 28, 28), 10, 0), "channels_last"),
@@ -215,7 +221,8 @@ def test_another_word_is_refused():
         run(small(), "nhwc")
 
 
-# ---- convolutions whose gradient torch writes past its memory ----------------------------------------------------------
+# ---- convolutions whose gradient torch writes past its memory
+# ----------------------------------------------------------
 
 
 def narrow(channels: int = 4, **options: object) -> nn.Module:
@@ -274,7 +281,8 @@ def test_models_that_are_not_at_risk_are_not_kept_out(name):
     )
 
 
-# ---- resuming ----------------------------------------------------------------------------------------------------------
+# ---- resuming
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_resumed_in_its_own_format(tmp_path):
@@ -300,9 +308,11 @@ def test_directories_older_than_the_keyword_are_those_of_preserve(tmp_path):
     assert apart(resumed, run(small(), "preserve", rounds=2)) == 0
 
 
-# ---- freed memory ------------------------------------------------------------------------------------------------------
+# ---- freed memory
+# ------------------------------------------------------------------------------------------------------
 
-# A step works with blocks of 4 MiB, several at once: more than the heap's end may keep when only such blocks have come and gone.
+# A step works with blocks of 4 MiB, several at once: more than the heap's end may keep when only such blocks have come
+# and gone.
 FAULTS = """
 import resource, sys
 import torch
@@ -311,7 +321,8 @@ from fastsam import fed
 from fastsam.fed.loop import run
 if sys.argv[1] == "without":
     run.keep_freed = lambda device: None
-model = nn.Sequential(nn.Conv2d(1, 16, 1), nn.Tanh(), nn.Sigmoid(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+layers = nn.Conv2d(1, 16, 1), nn.Tanh(), nn.Sigmoid(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3)
+model = nn.Sequential(*layers)
 data = [(torch.randn(20, 1, 56, 56), torch.arange(20) % 3) for _ in range(2)]
 seen = []
 count = lambda record: seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)

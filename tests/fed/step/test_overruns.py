@@ -1,4 +1,5 @@
-"""No run trains a convolution of torch's that writes past its memory: seen by an allocator that looks behind every block."""
+"""No run trains a convolution of torch's that writes past its memory: seen by an allocator that looks behind every
+block."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from tests.helpers.places import ROOT
 from tools import conv_overrun
 
 SCAN = ROOT / "tools" / "conv_overrun.py"
-# What an instruction set beyond it would do is not what most processors do; where it is missing, oneDNN takes what there is.
+# What an instruction set beyond it would do is not what most processors do; where it is missing, oneDNN takes what
+# there is.
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.skipif(
@@ -41,11 +43,13 @@ for count in (100, 101):
 RUNS = """
 from fastsam import fed
 torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 1, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(128, 3))
+convolutions = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 8, 1, stride=2), nn.ReLU()
+model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(128, 3))
 data = [(torch.randn(32, 2, 8, 8), torch.arange(32) % 3) for _ in range(3)]
-WAYS = ((torch.contiguous_format, {"executor": "sequential"}), (torch.channels_last, {"executor": "threads", "slots": 2}))
-for own, options in WAYS:
-    fed.run(model.to(memory_format=own), data, fed.FedSAM(rho=0.1), rounds=1, participation=1.0, batch_size=16, **options)
+one, two = {"executor": "sequential"}, {"executor": "threads", "slots": 2}
+for own, options in ((torch.contiguous_format, one), (torch.channels_last, two)):
+    model = model.to(memory_format=own)
+    fed.run(model, data, fed.FedSAM(rho=0.1), rounds=1, participation=1.0, batch_size=16, **options)
     print(overruns.value)
 """
 

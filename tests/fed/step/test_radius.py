@@ -1,4 +1,5 @@
-"""A radius that changes over the local steps of a round, or from weight to weight: on every executor, against a loop without fused kernels."""
+"""A radius that changes over the local steps of a round, or from weight to weight: on every executor, against a loop
+without fused kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Own(fed.Algorithm):
-    """Constants as they are given, a scale by names of parameters; e, where a direction takes it, is the global model."""
+    """Constants as they are given, a scale by names of parameters; e, where a direction takes it, is the global
+    model."""
 
     constants: dict[str, Any] = field(default_factory=dict)
 
@@ -139,7 +141,8 @@ def test_another_end_is_noticed(wrong):
 
 
 def test_a_dual_follows_a_falling_radius():
-    """FedSMOO without its servers' parts: mu = s = 0 at first, so the first step is SAM's with the round's radius, the last one's is kept."""
+    """FedSMOO without its servers' parts: mu = s = 0 at first, so the first step is SAM's with the round's radius, the
+    last one's is kept."""
 
     @dataclass(frozen=True)
     class Dual(fed.Algorithm):
@@ -207,12 +210,15 @@ SCALED = {"rho_scale": SCALE}
 @pytest.mark.parametrize(
     ("module", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_step", "(1 - self.rho_end) * k / steps", "(1 - self.rho_end) * (k + 1) / steps", D.GRADIENT, FALLS, "sequential"),
+        ("step.local_step", "(1 - self.rho_end) * k / steps", "(1 - self.rho_end) * (k + 1) / steps", D.GRADIENT, FALLS,
+            "sequential"),
         ("executors.kernel_calls", "Column.RHO].copy_(radii)", "Column.RHO]", D.GRADIENT, FALLS, "vmap"),
-        ("executors.kernel_calls", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]', D.GRADIENT, SCALED, "sequential"),
+        ("executors.kernel_calls", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]', D.GRADIENT, SCALED,
+            "sequential"),
         ("executors.kernel_calls", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
         ("executors.kernel_calls", "d.mul_(scale)\n", "d\n", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "for name in (\"q\", \"mu\", \"s\", *crews[0].kind.vectors)", "for name in (\"q\",)", D.GRADIENT, SCALED, "vmap"),
+        ("executors.stacked_rows", "for name in (\"q\", \"mu\", \"s\", *crews[0].kind.vectors)", "for name in (\"q\",)",
+            D.GRADIENT, SCALED, "vmap"),
         ("step.rows", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
     ],
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What users see of rows: parameters by name, vectors as torch makes them, the model. Never a private order, never padding."""
+"""What users see of rows: parameters by name, vectors as torch makes them, the model. Never a private order, never
+padding."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fastsam.fed.step.model_copy import trainable
 
 
 class Small(nn.Module):
-    """A convolution (stored channels_last by the rule on the CPU), a normalisation with buffers, a frozen and a tied weight."""
+    """A convolution (stored channels_last by the rule on the CPU), a normalisation with buffers, a frozen and a tied
+    weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +112,8 @@ def test_what_is_no_row_is_refused(rows, call, words):
 
 
 class Accuracies:
-    """What a user writes who wants a number of the global model, in three ways; and what the run itself says is in the record."""
+    """What a user writes who wants a number of the global model, in three ways; and what the run itself says is in the
+    record."""
 
     def __init__(self):
         self.seen, self.steps = [], []

@@ -1,4 +1,5 @@
-"""Masks: what cancels modulo 2^116 whoever drops, what the server sees, and that nobody is asked for both of a client's secrets."""
+"""Masks: what cancels modulo 2^116 whoever drops, what the server sees, and that nobody is asked for both of a client's
+secrets."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def test_masks_cancel_modulo_2_116_whoever_drops(data: st.DataObject) -> None:
 
 
 def seen() -> tuple[list[Tensor], Tensor]:
-    """What the server of a round gets of four clients with one upload of small numbers, one of which drops, and the sum that it makes."""
+    """What the server of a round gets of four clients with one upload of small numbers, one of which drops, and the sum
+    that it makes."""
     upload = words([k % 7 for k in range(3000)])
     made = Round(range(4), 2)
     sent = made.send(dict.fromkeys((0, 2, 3), upload))

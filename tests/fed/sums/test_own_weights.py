@@ -119,7 +119,8 @@ def test_personal_parameters_keep_the_weights():
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        (weighing(lambda e: [-1.0] * len(e.clients)), {}, r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
+        (weighing(lambda e: [-1.0] * len(e.clients)), {},
+            r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
         (weighing(lambda e: [1.0, 2.0]), {}, r"each of the 1 clients, \[1\]; got \[2\]"),
         (weighing(lambda e: None), {}, "got none with weighs = True"),
         (weighing(lambda e: [1.0] * len(e.clients), False), {}, "got one without weighs = True"),

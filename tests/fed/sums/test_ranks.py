@@ -123,7 +123,8 @@ def test_the_command_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_killed_at_random_and_resumed_in_other_ways_it_ends_in_the_same_bits(
     tmp_path: Path, alone: dict[str, str]
 ) -> None:
-    """SIGKILL to all processes at 20 random instants, each time going on with another number of ranks, executor and number of slots."""
+    """SIGKILL to all processes at 20 random instants, each time going on with another number of ranks, executor and
+    number of slots."""
     random_, kills = random.Random(0), 0
     began = time.monotonic()
     hashes(launch(2, tmp_path / "timing", algorithms="fedlesam-d", rounds=12))

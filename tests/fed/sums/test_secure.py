@@ -65,7 +65,8 @@ def test_weights_and_buffers_change_no_bit() -> None:
 
 @needs_library
 def test_masks_change_no_bit_under_noise() -> None:
-    """Displacements are clipped before they are masked, and the server adds its noise to the sum; so does a clip that follows their norms."""
+    """Displacements are clipped before they are masked, and the server adds its noise to the sum; so does a clip that
+    follows their norms."""
     noise = {"clip_update": 0.1, "noise_multiplier": 1.0, "clip_quantile": 0.5, "accountant": None, "sampler": "fixed"}
     plain, masked = (run(fed.FedSAM(), share, **noise, **DROPOUTS) for share in (None, 0.5))
     assert digest(plain) == digest(masked)
@@ -121,7 +122,8 @@ def test_a_resumed_run_has_the_same_bits_and_cannot_lay_down_its_masks(tmp_path:
 
 @needs_library
 def test_the_server_gets_masked_words_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run: the same clients send the same update, and no word of one is a word of another, or of what was masked."""
+    """Of a run: the same clients send the same update, and no word of one is a word of another, or of what was
+    masked."""
     sent: list[Tensor] = []
     bare: list[Tensor] = []
     receive, masked = secure.Server.receive, secure.Client.masked

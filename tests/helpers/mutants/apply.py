@@ -1,6 +1,8 @@
-"""Runs a module with one piece of its text replaced. The file is not touched: the functions of the changed text are put in place in memory.
+"""Runs a module with one piece of its text replaced. The file is not touched: the functions of the changed text are put
+in place in memory.
 
-The text is compiled, and every function or method whose code differs takes the new code object; afterwards the old one comes back.
+The text is compiled, and every function or method whose code differs takes the new code object; afterwards the old one
+comes back.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def _function(module: ModuleType, path: tuple[str, ...]) -> FunctionType | None:
 
 @contextmanager
 def replaced(name: str, old: str, new: str) -> Iterator[None]:
-    """The module `name` with `new` for `old` in its functions. Raises Stale unless `old` occurs once and a function changes by it."""
+    """The module `name` with `new` for `old` in its functions. Raises Stale unless `old` occurs once and a function
+    changes by it."""
     module = importlib.import_module(name)
     text = inspect.getsource(module)
     if text.count(old) != 1:

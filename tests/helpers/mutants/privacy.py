@@ -1,4 +1,5 @@
-"""Wrong noise, wrong clips and wrong accounts: a factor, a sign, an event. Each names the check that must notice it (`privacy_checks`)."""
+"""Wrong noise, wrong clips and wrong accounts: a factor, a sign, an event. Each names the check that must notice it
+(`privacy_checks`)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ MUTANTS = [
     Mutant("loop.round", "float(norm <= limit)", "float(norm > limit)", "adapted"),
     # epsilon
     Mutant(P + "accountant", "PoissonSampledDpEvent(participation, every)", "GaussianDpEvent(z)", "poisson"),
-    Mutant(P + "accountant", "cohort, dp.GaussianDpEvent(z / 2))", "cohort, dp.GaussianDpEvent(z))", "without_replacement"),
+    Mutant(P + "accountant", "cohort, dp.GaussianDpEvent(z / 2))", "cohort, dp.GaussianDpEvent(z))",
+        "without_replacement"),
     Mutant(P + "accountant", "(dp.GaussianDpEvent(z / 2), most", "(dp.GaussianDpEvent(z), most", "unsampled"),
     Mutant(P + "accountant", "-(-rounds // epoch)", "rounds // epoch", "unsampled"),
     Mutant(P + "accountant", "(z, rest), 1)]", "(z, epoch), 1)]", "unsampled"),

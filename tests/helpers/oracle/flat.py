@@ -112,7 +112,8 @@ def cosine(a: Vector, b: Vector) -> float:
 
 @dataclass
 class FedSCAM(FedSAM):
-    """Rahil et al. 2025: radius and credit fall with the norms of pilot gradients, and rise with their agreement with the last step."""
+    """Rahil et al. 2025: radius and credit fall with the norms of pilot gradients, and rise with their agreement with
+    the last step."""
 
     alpha: float = 1.0
     gamma: float = 1.0

@@ -41,15 +41,18 @@ class Options:
     def keywords(self) -> dict[str, Any]:
         """The same for fastsam.fed.run."""
         return {
-            "rounds": self.rounds, "local_epochs": self.epochs, "batch_size": self.batch, "lr": self.lr, "lr_decay": self.lr_decay,
-            "momentum": self.momentum, "weight_decay": self.weight_decay, "clip_norm": self.clip, "clip_scope": self.scope,
+            "rounds": self.rounds, "local_epochs": self.epochs, "batch_size": self.batch, "lr": self.lr,
+            "lr_decay": self.lr_decay,
+            "momentum": self.momentum, "weight_decay": self.weight_decay, "clip_norm": self.clip,
+            "clip_scope": self.scope,
             "weighting": self.weighting, "server_lr": self.server_lr, "shuffle": self.shuffle, "seed": self.seed,
         }  # fmt: skip
 
 
 @dataclass
 class Visit:
-    """One client in one round. anchor: the received model. server: what the server keeps. mine: what this client keeps (written)."""
+    """One client in one round. anchor: the received model. server: what the server keeps. mine: what this client keeps
+    (written)."""
 
     model: nn.Module
     loss_function: Callable[[Tensor, Tensor], Tensor]
@@ -164,7 +167,8 @@ def local_training(visit: Visit, method: Any, options: Options) -> Vector:
         phi = method.proximal(visit.t)
         if options.scope == "full":
             v = clipped(add(v, scaled(phi, minus(w, origin))), options.clip)
-        else:  # the released code: the constant half of the proximal term is clipped with the gradient, phi*w is weight decay
+        # the released code: the constant half of the proximal term is clipped with the gradient, phi*w is weight decay
+        else:
             v = add(clipped(minus(v, scaled(phi, origin)), options.clip), scaled(phi, w))
         v = add(v, scaled(options.weight_decay, w))
         velocity = add(scaled(options.momentum, velocity), v)
@@ -199,7 +203,8 @@ def run(
             end = End(t, lr, options.server_lr, len(clients), share, {}, {}, kept)
             for i in active[t]:
                 mine = kept[i] if i in kept else method.start_client(w)
-                visit = Visit(model, loss, *clients[i], t, lr, options.epochs, seeds.derive(options.seed, "client", t, i), w,
+                visit = Visit(model, loss, *clients[i], t, lr, options.epochs,
+                    seeds.derive(options.seed, "client", t, i), w,
                               server, mine, options.lr, i, options.momentum)  # fmt: skip
                 for epoch in range(options.epochs):
                     visit.batches += order(len(visit.y), options.seed, t, i, epoch, options.shuffle).split(

@@ -58,7 +58,8 @@ class MoFedSAM(FedSAM):
 
 @dataclass
 class MimeLite(FedAvg):
-    """Karimireddy et al. 2021, Algorithm 3, SGD with momentum as the base optimizer: m from full gradients at the received model."""
+    """Karimireddy et al. 2021, Algorithm 3, SGD with momentum as the base optimizer: m from full gradients at the
+    received model."""
 
     beta: float = 0.1
     momentum_form: str = "convex"

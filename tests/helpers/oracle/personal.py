@@ -41,7 +41,8 @@ def train(
     epochs: Iterable[int],
     pull: Callable[[nn.Module], Tensor | float] = lambda model: 0.0,
 ) -> None:
-    """Local steps of one client in round t on some of the parameters, in place. epochs: their numbers, which the order of samples depends on."""
+    """Local steps of one client in round t on some of the parameters, in place. epochs: their numbers, which the order
+    of samples depends on."""
     x, y = data
     descend = descent(trained, options, t)
     model.train()
@@ -51,7 +52,8 @@ def train(
 
 
 def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str], server_lr: float) -> None:
-    """The shared model's parameters of those names, moved by the mean displacement of some clients' models, in place."""
+    """The shared model's parameters of those names, moved by the mean displacement of some clients' models, in
+    place."""
     with torch.no_grad():
         for name in names:
             p = shared.get_parameter(name)
@@ -59,7 +61,8 @@ def average(shared: nn.Module, models: Sequence[nn.Module], names: Iterable[str]
 
 
 def received(shared: nn.Module, own: nn.Module, stays: Sequence[str]) -> nn.Module:
-    """A client's model at the start of its round: the shared one, with what stays with the client (names of a state_dict)."""
+    """A client's model at the start of its round: the shared one, with what stays with the client (names of a
+    state_dict)."""
     model = copy.deepcopy(shared)
     mine = own.state_dict()
     model.load_state_dict({n: mine[n] if n in stays else v for n, v in shared.state_dict().items()})
@@ -83,7 +86,8 @@ def fedbn(model: nn.Module, clients: Clients, options: Options, active: Active, 
 def fedrep(
     model: nn.Module, clients: Clients, options: Options, active: Active, head: Sequence[str], head_epochs: int
 ) -> Ended:
-    """Collins et al. 2021, Algorithm 1: the head's epochs, then those of the representation. head: names of parameters."""
+    """Collins et al. 2021, Algorithm 1: the head's epochs, then those of the representation. head: names of
+    parameters."""
     shared = copy.deepcopy(model)
     own = [copy.deepcopy(model) for _ in clients]
     sent = [n for n, _ in shared.named_parameters() if n not in head]
@@ -108,7 +112,8 @@ def distance(model: nn.Module, anchor: nn.Module) -> Tensor:
 def ditto(
     model: nn.Module, clients: Clients, options: Options, active: Active, lam: float, epochs: int | None = None
 ) -> Ended:
-    """Li et al. 2021, Algorithm 1. A client that has not taken part has the global model; its own begins as the first one that it receives."""
+    """Li et al. 2021, Algorithm 1. A client that has not taken part has the global model; its own begins as the first
+    one that it receives."""
     shared = copy.deepcopy(model)
     own: dict[int, nn.Module] = {}
     names = [n for n, _ in shared.named_parameters()]

@@ -55,7 +55,8 @@ def ragged_images(
 
 
 class QuadraticModel(nn.Module):
-    """One weight vector; with `quadratic_loss`, a sample (b, s) costs `s/2 * ||w - b||^2`, so its gradient is `s*(w - b)`."""
+    """One weight vector; with `quadratic_loss`, a sample (b, s) costs `s/2 * ||w - b||^2`, so its gradient is
+    `s*(w - b)`."""
 
     def __init__(self, w: Tensor) -> None:
         super().__init__()

@@ -93,7 +93,8 @@ class FedNTD(Taught):
 
 @dataclass
 class FedSOL(FedAvg):
-    """Lee et al. 2024: perturbed by the term's gradient, weighted by how far each weight has come; the loss's gradient there."""
+    """Lee et al. 2024: perturbed by the term's gradient, weighted by how far each weight has come; the loss's gradient
+    there."""
 
     rho: float = 1.0
     tau: float = 3.0
@@ -116,7 +117,8 @@ class FedSOL(FedAvg):
 
 @dataclass
 class MOON(FedAvg):
-    """Li et al. 2021, eq. 3, of a Sequential: z is what its last layer receives, or what the layer `features` returns."""
+    """Li et al. 2021, eq. 3, of a Sequential: z is what its last layer receives, or what the layer `features`
+    returns."""
 
     mu: float = 1.0
     tau: float = 0.5

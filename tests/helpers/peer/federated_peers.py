@@ -1,9 +1,12 @@
-"""Federated algorithms of other libraries on one small problem; tests/fed/algorithms/test_peers.py compares what they make of it. Imports no fastsam.
+"""Federated algorithms of other libraries on one small problem; tests/fed/algorithms/test_peers.py compares what they
+make of it. Imports no fastsam.
 
-    python tests/helpers/peer/federated_peers.py fedlab-fedavg|fedlab-scaffold|pfl-fedavg|optax-sam PROBLEM.npz RESULT.npz
+    python tests/helpers/peer/federated_peers.py fedlab-fedavg|fedlab-scaffold|pfl-fedavg|optax-sam PROBLEM.npz
+    RESULT.npz
 
-PROBLEM: the weights `w0`, `w1`, ... of a tanh network with two linear layers, data `x0`, `y0`, ... of the clients, the active clients
-`active0`, ... of the rounds, and the numbers `lr`, `epochs`, `batch`, `rho`. Batches are in stored order, everything is float64.
+PROBLEM: the weights `w0`, `w1`, ... of a tanh network with two linear layers, data `x0`, `y0`, ... of the clients, the
+active clients `active0`, ... of the rounds, and the numbers `lr`, `epochs`, `batch`, `rho`. Batches are in stored
+order, everything is float64.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ def fedlab(problem: Any, handler: Any, trainer: Any) -> Vectors:
 
 
 def without_torchvision() -> None:
-    """FedLab imports torchvision for data sets that are not used here; an empty module does where there is none, or one of another torch."""
+    """FedLab imports torchvision for data sets that are not used here; an empty module does where there is none, or one
+    of another torch."""
     from unittest.mock import MagicMock
 
     try:
@@ -96,7 +100,8 @@ def fedlab_scaffold(problem: Any) -> Vectors:
 
 
 def pfl_fedavg(problem: Any) -> Vectors:
-    """pfl's simulated backend with a sampler that names the active clients in turn; each round has as many as the first."""
+    """pfl's simulated backend with a sampler that names the active clients in turn; each round has as many as the
+    first."""
     import torch
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams

@@ -1,10 +1,12 @@
-"""Runs the SAM tests of the library pytorch-optimizer, as they are in its source distribution, against `fastsam.FusedSAM`.
+"""Runs the SAM tests of the library pytorch-optimizer, as they are in its source distribution, against
+`fastsam.FusedSAM`.
 
-    python tests/helpers/peer/run_pytorch_optimizer.py             fetches the source distribution from the package registry once, then runs
-    python tests/helpers/peer/run_pytorch_optimizer.py FOLDER      uses an unpacked source distribution
+    python tests/helpers/peer/run_pytorch_optimizer.py             fetches the source distribution from the package
+    registry once, then runs python tests/helpers/peer/run_pytorch_optimizer.py FOLDER      uses an unpacked source
+    distribution
 
-Its tests import `pytorch_optimizer.SAM`; here that name, and `LookSAM` for the one test that is written for wrappers other than SAM, is
-`FusedSAM`. Further arguments go to pytest.
+Its tests import `pytorch_optimizer.SAM`; here that name, and `LookSAM` for the one test that is written for wrappers
+other than SAM, is `FusedSAM`. Further arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ LEFT_OUT = {"test_sam_family_methods": "it calls init_group and expects NoClosur
 class SAM(fastsam.FusedSAM):
     """FusedSAM with that library's signature. `use_gc`, centralised gradients, is no part of SAM and is ignored."""
 
-    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, adaptive: bool = False, use_gc: bool = False,
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, adaptive: bool = False,
+        use_gc: bool = False,
                  foreach: bool | None = None, **options: Any) -> None:  # fmt: skip
         if foreach is not None:
             options["foreach"] = foreach
@@ -49,7 +52,8 @@ class Substitution:
 
     def _ours(self, item: pytest.Item) -> bool:
         call = getattr(item, "callspec", None)
-        return call is not None and call.params.get("wrapper") is SAM and item.originalname not in LEFT_OUT  # type: ignore[attr-defined]
+        is_sam = call is not None and call.params.get("wrapper") is SAM
+        return is_sam and item.originalname not in LEFT_OUT  # type: ignore[attr-defined]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed

@@ -1,4 +1,5 @@
-"""Row programs: local training client by client in one native call, where every operation of a recorded pass has a form.
+"""Row programs: local training client by client in one native call, where every operation of a recorded pass has a
+form.
 
 docs/row_programs.md explains them. `maker` is the one way in.
 """
@@ -16,7 +17,8 @@ from fastsam.fed.executors.rowprograms.row_pass import RowPass, row_pass
 
 
 def maker(setup: Setup) -> Callable[[GraphModule, Sequence[int]], RowPass | None] | None:
-    """What makes a row program of a recorded pass and the parameters of its gradients (see `row_pass`); None where there are no row programs."""
+    """What makes a row program of a recorded pass and the parameters of its gradients (see `row_pass`); None where
+    there are no row programs."""
     if not ops.has_row_programs(setup.device, setup.dtype, backend=setup.backend):
         return None
     return partial(row_pass, setup.layout, setup.device)

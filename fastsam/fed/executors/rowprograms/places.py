@@ -1,4 +1,5 @@
-"""Where the tensors of a recorded pass lie in a row program: in parts of one row of its inputs, of its result, or of scratch memory."""
+"""Where the tensors of a recorded pass lie in a row program: in parts of one row of its inputs, of its result, or of
+scratch memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class Place:
 
 
 class Places:
-    """Of all nodes of a graph. inputs: what it reads, in their order; others: those of them that are tensors of the model."""
+    """Of all nodes of a graph. inputs: what it reads, in their order; others: those of them that are tensors of the
+    model."""
 
     def __init__(self, graph: Graph) -> None:
         self.inputs, self.others = list[Input](), list[Tensor]()
@@ -117,7 +119,8 @@ class Places:
 
 
 class Scratch:
-    """Memory of a row for what is between inputs and outputs; that of results which nobody reads any more is used again."""
+    """Memory of a row for what is between inputs and outputs; that of results which nobody reads any more is used
+    again."""
 
     def __init__(self, graph: Graph) -> None:
         self.size, self._used = 0, dict[Node, tuple[int, int]]()

@@ -22,7 +22,8 @@ _SERVED = (Direction.NONE, Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT, Dire
 
 
 class RowPass:
-    """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field `[rows, stride]`.
+    """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field
+    `[rows, stride]`.
 
     others: tensors of the model that the program reads. slots: of the parameters that have a gradient.
     """
@@ -38,8 +39,8 @@ class RowPass:
         return (out.select(1, self.stride), *grads)
 
     def serves(self, crew: Crew) -> bool:
-        """Whether the crew's steps are made of `norm_`, `perturb_`, `update_norm_` and `update_` on what can be gathered natively, and nobody
-        looks on.
+        """Whether the crew's steps are made of `norm_`, `perturb_`, `update_norm_` and `update_` on what can be
+        gathered natively, and nobody looks on.
         """
         kind = crew.kind
         plain = not kind.surrogate and not kind.pull and not kind.scaled and kind.direction in _SERVED
@@ -49,27 +50,31 @@ class RowPass:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether crews that take other numbers of steps gain from one call: on CUDA, where each row has a block and no row can raise."""
+        """Whether crews that take other numbers of steps gain from one call: on CUDA, where each row has a block and no
+        row can raise."""
         return self.program.device.type == "cuda"
 
     def train_(self, crews: Sequence[Crew], form: Form) -> None:
-        """The next steps of each crew, as many as have one shape. Several crews: from one store, their batches of one size. form: of their
-        rows, arranged; its losses are added to.
+        """The next steps of each crew, as many as have one shape. Several crews: from one store, their batches of one
+        size. form: of their rows, arranged; its losses are added to.
         """
         counts, batch = [crew.alike_steps[0] for crew in crews], crews[0].alike_steps[1]
         (x, y, places), steps = _spans(crews, counts)
         two_passes = form.kind.two_passes
         self.program.steps_(
             form.leaves, self.others, x, y, places, batch, form.z, form.w, form.layout.table, form.hyper, form.losses,
-            momentum=form.momentum, q=form.q, shift=form.shift, steps=steps, sumsq=form.sumsq if two_passes else None, sumsq_v=form.sumsq_v,
-            adaptive=form.kind.direction is Direction.ADAPTIVE_GRADIENT, keeps_first=two_passes and form.kind.keeps_first,
+            momentum=form.momentum, q=form.q, shift=form.shift, steps=steps, sumsq=form.sumsq if two_passes else None,
+            sumsq_v=form.sumsq_v,
+            adaptive=form.kind.direction is Direction.ADAPTIVE_GRADIENT,
+            keeps_first=two_passes and form.kind.keeps_first,
         )  # fmt: skip
         for crew, count in zip(crews, counts, strict=True):
             crew.k += count
 
 
 def _spans(crews: Sequence[Crew], counts: Sequence[int]) -> tuple[Samples, Tensor | None]:
-    """The samples of each crew's next `counts` batches, filled up to the most of them, and how many batches each row has; None: all as many."""
+    """The samples of each crew's next `counts` batches, filled up to the most of them, and how many batches each row
+    has; None: all as many."""
     feeds = [crew.feed for crew in crews if crew.feed is not None]
     if len(crews) == 1:
         return feeds[0].span(crews[0].k, counts[0]), None
@@ -84,8 +89,8 @@ def _spans(crews: Sequence[Crew], counts: Sequence[int]) -> tuple[Samples, Tenso
 
 
 def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: Sequence[int]) -> RowPass | None:
-    """Of a graph whose outputs are losses and the gradients of the parameters `slots`, evaluated (see `graph_passes`) on `ROWS` rows; None where an
-    operation has no form.
+    """Of a graph whose outputs are losses and the gradients of the parameters `slots`, evaluated (see `graph_passes`)
+    on `ROWS` rows; None where an operation has no form.
     """
     try:
         written = Writer(module.graph, [layout.segments[i] for i in slots], layout.stride)

@@ -39,8 +39,8 @@ _BINARY = {
 
 
 class Writer:
-    """Of a graph over `ROWS` rows with losses and gradients of `segments` as outputs. The gradients are to lie in rows of `stride` elements as the
-    segments say, the loss behind them.
+    """Of a graph over `ROWS` rows with losses and gradients of `segments` as outputs. The gradients are to lie in rows
+    of `stride` elements as the segments say, the loss behind them.
 
     Raises NoFormError where an operation has no form.
     """
@@ -146,7 +146,8 @@ class Writer:
         self.instructions.append(made.by_classes(dim - 1))
 
     def _nll(self, call: Node) -> None:
-        """nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`; as it is called for stacked clients."""
+        """nll_loss2d: losses `[rows, 1, n]` of `[rows, classes, 1, n]` and labels `[rows, 1, n]`; as it is called for
+        stacked clients."""
         scores, labels, weight, reduction, ignored = arguments(call)
         losses = next((user for user in call.users if arguments(user)[1] == 0), None)
         if losses is None or weight is not None or reduction != 0 or ignored != IGNORED or call.kwargs:
