@@ -36,10 +36,6 @@ KEPT: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
 HALVES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "bfloat16: SGD": lambda params: SGD(params, **KEPT),
     "bfloat16: FusedSAM": lambda params: FusedSAM(params, SGD, **KEPT),
-    "bfloat16: FusedSAM, compact": lambda params: FusedSAM(params, SGD, master="compact", **KEPT),
-    "bfloat16: FusedSAM, compact, momenta too": lambda params: FusedSAM(
-        params, SGD, master="compact", momentum_dtype=torch.bfloat16, **KEPT
-    ),
 }
 KINDS |= HALVES
 STEPS, BATCH = 3, 4

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastsam.backends import backend
     from fastsam.batchnorm import frozen_batchnorm_stats
-    from fastsam.optim import BayesNewton, FusedSAM, Lion, variants
+    from fastsam.optim import FusedSAM, Lion, variants
     from fastsam.optim.variants import GSAM, MSAM, SAM
 
 __version__ = "0.1.0"
-__all__ = ["GSAM", "MSAM", "SAM", "BayesNewton", "FusedSAM", "Lion", "backend", "frozen_batchnorm_stats", "variants"]
+__all__ = ["GSAM", "MSAM", "SAM", "FusedSAM", "Lion", "backend", "frozen_batchnorm_stats", "variants"]
 
 # Imported at first use, so that `fastsam info` can tell what is missing where torch is.
 _HOMES = {
-    "BayesNewton": ".optim",
     "FusedSAM": ".optim",
     "GSAM": ".optim.variants",
     "Lion": ".optim",

@@ -72,9 +72,6 @@ class Rule:
         Whether a parameter's first update is another than the later ones, from fields of zeros (`first`).
     start
         What the fields of a group's parameters hold before the first step: one number, or one for each of `kept`.
-    beside
-        The one of `state` that is no state of a parameter but a vector of the step under way, which kernels read as a
-        field; `kept` leaves it out. None: there is none.
     decoupled
         Whether weight decay shrinks the weights by `lr*decay` instead of being a part of the gradient.
     """
@@ -94,7 +91,6 @@ class Rule:
     kept: Callable[[Group], tuple[str, ...]] | None = None
     starts_alone: Callable[[Group], bool] = _never
     start: Callable[[Group], float | tuple[float, ...]] = _zero
-    beside: str | None = None
     decoupled: Callable[[Group], bool] = _never
 
     def columns(self, group: Group) -> dict[int, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastsam import SAM, BayesNewton, FusedSAM, variants
+from fastsam import SAM, FusedSAM, variants
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
 DECAYS = (0.0, 5e-4, 5e-3)
@@ -34,8 +34,6 @@ class Contender:
             params = list(model.parameters())
             return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM, weight_decay=value, fused=True)
         sam = self.make(value)
-        if isinstance(sam, variants.BSAM):  # its momentum is a mean of gradients, SGD's their sum
-            return FusedSAM(model.parameters(), BayesNewton, sam=sam, lr=lr / (1 - MOMENTUM), weight_decay=WEIGHT_DECAY)
         groups = variants.SAMON.groups(model) if isinstance(sam, variants.SAMON) else model.parameters()
         return FusedSAM(groups, torch.optim.SGD, sam=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
@@ -50,8 +48,6 @@ NAMED = {
     "WSAM": Contender(lambda rho: variants.WSAM(rho), (0.005, 0.015, 0.05)),
     "LookSAM": Contender(lambda rho: variants.LookSAM(rho, k=5)),
     "SAMON": Contender(lambda rho: variants.SAMON(rho), (0.1, 0.5, 2.0)),
-    "SSAMD": Contender(lambda rho: variants.SSAMD(rho, interval=20, horizon=200)),
-    "BSAM": Contender(lambda rho: variants.BSAM(rho, samples=1000)),
     "MSAM": Contender(lambda rho: variants.MSAM(rho), (0.05, 0.15, 0.5)),
 }
 

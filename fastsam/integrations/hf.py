@@ -32,7 +32,7 @@ class SAMTraining(Base):
         arguments. In its place a FusedSAM of one's own may be given: `optimizers=(FusedSAM(...), None)`,
         `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
 
-    A step's micro-batches are passed once more (with `Lookbehind` k times) when the gradients of the last of them are
+    A step's micro-batches are passed once more when the gradients of the last of them are
     there and the weights have moved to the perturbed point; running statistics stay as they are then.
     The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's.
     Checkpoints are the trainer's own: training goes on from them bit for bit.
@@ -83,7 +83,7 @@ class SAMTraining(Base):
             self._batches.append((inputs, num_items_in_batch))
             if self.accelerator.sync_gradients:
                 batches, self._batches = self._batches, []
-                while sam.two_passes and sam.phase == "first":
+                if sam.two_passes:
                     sam.first_step()
                     model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
                     with frozen_batchnorm_stats(model):

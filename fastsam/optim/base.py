@@ -24,8 +24,6 @@ OURS = (
     "stochastic_rounding",
     "exclusive",
     "in_backward",
-    "master",
-    "momentum_dtype",
     "sam",
 )
 # What other libraries call torch's options.

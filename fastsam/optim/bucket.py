@@ -16,10 +16,9 @@ from fastsam.optim.gradients import present
 from fastsam.optim.parameters import has_memory
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
-from fastsam.optim.variants.sam import Places
 
 FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
-GRADIENT, ROUNDED, MASK, BEFORE = "gathered_gradient", "rounded_direction", "mask", "point_before"
+GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"
 
 _is_contiguous = torch.Tensor.is_contiguous
 
@@ -57,7 +56,7 @@ class Bucket:
         # The owner's promise: masters need no comparison, and parameters may have other memory for a while.
         self._trusting, self.exchanges = exclusive and self.masters, exclusive and not self.masters
         if self.masters:
-            self._begin_masters()
+            self.layout.gather(self.aliases, self.origin[0])
         elif not exclusive:  # a step that exchanges memory may never need it
             self.arena.field("origin", self.dtype)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
@@ -72,10 +71,6 @@ class Bucket:
     def origin(self) -> Tensor:
         """`[1, stride]`: the saved weights or masters."""
         return self.arena.field("origin", self.compute if self.masters else self.dtype)
-
-    def _begin_masters(self) -> None:
-        """Masters that are the weights."""
-        self.layout.gather(self.aliases, self.origin[0])
 
     # --- where the parameters are ---
 
@@ -181,11 +176,6 @@ class Bucket:
         if grads:
             torch._foreach_copy_(self.first(selection), list(grads))
 
-    def add_first_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
-        """Adds these gradients to those that `keep_first_` kept."""
-        if grads:
-            torch._foreach_add_(self.first(selection), list(grads))
-
     def first(self, selection: Selection) -> list[Tensor]:
         """The gradients that `keep_first_` kept."""
         return self.views(self.arena.field(FIRST, self.dtype), selection)
@@ -216,21 +206,6 @@ class Bucket:
         if selection is not self.whole and (others := self._others(selection)).slots:
             torch._foreach_copy_(self.views(after, others), self.views(memory, others))
         return self._rounded(found, selection)
-
-    @torch.no_grad()
-    def masked_(
-        self,
-        selection: Selection,
-        grads: Sequence[Tensor],
-        write: Callable[[Tensor, Tensor | None, Tensor, int, Places], None],
-        step: int,
-    ) -> list[Tensor]:
-        """These gradients times what `write` writes, see `SAM.mask`."""
-        memory = self.field(MEMORY) if MEMORY in self.arena else None
-        out = self.field(MASK if memory is None else NEXT)
-        g = self._gathered(selection, grads)
-        write(g, memory, out, step, Places(self.layout.numel, lambda vector: self.views(vector, self.whole)))
-        return self._rounded(g.mul_(out), selection)
 
     def _gathered(self, selection: Selection, grads: Sequence[Tensor]) -> Tensor:
         """These gradients as one vector, zero elsewhere."""
@@ -318,13 +293,11 @@ class Bucket:
         sumsq: Tensor,
         adaptive: bool,
         accumulate: bool,
-        onward: bool = False,
     ) -> None:
-        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model. onward:
-        for `climb_`."""
+        """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
         selection.load()
         weights = selection.z if adaptive else []
-        if adaptive and self.masters and not onward:
+        if adaptive and self.masters:
             # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the
             # weights.
             if self._save:
@@ -341,18 +314,6 @@ class Bucket:
         self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, self._save, seed)
         selection.store()
         self.held = selection
-
-    def climb_(self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None) -> None:
-        """Moves the weights, after `norm_`, from the perturbed point to a further one; `origin` keeps where all of it
-        began."""
-        held = set(self.held.slots)
-        late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
-        if late:  # they had no gradient before
-            self.save_(self.select(tuple(i for i, _ in late)), [g for _, g in late])
-            self.held = self.select(tuple(sorted(held.union(selection.slots))))
-        before = self.arena.field(BEFORE, self.dtype)
-        self.kernels.perturb_(selection.z, before, grads, selection.table, self.hyper, sumsq, True, seed)
-        selection.store()
 
     def norm_perturb_(
         self, raw: Any, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
@@ -414,14 +375,13 @@ class Bucket:
         self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False, seed)
         return tuple(i for i, z in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], z))
 
-    def saved(self, slot: int, perturbed: bool) -> Tensor:
-        """A parameter's master copy, or where there is none the weights that a step has saved. perturbed: the parameter
-        is elsewhere now, if it is held."""
+    def saved(self, slot: int) -> Tensor:
+        """A parameter's master copy, or where there is none the weights that a step has saved."""
         if self.in_place and not self.masters:
             return self.aliases[slot]
         return self._one(self.origin, slot)
 
-    def take_(self, slot: int, weights: Tensor, perturbed: bool) -> None:
+    def take_(self, slot: int, weights: Tensor) -> None:
         """Takes over what `saved` gave, of a bucket that may have had another dtype."""
         self._one(self.origin, slot).copy_(weights)
 
@@ -452,7 +412,6 @@ def buckets_of(
     hyper: Tensor,
     fused: bool,
     exclusive: bool,
-    make: Callable[..., Bucket] = Bucket,
 ) -> list[Bucket]:
     """The parameters by dtype and by the ranks that share their elements, in order, without those in `left_out`."""
     absent = set(map(id, left_out))
@@ -467,5 +426,5 @@ def buckets_of(
     for (dtype, _), found in members.items():
         params, numbers, group_numbers = zip(*found, strict=True)
         kernels = bind(backend, device, dtype)
-        buckets.append(make(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
+        buckets.append(Bucket(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
     return buckets

@@ -6,9 +6,8 @@ keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from operator import is_
 from typing import Any, ClassVar
 
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim import compact, parameters
+from fastsam.optim import parameters
 from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
 from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
-from fastsam.optim.compact import CompactBucket, CompactUpdate
 from fastsam.optim.mixing import Call
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
@@ -34,7 +32,6 @@ class Phase(Enum):
     """What the weights are."""
 
     IDLE = "the user's own"
-    SAMPLED = "drawn at random around the originals, which are saved, for the first pass"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
     PERTURBED = "at the perturbed point; the originals are saved"
 
@@ -51,12 +48,10 @@ class Buffers:
         exclusive: bool,
         variant: SAM,
         mix: Mix | None,
-        compact: torch.dtype | None = None,
     ) -> None:
-        """mix: None where an update sees the last gradient alone. compact: the momenta's dtype beside compact masters,
-        None without them."""
+        """mix: None if an update reads only the last gradient."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
-        self._mix, self.compact = mix, compact
+        self._mix = mix
         # So many were made: the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
@@ -96,7 +91,7 @@ class Buffers:
             self._follow_state(groups, state)
         watch = self._watch
         assert watch is not None
-        first = self.one_pass or self.phase in (Phase.IDLE, Phase.SAMPLED)
+        first = self.one_pass or self.phase is Phase.IDLE
         if first and (abandoned := watch.abandoned()):
             raise RuntimeError(
                 f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other "
@@ -192,20 +187,14 @@ class Buffers:
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
         left_out = self._without_buffers(params, weights)
-        make: Callable[..., Bucket] = Bucket
-        if self.compact is not None:
-            compact.check(self.base, params)
-            make = partial(CompactBucket, momentum=self.compact)
-        fused, kind = rule is not None, FusedUpdate if self.compact is None else CompactUpdate
-        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive, make)
+        fused = rule is not None
+        buckets = buckets_of(groups, left_out, self.backend, device, scalars.tensor, fused, self.exclusive)
         for bucket in buckets:
             if self.variant.memory is not Memory.NONE:
-                dtype = bucket.compute if self.variant.memory in (Memory.DIRECTION, Memory.MASK) else bucket.dtype
+                dtype = bucket.compute if self.variant.memory is Memory.DIRECTION else bucket.dtype
                 bucket.arena.field(MEMORY, dtype)  # a part of the state from the first step on
-            if rule is not None and rule.beside is not None:
-                bucket.field(rule.beside)
             restore_weights(bucket, weights, self.phase is not Phase.IDLE)
-        updates = [kind(bucket, rule) for bucket in buckets] if rule else []
+        updates = [FusedUpdate(bucket, rule) for bucket in buckets] if rule else []
         for update in updates:
             update.adopt(scalars.kinds, self.base.state)
         self.perturbations = self.perturbations.to(device)

@@ -5,10 +5,9 @@
      "fastsam": {"format": 1, "perturbed": False, "left_out": [1]}}
 
 `master` (float32) is there for half-precision parameters with a fused update, `unperturbed` between the two passes
-(and, with a variant of one pass, between steps, where "fastsam" has `training`, too; with bSAM from `sample()` on,
-"fastsam" saying `sampled` before the first pass), `first_gradient` there where the update reads it, `sam_memory` where
-the variant keeps a vector, and `sam_memory_next` between the two passes, what a direction will have made of it. Between
-the passes of a variant that climbs several times "fastsam" has `ascents`, those made. `left_out` are the numbers of
+(and, with a variant of one pass, between steps, where "fastsam" has `training`, too), `first_gradient` there where the
+update reads it, `sam_memory` where the variant keeps a vector, and `sam_memory_next` between the two passes, what a
+direction will have made of it. `left_out` are the numbers of
 parameters without buffers, which have no entry at all. torch's own optimizers ignore what they do not know, so such a
 dict loads into torch.optim.SGD, and one of torch.optim.SGD loads here.
 """
@@ -50,12 +49,12 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
     for bucket in buckets:
         for slot, parameter in enumerate(bucket.params):
             if bucket.masters:
-                saved.setdefault(parameter, {})[MASTER] = bucket.saved(slot, perturbed).clone()
+                saved.setdefault(parameter, {})[MASTER] = bucket.saved(slot).clone()
             for name in (MEMORY, NEXT) if perturbed else (MEMORY,):
                 if name in bucket.arena:
                     saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
             if perturbed and slot in bucket.held.slots:
-                saved.setdefault(parameter, {})[UNPERTURBED] = bucket.saved(slot, perturbed).to(bucket.dtype, copy=True)
+                saved.setdefault(parameter, {})[UNPERTURBED] = bucket.saved(slot).to(bucket.dtype, copy=True)
                 if FIRST in bucket.arena:
                     saved[parameter][FIRST] = bucket.arena.views(FIRST)[slot].clone()
     return {p: {name: placed(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
@@ -82,7 +81,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
             # them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
-            bucket.take_(slot, weights, slot in held)
+            bucket.take_(slot, weights)
     bucket.held = bucket.select(tuple(held))
 
 
@@ -124,10 +123,8 @@ class Loaded:
             )
         self.perturbed = _is(bool, ours.get("perturbed"), "'perturbed' of 'fastsam'", "True or False")
         self.training = _is(bool, ours.get("training", True), "'training' of 'fastsam'", "True or False")
-        self.sampled = _is(bool, ours.get("sampled", False), "'sampled' of 'fastsam'", "True or False")
-        self.perturbations, self.steps, self.ascents = (
-            _is(int, ours.get(name, least), f"{name!r} of 'fastsam'", "an integer")
-            for name, least in (("perturbations", 0), ("steps", 0), ("ascents", 1))
+        self.perturbations, self.steps = (
+            _is(int, ours.get(name, 0), f"{name!r} of 'fastsam'", "an integer") for name in ("perturbations", "steps")
         )
         self.unit, self.scale = (
             None
@@ -140,12 +137,6 @@ class Loaded:
         saved = _is(str, ours.get("variant", variant), "'variant' of 'fastsam'", "the name of a variant")
         midway = "between its two passes" if "training" not in ours else "in training, at its perturbed point"
         self._refuse_other(saved, variant, state_dict["state"], midway)
-        if self.perturbed and not 1 <= self.ascents <= sam.ascents:
-            raise ValueError(
-                f"this state was saved after {self.ascents} ascents of a step, and this optimizer's {variant} makes "
-                f"{sam.ascents}; build it with as "
-                "many as the one that was saved, or save after a step"
-            )
         self.groups = _merged(state_dict["param_groups"], groups, rule)
         self._saved_groups = state_dict["param_groups"]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -40,29 +40,20 @@ class Engine(Buffers):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         variant: SAM = PLAIN,
-        compact: torch.dtype | None = None,
     ) -> None:
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
-        self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs and not variant.masks
+        self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs
         self.steps = 0
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its
         # own; groups that stay.
-        learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL, Memory.MASK)
+        learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
         self.directs = variant.memory is Memory.DIRECTION
         self.sized = variant.radius is not None
         self.parts = type(variant).moves is not SAM.moves
-        # More than one ascent, and how many the step under way has made.
-        self.climbs, self.ascents = variant.ascents > 1, 1
-        if self.climbs and (variant.memory is not Memory.NONE or variant.masks):
-            raise ValueError(
-                f"{type(variant).__name__} climbs {variant.ascents} times, along the gradients themselves: it cannot "
-                f"have a direction or a mask of "
-                "its own, nor keep a vector"
-            )
         # What SAM does, and nothing else.
-        self.plain = self.always and not (self.mixes or self.sized or self.parts or self.climbs)
+        self.plain = self.always and not (self.mixes or self.sized or self.parts)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
@@ -70,7 +61,7 @@ class Engine(Buffers):
         self.finishing = False  # `second_step` is running
         self._calls: list[Call] = []  # of a perturbation under way
         self.early: Early | None = None  # updates in the second backward pass, where they are asked for
-        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None, compact)
+        super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None)
 
     # --- the passes ---
 
@@ -81,23 +72,13 @@ class Engine(Buffers):
         """Whether the step that begins, or is under way, perturbs."""
         return self.always or self.variant.perturbs(self.steps)
 
-    @property
-    def climbing(self) -> bool:
-        """Whether the step under way has further ascents to make before its update."""
-        if not self.climbs or self.phase is not Phase.PERTURBED:
-            return False
-        return self.ascents < self.variant.ascents and self.perturbs
-
     def perturb_(self, scale: Tensor | None = None, lent: bool = False) -> None:
-        """First pass: from the gradients to the perturbed point, and from there to the next one while `climbing`.
-        scale: of a GradScaler, where it is known. lent: the caller clears the gradients next, so that their memory may
-        be used. Raises RuntimeError, before anything is written, for unusable gradients."""
+        """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. lent: the
+        caller clears the gradients next, so that their memory may be used. Raises RuntimeError, before anything is
+        written, for unusable gradients."""
         calls = self._calls = self.look()
         if self.split and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
-        if self.climbing:
-            return self._climb_(calls, scale)
-        self.ascents = 1
         for bucket in self.buckets:
             bucket.begin()
         if not self.plain:
@@ -106,28 +87,19 @@ class Engine(Buffers):
             calls = self._calls = self._directed_(calls, scale)
         if self._seed is not None:
             self._seed.add_(1)
-        if not self.variant.masks:
-            self._move_(calls, scale, lent=lent)
-            return
-        write = self.variant.mask
-        masked = [(b, part, b.masked_(part, grads, write, self.steps)) for b, part, grads in calls]
-        whole, self._calls = calls, masked
-        self._move_(masked, scale, whole)
+        self._move_(calls, scale, lent)
 
-    def _move_(
-        self, calls: list[Call], scale: Tensor | None, whole: list[Call] | None = None, lent: bool = False
-    ) -> None:
+    def _move_(self, calls: list[Call], scale: Tensor | None, lent: bool = False) -> None:
         """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
-        that are saved. whole: of what the norm is, if not of these. lent: see `perturb_`."""
+        that are saved. lent: see `perturb_`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
-        alone = len(calls) == 1 and seed is None and whole is None and not (self.sized or self.split)
+        alone = len(calls) == 1 and seed is None and not (self.sized or self.split)
         raw = None
         if alone:
             bucket, selection, grads = calls[0]
-            # Who climbs on needs the weights where they are.
-            raw = (None if self.climbs else bucket.leave(selection, grads, lent)) or bucket.raw_calls(selection)
+            raw = bucket.leave(selection, grads, lent) or bucket.raw_calls(selection)
         if raw is None or (self._scalars.adaptive and calls[0][0].masters):
-            self._norm_(calls if whole is None else whole)
+            self._norm_(calls)
             if self.variant.radius is not None:
                 self._scalars.radius_(self.variant.radius, self._sum, scale)
             self.phase = phase
@@ -144,24 +116,6 @@ class Engine(Buffers):
             for bucket, selection, _ in calls:
                 if lent and bucket.away:
                     self.early.listen(bucket, selection.slots, self._update_one_)
-
-    def _climb_(self, calls: list[Call], scale: Tensor | None) -> None:
-        """A further ascent. Wherever it is interrupted, the originals are saved, and `recover_` brings them back."""
-        if self.mixing.sums:
-            for bucket, selection, grads in calls:
-                (bucket.keep_first_ if self.ascents == 1 else bucket.add_first_)(selection, grads)
-        if self.parts:
-            calls = [self._moving(*call) for call in calls]
-        if self._seed is not None:
-            self._seed.add_(1)
-        self._norm_(calls, onward=True)
-        if self.variant.radius is not None:
-            self._scalars.radius_(self.variant.radius, self._sum, scale)
-        for bucket, selection, grads in calls:
-            bucket.climb_(selection, grads, self._sum, self._seed)
-        self._calls = []
-        self._written()
-        self.ascents += 1
 
     def _update_one_(self, bucket: Bucket, slot: int) -> bool:
         """The update of a parameter whose second gradient is whole, while others wait for theirs. False: it is left to
@@ -192,7 +146,7 @@ class Engine(Buffers):
         needs them."""
         if self.parts:
             calls = [self._moving(*call) for call in calls]
-        if self.mixing.keeps_first and not self.mixing.sums:
+        if self.mixing.keeps_first:
             for bucket, selection, grads in calls:
                 bucket.keep_first_(selection, grads)
         return self.mixing.directed(calls, scale) if self.directs else calls
@@ -338,17 +292,16 @@ class Engine(Buffers):
         alike."""
         return self.perturbations if self.stochastic_rounding else None
 
-    def _norm_(self, calls: Sequence[Call], onward: bool = False) -> None:
-        """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it. onward: of a further
-        ascent."""
+    def _norm_(self, calls: Sequence[Call]) -> None:
+        """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it."""
         adaptive = self._scalars.adaptive
         if self.split:
-            self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True, onward)))
+            self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
             return
         accumulate = False
         for bucket, selection, grads in calls:
             if selection.slots:
-                bucket.norm_(selection, grads, self._sum, adaptive, accumulate, onward)
+                bucket.norm_(selection, grads, self._sum, adaptive, accumulate)
                 accumulate = True
         if not accumulate:
             self._sum.zero_()
@@ -359,17 +312,6 @@ class Engine(Buffers):
         found: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
         if not self.always:
             found["steps"] = self.steps
-        if self.climbs and self.phase is not Phase.IDLE:
-            found["ascents"] = self.ascents
         if self.mixing.unit is not None:
             found["unit"] = float(self.mixing.unit)
         return found
-
-
-class Uncompiled(Engine):
-    """The steps of compact masters, around which a compiled step breaks its graph."""
-
-    look = torch._disable_dynamo(Engine.look)
-    perturb_ = torch._disable_dynamo(Engine.perturb_)
-    update_ = torch._disable_dynamo(Engine.update_)
-    recover_ = torch._disable_dynamo(Engine.recover_)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam import ops
-from fastsam.optim import amp, compact, early, parameters
+from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.mixing import Scales
 from fastsam.optim.one_pass import OnePass, check_base, engine_of
-from fastsam.optim.sampled import Sampled
 from fastsam.optim.saving import Saving, called_by_checkpoint
 from fastsam.optim.scalars import OWN_OPTIONS, check_flag, check_group
 from fastsam.optim.sharded import is_sharded, refuse_options
@@ -57,14 +56,12 @@ class FusedSAM(Saving):
         w <- base optimizer's update of w with the gradient g(w~)
 
     ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
-    `RMSprop` and `fastsam.Lion` (and `BayesNewton`, for `BSAM`) going back to `w` and the update are one fused pass;
+    `RMSprop` and `fastsam.Lion` going back to `w` and the update are one fused pass;
     any other optimizer makes its own `step` from the restored weights.
 
     A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`)
     after the second. With a variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the
-    clean weights, `train()` back. `Lookbehind` climbs k
-    times: as many passes with `first_step()`, and then the last one. With `BSAM` `sample()` comes before the first
-    backward pass, where there is no closure.
+    clean weights, `train()` back.
 
     params
         parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or
@@ -101,13 +98,6 @@ class FusedSAM(Saving):
         is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`); elsewhere it
         changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing clips,
         unscales or accumulates them. An exception in that pass leaves some parameters updated.
-    master
-        "full": half-precision parameters have their master copy in float32. "compact": the master copy of bfloat16
-        parameters is the parameter and 16 bits beside it, which name the same float32 number (but for a tie in 2^17 of
-        them): 2 bytes per parameter instead of 4, and 2 more from `first_step` to the end of the step. For
-        `torch.optim.SGD`, all parameters in bfloat16 and SAM in every step.
-    momentum_dtype
-        with `master="compact"`: `torch.bfloat16` keeps momenta rounded to nearest, in 2 bytes instead of float32's 4.
     model
         the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers'
         running statistics as they are (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of
@@ -147,8 +137,6 @@ class FusedSAM(Saving):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         in_backward: bool = False,
-        master: Literal["full", "compact"] = "full",
-        momentum_dtype: torch.dtype | None = None,
         model: Model | None = None,
         **base_options: Any,
     ) -> None:
@@ -185,10 +173,7 @@ class FusedSAM(Saving):
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        momenta = compact.asked(master, momentum_dtype)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam, momenta)
-        if momenta is not None:
-            compact.refuse(sam, self._engine.plain, stochastic_rounding, exclusive)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam)
         if in_backward:
             early.refuse(self.base_optimizer, sam, exclusive, check_finite)
             self._engine.early = early.Early()
@@ -201,38 +186,19 @@ class FusedSAM(Saving):
 
     # --- a step ---
 
-    def sample(self) -> None:
-        """With a variant that takes the first gradient of drawn weights (`BSAM`): moves the weights there, before the
-        first backward pass of a loop that makes its own; `step(closure)` does it by itself. `restore()` goes back. Does
-        nothing with every other variant.
-
-        Raises RuntimeError when that was done already.
-        """
-        if not isinstance(self._engine, Sampled):
-            return
-        self._require(Phase.IDLE, "sample() in a step that is under way", "go on with it, or go back with restore()")
-        self._share()
-        try:
-            self._engine.sample_()
-        except BaseException:
-            self._recover()
-            raise
-
     def first_step(self, zero_grad: bool = False) -> None:
         """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
         stay.
 
         `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes`
-        is False) all weights stay. With a variant that climbs k times (`Lookbehind`) it is called k times, after a
-        backward pass each: while `phase` is "first". Raises RuntimeError when the weights are perturbed already, at the
-        last of the points, and for sparse or complex gradients, and for those that a GradScaler has unscaled; the
-        weights are then as they were. A variant of one pass has no first half: RuntimeError.
+        is False) all weights stay. Raises RuntimeError when the weights are perturbed already, for sparse or complex
+        gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one
+        pass has no first half: RuntimeError.
         """
         self._require_halves("first_step()")
-        if not self._engine.climbing:
-            self._require_first(
-                "first_step() was called already", "go on with second_step(), or go back with restore()"
-            )
+        self._require(
+            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
+        )
         self._share()
         self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
         self._leftover.forget()
@@ -252,7 +218,7 @@ class FusedSAM(Saving):
         """Restores the weights and updates them with the gradients of the perturbed point.
 
         `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that
-        perturbs, and before the last one of a variant that climbs.
+        perturbs.
         """
         self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
         try:
@@ -273,7 +239,7 @@ class FusedSAM(Saving):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is
-        called twice, at the weights and at the perturbed point (with `Lookbehind` at each of k), each time with
+        called twice, at the weights and at the perturbed point, each time with
         gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
 
         Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is
@@ -333,13 +299,8 @@ class FusedSAM(Saving):
                 "call step(closure), or first_step() after the first and step() after the second backward pass",
             )
         else:
-            sampled = self._engine.phase is Phase.SAMPLED
-            after, call = (
-                ("after sample()", "first_step()")
-                if sampled
-                else ("between first_step() and second_step()", "second_step()")
-            )
-            self._require(Phase.IDLE, f"step(closure) {after}", f"call {call}, or restore() first")
+            problem = "step(closure) between first_step() and second_step()"
+            self._require(Phase.IDLE, problem, "call second_step(), or restore() first")
             amp.refuse_closure(self)
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -366,8 +327,7 @@ class FusedSAM(Saving):
         Raises RuntimeError when the weights are not perturbed.
         """
         self._require_halves("restore()")
-        if self._engine.phase is not Phase.SAMPLED:
-            self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
         self._share()
         self._recover()
 
@@ -377,8 +337,8 @@ class FusedSAM(Saving):
         also after an exception. Calling `step()` inside, after a backward pass, makes the update.
         """
         self._require_halves("perturbed()")
-        self._require_first(
-            "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
+        self._require(
+            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
         )
         graph = torch.is_grad_enabled()
         try:
@@ -409,15 +369,11 @@ class FusedSAM(Saving):
 
     def _two_passes(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
-            self.sample()
             loss = self._pass(closure, self._engine.phase)  # between steps
             if self._engine.always or self._engine.perturbs:
                 self._engine.perturb_(lent=True)
                 self._statistics.freeze()
                 self._pass(closure, Phase.PERTURBED)
-                while self._engine.climbing:
-                    self._engine.perturb_()
-                    self._pass(closure, Phase.PERTURBED)
         self._second_pass()
         return loss
 
@@ -425,17 +381,13 @@ class FusedSAM(Saving):
         """What the closure returns, called with cleared gradients, in this phase from beginning to end."""
         for p in parameters_of(self.param_groups):
             p.grad = None
-        ascents = self._engine.ascents
         try:
             self._engine.in_closure = True
             loss = closure()
         finally:
             self._engine.in_closure = False
-        problem = "the closure made a part of the step itself"
         remedy = "leave first_step() and all that follows to step(closure)"
-        self._require(phase, problem, remedy)
-        if self._engine.ascents != ascents:
-            raise RuntimeError(f"{problem}; {remedy}")
+        self._require(phase, "the closure made a part of the step itself", remedy)
         return loss
 
     def _second_pass(self) -> None:
@@ -502,10 +454,8 @@ class FusedSAM(Saving):
     def _check_parameters(self) -> None:
         params, engine = parameters_of(self.param_groups), self._engine
         parameters.check(params)
-        if engine.compact is not None:
-            compact.check(self.base_optimizer, params)
         if any(map(is_sharded, params)):
-            refuse_options(engine.variant, engine.stochastic_rounding, engine.exclusive)
+            refuse_options(engine.stochastic_rounding, engine.exclusive)
         for dtype in {p.dtype for p in params}:
             ops.bind(self._engine.backend, params[0].device, dtype)
 

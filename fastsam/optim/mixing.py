@@ -58,8 +58,6 @@ class Mixing:
             )
         # The first gradients have to be there in the second pass.
         self.keeps_first = self.mix.keeps_first or learns
-        # They are the sum of those on the way to the last point.
-        self.sums = self.mix.keeps_first and variant.ascents > 1
         # The update sees something else than the last gradient.
         self.weighs = self.mix.keeps_first or self.mix.a != 1
         # A GradScaler's scale in the first step: the unit of a direction's memory from then on.
@@ -74,14 +72,13 @@ class Mixing:
     def read(
         self, scalars: Scalars, calls: Sequence[Call], sumsq: Tensor, scales: Scales, found_inf: Tensor | None
     ) -> Reading:
-        """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of the gradients of its last
-        ascent."""
+        """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of the first gradients."""
         after = self._lesson(calls, sumsq, found_inf)
         if self.weighs:
             scalars.weigh_(_inner(calls) if self.mix.surrogate_gap else None, scales)
         if not self.mix.keeps_first:
             return Reading(calls, None, after, found_inf)
-        found_inf = _or_nonfinite(found_inf, _norm_of_first(calls) if self.sums else sumsq)
+        found_inf = _or_nonfinite(found_inf, sumsq)
         if not self.mix.sharpness:
             return Reading(calls, FIRST, after, found_inf)
         for bucket, selection, grads in calls:
@@ -214,15 +211,6 @@ def _inner(calls: Sequence[Call]) -> Tensor:
 def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
     """Adds the squares of these, each times the weight of a gradient just now, to `total`."""
     bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
-
-
-def _norm_of_first(calls: Sequence[Call]) -> Tensor:
-    """float64 `[1]`: `||g1||^2`, not finite where one of the gradients was not that it is the sum of."""
-    return summed(
-        [(b, part, b.first(part)) for b, part, _ in calls],
-        torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu"),
-        squares,
-    )
 
 
 def _ratio(calls: Sequence[Call]) -> Tensor:

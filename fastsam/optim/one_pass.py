@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket
 from fastsam.optim.buffers import Phase
 from fastsam.optim.checkpoint import Weights
-from fastsam.optim.engine import PLAIN, Engine, Uncompiled
+from fastsam.optim.engine import PLAIN, Engine
 from fastsam.optim.mixing import Call, Scales, silent, taking
 from fastsam.optim.rules import Group, rule_of
-from fastsam.optim.sampled import Sampled
 from fastsam.optim.selection import Selection
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 
@@ -52,7 +51,6 @@ class OnePass(Engine):
         stochastic_rounding: bool = False,
         exclusive: bool = False,
         variant: SAM = PLAIN,
-        compact: torch.dtype | None = None,
     ) -> None:
         if exclusive:
             raise ValueError(
@@ -60,7 +58,7 @@ class OnePass(Engine):
                 f"promise ends with the step, so "
                 "leave it out"
             )
-        super().__init__(base, backend, stochastic_rounding, exclusive, variant, compact)
+        super().__init__(base, backend, stochastic_rounding, exclusive, variant)
         check_base(variant, base, base.param_groups)
         self.always = False
         self._rested: list[Call] = []  # along what the weights were perturbed
@@ -229,26 +227,17 @@ def engine_of(
     stochastic_rounding: bool,
     exclusive: bool,
     variant: SAM,
-    compact: torch.dtype | None = None,
 ) -> Engine:
     """The engine that makes a variant's steps. Raises ValueError for a base optimizer and for options with which the
     variant cannot."""
     check_base(variant, base, base.param_groups)
-    two_passes = Engine if compact is None else Uncompiled
-    kind = Sampled if variant.draws else two_passes if variant.ahead is Ahead.NONE else OnePass
-    return kind(base, backend, stochastic_rounding, exclusive, variant, compact)
+    kind = Engine if variant.ahead is Ahead.NONE else OnePass
+    return kind(base, backend, stochastic_rounding, exclusive, variant)
 
 
 def check_base(variant: SAM, base: Optimizer, groups: Sequence[Group]) -> None:
-    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against; for bSAM's with
-    another variant, or bSAM with another one."""
+    """Raises ValueError for a base optimizer without the momentum that the variant perturbs against."""
     rule, name = rule_of(base), type(variant).__name__
-    if variant.draws is not (rule is not None and rule.beside is not None):
-        raise ValueError(
-            f"BSAM and fastsam.BayesNewton, its update, go together: sam=BSAM(rho, samples=...), "
-            f"base_optimizer=fastsam.BayesNewton; got {name} with "
-            f"{type(base).__name__}"
-        )
     if variant.ahead is not Ahead.MOMENTUM:
         return
     if rule is None or rule.name not in MOMENTA:

@@ -43,7 +43,7 @@ def kind_of(rule: Rule, group: Group) -> Kind:
 def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | None], Tensor | None]:
     """The fields of the state, None for one that these parameters do not have, and the steps where the rule counts
     them."""
-    state = [bucket.field(name) if name in (*kind.fields, rule.beside) else None for name in rule.state]
+    state = [bucket.field(name) if name in kind.fields else None for name in rule.state]
     return state, None if kind.counter is None else bucket.steps
 
 

@@ -61,8 +61,6 @@ class Saving(Turns):
         own = {"perturbed": perturbed, "variant": type(self._engine.variant).__name__, **self._engine.numbers()}
         if self._engine.one_pass:
             own["training"] = self._engine.training
-        if self._engine.phase is Phase.SAMPLED:
-            own["sampled"] = True
         if (left_out := self._engine.numbers_left_out()) is not None:
             own["left_out"] = left_out
         if self._engine.directs and self._scaling.scale is not None:
@@ -107,14 +105,11 @@ class Saving(Turns):
         self._engine.load(loaded.weights, loaded.perturbed, loaded.left_out)
         if self._engine.one_pass:
             self._engine.training = loaded.training
-        elif loaded.sampled and loaded.perturbed:
-            self._engine.phase = Phase.SAMPLED
         elif loaded.perturbed:
             self._statistics.freeze()
         self._leftover.forget()
         self._engine.perturbations.fill_(loaded.perturbations)
         self._engine.steps, self._engine.mixing.unit = loaded.steps, loaded.unit
-        self._engine.ascents = loaded.ascents
         self._scaling.saved = loaded.scale
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -132,10 +127,8 @@ class Saving(Turns):
             "stochastic_rounding": self._engine.stochastic_rounding,
             "exclusive": self._engine.exclusive,
             "in_backward": self._engine.early is not None,
-            "compact": self._engine.compact,
             "variant": self._engine.variant,
             "steps": self._engine.steps,
-            "ascents": self._engine.ascents,
             "unit": self._engine.mixing.unit,
             "training": self._engine.training,
             "scale": None if self._scaling.scale is None else self._scaling.scale.clone(),
@@ -143,7 +136,6 @@ class Saving(Turns):
             "frozen": self._statistics.frozen,
             "perturbations": self._engine.perturbations.clone(),
             "perturbed": self._engine.phase is not Phase.IDLE,
-            "sampled": self._engine.phase is Phase.SAMPLED,
             "saved": [saved.get(p) for p in parameters_of(self.param_groups)],
             "left_out": self._engine.numbers_left_out(),
         }
@@ -152,17 +144,15 @@ class Saving(Turns):
         backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
         rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
-        in_backward, compact = state.pop("in_backward", False), state.pop("compact", None)
+        in_backward = state.pop("in_backward", False)
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
-        ascents = state.pop("ascents", 1)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
         training, left_out = state.pop("training", True), state.pop("left_out", None)
-        sampled = state.pop("sampled", False)
         statistics = Statistics(state.pop("model", ()), state.pop("frozen", ()))
         super().__setstate__(state)
-        self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant, compact)
+        self._engine = engine_of(self.base_optimizer, backend, rounding, exclusive, variant)
         self._engine.early = Early() if in_backward else None
-        self._engine.perturbations, self._engine.steps, self._engine.ascents = perturbations, steps, ascents
+        self._engine.perturbations, self._engine.steps = perturbations, steps
         self._engine.mixing.unit, self._engine.training = unit, training
         self._statistics = statistics
         self._scaling = Scaling(scale)
@@ -171,8 +161,6 @@ class Saving(Turns):
         params = parameters_of(self.param_groups)
         weights = {p: found for p, found in zip(params, saved, strict=True) if found}
         self._engine.load(weights, perturbed, left_out)
-        if sampled:
-            self._engine.phase = Phase.SAMPLED
         self._share()
         self._follow_modules()
 

@@ -76,7 +76,7 @@ def why_not(parameter: Tensor) -> str | None:
     return None
 
 
-def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> None:
+def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
     """Raises ValueError for what cannot be right, or is of no use, where parameters are DTensors."""
     if stochastic_rounding:
         raise ValueError(
@@ -88,17 +88,6 @@ def refuse_options(variant: Any, stochastic_rounding: bool, exclusive: bool) -> 
     if exclusive:
         raise ValueError(
             "exclusive=True with DTensor parameters, whose memory belongs to whoever sharded them; leave it out"
-        )
-    if variant.draws:
-        raise ValueError(
-            f"{type(variant).__name__} with DTensor parameters: what is drawn for a weight would depend on where a "
-            f"rank has it, so that repeated "
-            "weights would differ between ranks; take another variant"
-        )
-    if variant.masks:
-        raise ValueError(
-            f"{type(variant).__name__} masks weights by a rule over all of them, and no rank has all of a DTensor; "
-            f"every variant without a mask works"
         )
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from fastsam.optim.buffers import Phase
 from fastsam.optim.modes import Modes
-from fastsam.optim.sampled import Sampled
 
 
 class Turns(Modes):
@@ -20,21 +19,20 @@ class Turns(Modes):
         `second_step()`. What a training loop logs and counts belongs to the other pass. Always False with a variant of
         one pass, which is the first; `training` says where its weights are.
         """
-        return self._engine.phase not in (Phase.IDLE, Phase.SAMPLED) and not self._engine.one_pass
+        return self._engine.phase is not Phase.IDLE and not self._engine.one_pass
 
     @property
     def phase(self) -> Literal["first", "second"]:
-        """Which of a step's two passes a forward and backward pass made now would be, by the call that comes after it:
-        "second" at the perturbed point, of a variant that climbs (`Lookbehind`) at the last one."""
-        return "second" if self.is_perturbed and not self._engine.climbing else "first"
+        """Which of a step's two passes a forward and backward pass made now would be: "second" at the perturbed
+        point."""
+        return "second" if self.is_perturbed else "first"
 
     @property
     def two_passes(self) -> bool:
         """Whether the step that begins, or is under way, takes two backward passes. False in a step in which the
         variant does not perturb (`every`, `LookSAM`): its first pass may be left out, `first_step()` with it. Where it
         is made all the same, the weights stay where they are, and the step is the same with the second pass's
-        gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error. True with
-        `Lookbehind`, which takes k + 1.
+        gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
         """
         return self._engine.perturbs
 
@@ -47,25 +45,8 @@ class Turns(Modes):
     def _require_second(self, problem: str, remedy: str) -> None:
         """That the first half was made, where the step has one."""
         engine = self._engine
-        if engine.climbing:
-            raise RuntimeError(
-                f"the update after {engine.ascents} of the {engine.variant.ascents} ascents of "
-                f"{type(engine.variant).__name__}; call first_step() "
-                'after each backward pass while phase is "first", or go back with restore()'
-            )
         if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
             self._require(Phase.PERTURBED, problem, remedy)
-
-    def _require_first(self, problem: str, remedy: str) -> None:
-        """That the weights are where the first backward pass is made."""
-        if isinstance(self._engine, Sampled) and self._engine.phase is Phase.IDLE:
-            raise RuntimeError(
-                f"{type(self._engine.variant).__name__} takes the first gradient of weights that it draws: call "
-                f"sample() before the first backward "
-                "pass, or step(closure), which does it by itself"
-            )
-        if self._engine.phase is not Phase.SAMPLED:
-            self._require(Phase.IDLE, problem, remedy)
 
     def _require_halves(self, call: str) -> None:
         if self._engine.one_pass:

@@ -18,11 +18,7 @@ from bench.step_memory import in_its_own_process
         ("FusedSAM, exclusive", 8, 0),
         ("FusedSAM, in_backward", 4.5, 0),
         ("bfloat16: FusedSAM", 10, 8),
-        ("bfloat16: FusedSAM, compact", 10, 6),
-        ("bfloat16: FusedSAM, compact, momenta too", 8, 4),
     ],
 )
 def test_bytes_per_parameter(kind: str, peak: float, between: float) -> None:
-    # a layer is half a byte; the room in which compact masters are made has a size of its own
-    width = 2048 if "compact" in kind else 1024
-    assert in_its_own_process(kind, layers=8, width=width) == pytest.approx((peak, between), abs=0.9)
+    assert in_its_own_process(kind, layers=8, width=1024) == pytest.approx((peak, between), abs=0.9)

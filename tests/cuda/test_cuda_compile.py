@@ -40,7 +40,7 @@ WIDE, GENERAL = frozenset(f"update_{rule}" for rule in RULES if rule not in ("sg
 # A register or two too many, in kernels that no default takes: Adam (sm_80) and RMSprop (sm_90) in double precision,
 # the general form (sm_100) of RMSprop, and of bSAM, which has no use for it.
 SPILLED = {(f"update_{rule}", "ddLb0E"): 8 for rule in ("adam", "rmsprop")}
-SPILLED |= {(f"update_{rule}", "ffLb1E"): 8 for rule in ("rmsprop", "bsam")}
+SPILLED |= {("update_rmsprop", "ffLb1E"): 8}
 BYTES = {
     "norm": (4, 0),
     "restore": (4, 4),

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fastsam import SAM, FusedSAM
-from fastsam.optim.variants import Lookbehind
-
-
-def variant(style: str) -> SAM:
-    return Lookbehind(0.3, k=2) if style == "several ascents" else SAM(0.3)
+from fastsam import FusedSAM
 
 
 def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
@@ -23,8 +18,8 @@ def train(rank: int, styles: Sequence[str]) -> dict[str, bytes]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
-        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=style in ("views", "several ascents"))
-        opt = FusedSAM(ddp.parameters(), SGD, lr=0.1, momentum=0.9, sam=variant(style))
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=style == "views")
+        opt = FusedSAM(ddp.parameters(), SGD, lr=0.1, momentum=0.9, rho=0.3)
 
         def closure(ddp: nn.Module = ddp, x: Tensor = x, y: Tensor = y) -> Tensor:
             loss = (ddp(x[mine]) - y[mine]).square().mean()

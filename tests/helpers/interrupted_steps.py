@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastsam import SAM, BayesNewton, FusedSAM
+from fastsam import SAM, FusedSAM
 from fastsam.backends import select
-from fastsam.optim.variants import BSAM, WSAM, FriendlySAM, Lookbehind, LookSAM
+from fastsam.optim.variants import WSAM, FriendlySAM, LookSAM
 from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -39,10 +39,8 @@ class Case:
     def by_hand(self) -> None:
         """The other style. The step is over when `second_step` is."""
         try:
-            self.opt.sample()
-            while self.opt.phase == "first":
-                backward(self.params, self.time)
-                self.opt.first_step(zero_grad=True)
+            backward(self.params, self.time)
+            self.opt.first_step(zero_grad=True)
             backward(self.params, self.time)
             self.opt.second_step(zero_grad=True)
         except BaseException:
@@ -86,10 +84,6 @@ def sgd(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
 
 
-def compact(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, master="compact", momentum_dtype=BF16, **options)
-
-
 def adam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return FusedSAM(params, torch.optim.AdamW, lr=0.1, **options)
 
@@ -118,21 +112,12 @@ def friendly(params: list[nn.Parameter], **options: Any) -> FusedSAM:
     return sgd(params, sam=FriendlySAM(), **options)
 
 
-def bsam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, BayesNewton, lr=0.1, sam=BSAM(samples=50), **options)
-
-
-def lookbehind(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=Lookbehind(k=3), **options)
-
-
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 Cases = dict[str, tuple[Callable[..., FusedSAM], list[torch.dtype]]]
 CASES: Cases = {
     "sgd": (sgd, [F32]),
     "adamw": (adam, [F64]),
     "bfloat16": (sgd, [BF16]),
-    "compact": (compact, [BF16]),
     "two dtypes": (sgd, [F32, F64]),
     "rmsprop": (rmsprop, [F32]),
     "check_finite": (finite, [F32]),
@@ -144,10 +129,6 @@ FAMILY: Cases = {
     "wsam bf16": (wsam, [BF16]),
     "looksam": (looksam, [F32]),
     "friendly": (friendly, [F32]),
-    "bsam": (bsam, [F32]),
-    "bsam bf16": (bsam, [BF16]),
-    "lookbehind": (lookbehind, [F32]),
-    "lookbehind bf16": (lookbehind, [BF16]),
 }
 
 

@@ -3,7 +3,6 @@ trainings to hold beside it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,15 +11,11 @@ from torch import Tensor, nn
 
 from fastsam import GSAM, SAM, FusedSAM
 from fastsam.optim.variants import (
-    ESAM,
     LESAM,
     MSAM,
-    SSAMD,
-    SSAMF,
     WSAM,
     FriendlySAM,
     LastGradient,
-    Lookbehind,
     LookSAM,
     VaSSO,
 )
@@ -57,7 +52,6 @@ class Paper:
     """SAM (Foret et al. 2021), in the first of every `every` steps."""
 
     every = 1
-    ascents = 1
 
     def __init__(self, **options: Any) -> None:
         vars(self).update(options)
@@ -67,9 +61,6 @@ class Paper:
 
     def radius(self, norm: Tensor) -> Tensor | float:
         return RHO
-
-    def passed(self, g: Tensor) -> None:
-        """The gradient at a perturbed point that is not the last one."""
 
     def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
         """What the base optimizer is given."""
@@ -151,100 +142,6 @@ class PaperLESAM(Paper):
         return min(self.sigma / float(norm), RHO)
 
 
-class PaperMasked(Paper):
-    """eps = rho * m*g1/||g1||, the norm that of all of g1."""
-
-    t = -1
-
-    def mask(self, g1: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def direction(self, g1: Tensor) -> Tensor:
-        self.t += 1
-        masked = self.mask(g1) * g1
-        self.part = float(masked.norm() / g1.norm())
-        return masked
-
-    def radius(self, norm: Tensor) -> Tensor | float:
-        return RHO * self.part
-
-
-class PaperESAM(PaperMasked):
-    """Du et al. 2022, the weights' half: m ~ Bernoulli(beta), over beta; `beta` is given. The numbers are drawn as the
-    variant says."""
-
-    beta: float
-
-    def mask(self, g1: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(self.t)
-        drawn = [torch.empty(p.shape, dtype=p.dtype).bernoulli_(self.beta, generator=generator) for p in problem()[0]]
-        return flat(drawn) / self.beta
-
-
-class PaperSSAMF(PaperMasked):
-    """Mi et al. 2022 with the Fisher information of one batch; `sparsity` and `interval` are given."""
-
-    sparsity: float
-    interval: int
-
-    def mask(self, g1: Tensor) -> Tensor:
-        if self.t % self.interval == 0:
-            order = g1.square().argsort(descending=True)
-            self.m = torch.zeros_like(g1)
-            self.m[order[: round((1 - self.sparsity) * len(g1))]] = 1
-        return self.m
-
-
-class PaperSSAMD(PaperMasked):
-    """Mi et al. 2022 with a dynamic mask; `sparsity`, `interval`, `drop` and `horizon` are given. The numbers are drawn
-    as the variant says."""
-
-    sparsity: float
-    interval: int
-    drop: float
-    horizon: int
-    m: Tensor
-
-    def mask(self, g1: Tensor) -> Tensor:
-        if self.t % self.interval:
-            return self.m
-        generator = torch.Generator().manual_seed(self.t)
-        drawn = 1 - torch.cat([torch.rand(p.numel(), generator=generator) for p in problem()[0]])
-        count = round((1 - self.sparsity) * len(g1))
-        moved = round(self.drop / 2 * (1 + math.cos(math.pi * self.t / self.horizon)) * count)
-        if self.t == 0:  # all at random: the smallest numbers and the largest
-            order = drawn.argsort().tolist()
-            chosen = order[: count - moved] + order[len(order) - moved :]
-        else:
-            active = sorted(self.m.nonzero().flatten().tolist(), key=lambda i: abs(float(g1[i])))
-            inactive = sorted((self.m == 0).nonzero().flatten().tolist(), key=lambda i: float(drawn[i]))
-            chosen = active[moved:] + inactive[len(inactive) - moved :]
-        self.m = torch.zeros_like(g1)
-        self.m[chosen] = 1
-        return self.m
-
-
-class PaperLookbehind(Paper):
-    """Mordido et al. 2024, Algorithm 1: where k steps of SGD from the same weights end, `alpha` of the way; `ascents`
-    is its k."""
-
-    alpha: float
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.points: list[Tensor] = []
-
-    def passed(self, g: Tensor) -> None:
-        self.points.append(g)
-
-    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
-        fast = torch.zeros_like(g2)
-        for g in (*self.points, g2):
-            fast = fast - g
-        self.points = []
-        return -self.alpha * fast
-
-
 def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.flatten() for t in tensors])
 
@@ -266,15 +163,10 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
         if t % paper.every:
             v = paper.resting(g1)
         else:
-            moved, g2 = params, g1
-            for ascent in range(paper.ascents):
-                if ascent:
-                    paper.passed(g2)
-                d = paper.direction(g2)
-                eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
-                moved = [(p + e).detach().requires_grad_() for p, e in zip(moved, like(eps, params), strict=True)]
-                g2 = flat(torch.autograd.grad(loss(moved, t), moved))
-            v = paper.mixed(g1, g2)
+            d = paper.direction(g1)
+            eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
+            moved = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
+            v = paper.mixed(g1, flat(torch.autograd.grad(loss(moved, t), moved)))
         for p, g in zip(params, like(v, params), strict=True):
             p.grad = g
         optimizer.step()
@@ -334,7 +226,7 @@ class Case(NamedTuple):
 
     @property
     def passes(self) -> int:
-        return 6 + self.sam.ascents * sum(self.perturbed)
+        return 6 + sum(self.perturbed)
 
 
 OTHER, THIRD = (True, False) * 3, (True, False, False) * 2
@@ -350,18 +242,7 @@ CASES: dict[str, Case] = {
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, every=2), lambda: PaperVaSSO(theta=0.4, every=2), OTHER),
-    "esam": Case(ESAM(RHO, beta=0.6), lambda: PaperESAM(beta=0.6)),
-    "ssam-f": Case(SSAMF(RHO, sparsity=0.7, interval=3), lambda: PaperSSAMF(sparsity=0.7, interval=3)),
-    "ssam-d": Case(
-        SSAMD(RHO, sparsity=0.6, interval=2, drop=0.8, horizon=6),
-        lambda: PaperSSAMD(sparsity=0.6, interval=2, drop=0.8, horizon=6),
-    ),
     "lesam": Case(SAM(RHO, radius=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
-    "lookbehind": Case(Lookbehind(RHO, k=3, alpha=ALPHA), lambda: PaperLookbehind(ascents=3, alpha=ALPHA)),
-    "lookbehind, every other": Case(
-        Lookbehind(RHO, k=2, alpha=0.4, every=2), lambda: PaperLookbehind(ascents=2, alpha=0.4, every=2), OTHER
-    ),
-    "lookbehind once": Case(Lookbehind(RHO, k=1, alpha=0.4), lambda: PaperLookbehind(alpha=0.4)),
     "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, every=3), lambda: PaperGSAM(every=3), THIRD),
 }
 
@@ -393,8 +274,8 @@ class Training(NamedTuple):
         problem()[1](self.params, t).backward()
 
     def ascend(self, t: int, zero_grad: bool = False) -> None:
-        """All that is left of the passes before the last one, by hand."""
-        while self.opt.phase == "first":
+        """The first half of a step, by hand, if it has not been made."""
+        if self.opt.phase == "first":
             self.backward(t)
             self.opt.first_step(zero_grad)
 

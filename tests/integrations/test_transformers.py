@@ -126,7 +126,7 @@ def plain_loop(
 
     for batches in steps:
         losses.append(backward(batches))
-        while opt.two_passes and opt.phase == "first":
+        if opt.two_passes:
             opt.first_step()
             backward(batches)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
@@ -207,8 +207,8 @@ def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer` with `every=2`", "works")
-@pytest.mark.parametrize("sam", [fastsam.SAM(rho=0.3, every=2), fastsam.variants.Lookbehind(rho=0.3, k=3, every=2)])
-def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path, sam: fastsam.SAM) -> None:
+def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
+    sam = fastsam.SAM(rho=0.3, every=2)
     start, calls = tiny_model(), 0
 
     def count(*_: Any) -> None:
@@ -218,7 +218,7 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path, sam: fastsam
     model, _, _ = plain_loop(start, list(windows(1))[:4], sam)
     start.register_forward_hook(count)
     assert same(trained(tmp_path, start, sam).model, model)
-    assert calls == 4 + 2 * sam.ascents
+    assert calls == 4 + 2
 
 
 @pytest.mark.shows(

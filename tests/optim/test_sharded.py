@@ -65,10 +65,7 @@ def test_every_variant_and_base(size: int) -> None:
     from tests.helpers import sharded_ranks as ranks
 
     fsdp = [(ranks.fsdp_steps, (base, name)) for base in ("sgd", "adamw", "nadam") for name in ("sam", "gsam", "vasso")]
-    fsdp += [
-        (ranks.fsdp_steps, ("sgd", name))
-        for name in ("asam", "looksam", "friendly", "msam", "last", "wsam", "lookbehind")
-    ]
+    fsdp += [(ranks.fsdp_steps, ("sgd", name)) for name in ("asam", "looksam", "friendly", "msam", "last", "wsam")]
     keep(size, (ranks.steps_beside_unsharded, (True,)), *fsdp)
 
 

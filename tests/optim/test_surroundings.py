@@ -246,18 +246,18 @@ def two_ranks() -> list[dict[str, Tensor]]:
     """Per rank and style: the weights after three steps."""
     if not torch.distributed.is_available():
         pytest.skip("torch was built without torch.distributed")
-    ranks = on_ranks(2, ddp_ranks.train, ("plain", "views", "several ascents", "no_sync"))
+    ranks = on_ranks(2, ddp_ranks.train, ("plain", "views", "no_sync"))
     return [{s: torch.frombuffer(bytearray(w), dtype=torch.float64) for s, w in rank.items()} for rank in ranks]
 
 
-@pytest.mark.parametrize("style", ["plain", "views", "several ascents", "no_sync"])
+@pytest.mark.parametrize("style", ["plain", "views", "no_sync"])
 def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]]) -> None:
     """Two ranks stay together; without `no_sync` they take the step of one process on the whole batch."""
     assert same_bits([two_ranks[0][style]], [two_ranks[1][style]])
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     x, y = torch.randn(8, 6).double(), torch.randn(8, 1).double()
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, sam=ddp_ranks.variant(style))
+    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, rho=0.3)
 
     def closure() -> Tensor:
         loss = (model(x) - y).square().mean()
@@ -277,7 +277,7 @@ def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]
 
 
 def test_public_names() -> None:
-    names = {"BayesNewton", "FusedSAM", "GSAM", "Lion", "MSAM", "SAM", "backend", "frozen_batchnorm_stats", "variants"}
+    names = {"FusedSAM", "GSAM", "Lion", "MSAM", "SAM", "backend", "frozen_batchnorm_stats", "variants"}
     assert set(fastsam.__all__) == names
     assert fastsam.backend("cpu") in ("native", "foreach")
     assert fastsam.__version__.count(".") == 2

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fastsam import GSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import ESAM, LESAM, SAMON, SSAMD, SSAMF, WSAM, FriendlySAM, LookSAM, VaSSO
+from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
 from fastsam.step import Mix
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
@@ -216,84 +216,6 @@ def test_beside_pytorch_optimizers_class(name: str, base: str) -> None:
         torch.testing.assert_close(
             p, q, rtol=1e-6, atol=1e-7
         )  # coupled, 4*g2 - 3*g1: what differs in the last bit grows
-
-
-def test_masks_that_let_all_through_are_sam() -> None:
-    sam = fused(SAM(RHO), "sgd", 3).params
-    for other in (ESAM(RHO, beta=1.0), SSAMF(RHO, sparsity=0.0), SSAMD(RHO, sparsity=0.0, horizon=9)):
-        assert same_bits(sam, fused(other, "sgd", 3).params)
-
-
-def test_masks_are_of_their_step_and_seed() -> None:
-    """What a step that was taken back perturbed is perturbed again; another step and another seed perturb others, a
-    beta-th part of all."""
-
-    def moved(training: Training) -> torch.Tensor:
-        before = flat(copies(training.params))
-        training.opt.first_step()
-        after = flat(copies(training.params))
-        training.opt.restore()
-        return after != before
-
-    training, other = (fused(ESAM(RHO, beta=0.5, seed=seed), "sgd", 1) for seed in (0, 1))
-    for found in (training, other):
-        found.backward(1)
-    mask = moved(training)
-    assert torch.equal(mask, moved(training)) and not torch.equal(mask, moved(other))
-    assert 0.3 < float(mask.float().mean()) < 0.7
-    training.steps(range(1, 2)).backward(2)
-    assert not torch.equal(mask, moved(training))
-
-
-def kept_mask(training: Training) -> torch.Tensor:
-    return flat([entry["sam_memory"] for entry in training.opt.state_dict()["state"].values()])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_dynamic_mask_keeps_its_size_and_moves_less_and_less(dtype: torch.dtype) -> None:
-    """37 of 92, of which at most 30 go (drop .8), in every other step, up to the horizon; those that go had the
-    smallest gradients."""
-    training = fused(SSAMD(RHO, sparsity=0.6, interval=2, drop=0.8, horizon=6), "sgd", 1, dtype=dtype)
-    before, gone = kept_mask(training), []
-    for t in range(1, 10):
-        training.backward(t)
-        g = flat([p.grad.float() for p in training.params if p.grad is not None]).abs()
-        training.opt.zero_grad()
-        training.steps(range(t, t + 1))
-        mask = kept_mask(training)
-        assert mask.sum() == 37 and set(mask.unique().tolist()) == {0.0, 1.0}
-        left, stays = (before > mask), (before * mask) > 0
-        gone.append(int(left.sum()))
-        assert not left.any() or g[left].max() <= g[stays].min()
-        before = mask
-    assert gone == [0, 22, 0, 7, 0, 0, 0, 0, 0]
-
-
-def test_a_dynamic_mask_is_of_its_seed_and_not_of_the_gradient_at_first() -> None:
-    """Of the first step's mask; where its gradient is infinite there is none before the next renewal."""
-    first, other, broken = (fused(SSAMD(RHO, interval=2, seed=seed, horizon=9), "sgd", 0) for seed in (0, 1, 0))
-    assert not torch.equal(kept_mask(first.steps(range(1))), kept_mask(other.steps(range(1))))
-    again = fused(SSAMD(RHO, interval=2, horizon=9), "sgd", 0).steps(range(5, 6))
-    assert torch.equal(kept_mask(first), kept_mask(again))
-    for p in broken.params:
-        p.grad = torch.full_like(p, torch.inf)
-    broken.opt.first_step()
-    broken.backward(0)
-    broken.opt.second_step()
-    assert not kept_mask(broken).any() and not kept_mask(broken.steps(range(1, 2))).any()
-    assert kept_mask(broken.steps(range(2, 3))).sum() == 46
-
-
-def test_a_dynamic_mask_where_no_gradient_is() -> None:
-    """Weights and the gaps between them have the same score then, and gaps take no part."""
-    params = make_parameters([(5, 3), (8,), (2, 2, 2)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, sam=SSAMD(sparsity=0.1, interval=1, drop=0.2, horizon=9))
-    for _ in range(4):
-        for _ in range(2):
-            for p in params:
-                p.grad = torch.zeros_like(p)
-            (opt.second_step if opt.is_perturbed else opt.first_step)()
-        assert sum(float(entry["sam_memory"].sum()) for entry in opt.state_dict()["state"].values()) == 28
 
 
 def test_a_perturbation_for_each_part_of_a_batch() -> None:

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from fastsam.optim.variants.bsam import BSAM
-from fastsam.optim.variants.esam import ESAM
 from fastsam.optim.variants.friendly import FriendlySAM
 from fastsam.optim.variants.gsam import GSAM
 from fastsam.optim.variants.last_gradient import LastGradient
 from fastsam.optim.variants.lesam import LESAM
-from fastsam.optim.variants.lookbehind import Lookbehind
 from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
 from fastsam.optim.variants.sam import SAM
 from fastsam.optim.variants.samon import SAMON
-from fastsam.optim.variants.ssam import SSAMD, SSAMF
 from fastsam.optim.variants.vasso import VaSSO
 from fastsam.optim.variants.wsam import WSAM
 
 __all__ = [
-    "BSAM",
-    "ESAM",
     "GSAM",
     "LESAM",
     "MSAM",
     "SAM",
     "SAMON",
-    "SSAMD",
-    "SSAMF",
     "WSAM",
     "FriendlySAM",
     "LastGradient",
     "LookSAM",
-    "Lookbehind",
     "VaSSO",
 ]

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from numbers import Real
 from operator import index
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fastsam.step import Mix
@@ -31,19 +30,11 @@ class Memory(Enum):
     """The vector that a variant keeps from step to step, if any."""
 
     NONE = "none"
-    MASK = "which elements `mask` lets through, ones and zeros; in the dtype of the arithmetic"
     GRADIENT = "the gradient of the last step that was made; in the dtype of the gradients"
     DIRECTION = "what `direction` makes the next one of; in the dtype of the arithmetic, zeros at first"
     ORTHOGONAL = (
         "the part of g2 that is orthogonal to g1, of the last step that perturbed; in the dtype of the gradients"
     )
-
-
-class Places(NamedTuple):
-    """Where the parameters of one dtype lie in their flat vector, whose gaps are zero."""
-
-    size: int  # elements of all of them
-    views: Callable[[Tensor], list[Tensor]]  # what a vector `[1, n]` has of each parameter, in order
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,6 @@ class SAM:
 
     memory: ClassVar[Memory] = Memory.NONE
     ahead: ClassVar[Ahead] = Ahead.NONE
-    masks: ClassVar[bool] = False  # `mask` is multiplied with the perturbation
-    draws: ClassVar[bool] = False  # the first gradient is of weights drawn at random around these
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
@@ -90,12 +79,6 @@ class SAM:
         """What of its one gradient the update sees in a step that does not perturb: a `Mix` with at most a `reuse`."""
         return Mix()
 
-    @property
-    def ascents(self) -> int:
-        """How often a step climbs, each time along the gradient where it has come to. Beyond 1 the mix's `g1` is the
-        sum of the gradients at the points on the way: not that at the weights, nor the last one, `g2`."""
-        return 1
-
     def moves(self, group: Mapping[str, Any]) -> bool:
         """Whether the parameters of this group are perturbed. Those that are not stay out of the norm."""
         return True
@@ -105,16 +88,6 @@ class SAM:
         one vector (float32, or float64 for float64 ones): g: the first gradient, which may be overwritten; memory: the
         vector as the last step left it; after: takes what it is after this step. A linear function of g and memory, so
         that a GradScaler's scale cancels."""
-        raise NotImplementedError
-
-    def mask(self, g: Tensor, memory: Tensor | None, out: Tensor, step: int, places: Places) -> None:
-        """Writes what the perturbation is multiplied with, where `masks`: `eps = rho * mask * T^2*g1/||T*g1||`, the
-        norm being that of all of it.
-
-        g, memory, out: `[1, n]` each, as `direction` gets them; g is not to be written, memory None without
-        `Memory.MASK`, which keeps `out`.
-        step: the number of this step, counted from 0; a step that is taken back and made again has the same.
-        """
         raise NotImplementedError
 
     def perturbs(self, step: int) -> bool:
@@ -152,16 +125,3 @@ def check_real(name: str, value: float) -> None:
     of their own."""
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
-
-
-def check_seed(seed: int) -> None:
-    """Raises TypeError for what is no integer."""
-    check_real("seed", seed)
-    if not hasattr(seed, "__index__"):
-        raise TypeError(f"seed must be an integer, got {seed!r}")
-
-
-def seeded(seed: int, step: int, device: torch.device) -> torch.Generator:
-    """A generator whose numbers are a function of a variant's seed and of the step's number."""
-    # Of a seed the CPU's generator takes 32 bits.
-    return torch.Generator(device).manual_seed((seed * 0x9E3779B1 + step) % 2**32)
