@@ -66,11 +66,11 @@ def _race(options: Options, entries: list[Entry], model: str) -> Result:
 def speed(options: Options) -> Iterator[Case]:
     """Everybody on the workload, one thread, and ours with all processors beside the bare loop on one thread."""
     cuda = options.device == "cuda"
-    executors = ["sequential", "streams", "graph", "vmap", "compiled"] if cuda else [*EXACT, "vmap", "compiled"]
+    executors = ["sequential", "streams", "graph", "vmap"] if cuda else [*EXACT, "vmap"]
     for model in ("mlp", "cnn"):
         for algorithm in ("fedavg", "fedsam"):
             load = Workload(model, algorithm, device=options.device)
-            longer = {e: LONGER for e in ("vmap", "compiled", "auto") if model == "mlp"}
+            longer = {e: LONGER for e in ("vmap", "auto") if model == "mlp"}
             entries = [Entry("bare loop", "bare", load), Entry("bare loop, flat", "bare-flat", load)]
             if model == "cnn":
                 entries += [Entry("bare loop, channels_last", "bare-channels-last", load)]

@@ -46,13 +46,11 @@ CLAIMS: dict[str, Callable[[dict[str, Any]], bool]] = {  # of what comes of a pa
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a federated run, one client after the other, since nothing is recorded for so few; one epoch of what comes
-    after the rounds."""
+    """Of a federated run, one client after the other, since nothing is recorded for so few."""
     run = fed.run
 
     def short(*arguments: Any, rounds: int, **options: Any) -> fed.Result:
-        after = {"personalise": 1} if options.get("personalise") else {}
-        return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options | after))
+        return run(*arguments, rounds=min(rounds, MOST_ROUNDS), **({"executor": "sequential"} | options))
 
     monkeypatch.setattr(fed, "run", short)
 

@@ -74,7 +74,7 @@ EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"}
 LATE = frozenset(
     {
         *("matplotlib", "jinja2", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
-        *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting", "Crypto"),
+        *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting"),
     }
 )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,7 @@ from fastsam import fed
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: an executor, or "compiled" for the compiled vmap."""
-    how: dict[str, Any] = {"executor": "vmap", "compile": True} if option == "compiled" else {"executor": option}
+    """option: an executor."""
     return fed.run(
         workload.make_model(),
         workload.tensors(),
@@ -29,7 +27,7 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
         eval_every=rounds,
         slots=workload.slots,
         progress=lambda record: tick(),
-        **how,
+        executor=option,
         **dict(workload.options),
     ).model
 

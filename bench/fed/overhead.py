@@ -25,7 +25,6 @@ UNIT = "fedavg"
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
 # What protects clients, in FedAvg: its options. It costs nothing in a local step, so these have rounds alone.
 PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {
-    "fedavg, secure_sums": (("secure_sums", 2 / 3),),
     # Most are clipped; with epsilon; and it still trains.
     "fedavg, noise_multiplier": (("clip_update", 0.15), ("noise_multiplier", 0.5)),
 }

@@ -35,7 +35,6 @@ CONTENDERS = {
     "fastsam-sequential": ("ours", "sequential"),
     "fastsam-threads": ("ours", "threads"),
     "fastsam-vmap": ("ours", "vmap"),
-    "fastsam-compiled": ("ours", "compiled"),
     "fastsam-streams": ("ours", "streams"),
     "fastsam-graph": ("ours", "graph"),
     "fastsam": ("ours", "auto"),

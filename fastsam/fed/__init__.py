@@ -19,6 +19,7 @@ from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.lazy import Lazy
 from fastsam.fed.clients.own_tests import PerClient
 from fastsam.fed.executors import ClientError
+from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
@@ -60,6 +61,7 @@ __all__ = [
     "digits",
     "dirichlet",
     "divergence",
+    "finetune",
     "iid",
     "paces",
     "run",

@@ -34,7 +34,6 @@ MOST_POINTS = 1001  # of a side of a loss surface: a million losses
 OPTIONAL = {  # packages of the extras, and what each is for
     "triton": "kernels for GPUs: pip install 'fastsam[triton]'",
     "torchvision": "EMNIST, CIFAR, image folders and the model vit_b_32: pip install 'fastsam[vision]'",
-    "pycryptodome": "masks of secure_sums: pip install 'fastsam[secure]'",
     "dp-accounting": "epsilon of runs with noise: pip install 'fastsam[privacy]'",
 }
 

@@ -31,7 +31,19 @@ else:
     import tomli as tomllib
 
 # keys that take an import path
-IMPORTING = ("data", "model", "loss", "lr", "server_lr", "sampler", "available", "weighting", "augment", "algorithm")
+IMPORTING = (
+    "data",
+    "model",
+    "loss",
+    "lr",
+    "server_lr",
+    "sampler",
+    "available",
+    "weighting",
+    "augment",
+    "algorithm",
+    "metrics",
+)
 COMPARE_KEYS = ("algorithms", "seeds", "sweep")
 LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file system takes 255
 
@@ -84,6 +96,8 @@ def imports(source: Source) -> list[tuple[str, str]]:
     """What the file imports: keys and their import paths, those of a comparison too. Flags are the user's own words."""
     found = [(key, value) for key, value in source.values.items() if key not in source.flags]
     found += [item for table in source.tables.values() for item in table.items()]
+    metrics = source.values.get("metrics")
+    found += [("metrics", path) for path in metrics.values()] if isinstance(metrics, dict) else []
     found += [("algorithm", name) for name in source.compare.get("algorithms", ())]
     swept = [str(text).partition("=") for text in source.compare.get("sweep", ())]
     found += [(key.rpartition(".")[2], value) for key, _, values in swept for value in values.split(",")]

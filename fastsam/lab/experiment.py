@@ -116,6 +116,8 @@ def keywords(config: RunConfig) -> dict[str, Any]:
     made = {key: getattr(config, key) for key in table(Settings)}
     imported = [key for key in _IMPORTED if isinstance(made[key], str) and is_import_path(made[key])]
     made |= {key: import_object(made[key], key) for key in imported}
+    if made["metrics"] is not None:
+        made["metrics"] = {name: import_object(path, f"metrics.{name}") for name, path in made["metrics"].items()}
     settings = Settings(**made)
     return {key: getattr(settings, key) for key in made}
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 
 from fastsam import fed
 from fastsam.fed.privacy.accountant import Accountant, law
-from fastsam.fed.privacy.adaptive import Quantile
 from fastsam.fed.privacy.clip import shorten_
-from fastsam.fed.privacy.noise import normals
-from fastsam.fed.privacy.tree import changes
 
 CLIENTS = 8
 
@@ -69,24 +66,6 @@ def local_scale() -> None:
     scale(2 * 0.5 / math.sqrt(2), participation=0.25, sampler="fixed", noise="local")
 
 
-def tree_scale() -> None:
-    """After k rounds of a tree the noise is that of as many nodes as k has bits; a second tree begins anew beside the
-    first one."""
-    for rounds, nodes in ((1, 1), (2, 1), (3, 2), (4, 1), (8, 2)):
-        scale(2 * 0.5 / 2 * math.sqrt(nodes), rounds=rounds, participation=0.25, sampler="shuffled", noise="tree")
-
-
-def tree_nodes() -> None:
-    """The changes of rounds 1..k add up to the cover of k leaves by whole nodes, the largest first."""
-    held: set[tuple[int, int]] = set()
-    for k in range(1, 40):
-        for sign, level, node in changes(k):
-            assert ((level, node) in held) == (sign < 0)
-            held ^= {(level, node)}
-        leaves = sorted(leaf for level, node in held for leaf in range((node - 1) << level, node << level))
-        assert leaves == list(range(k)) and len(held) == bin(k).count("1")
-
-
 def denominator() -> None:
     """The sum of who came over the cohort that is expected."""
     options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip_update": 100.0}
@@ -113,29 +92,6 @@ def clipped() -> None:
                 assert torch.equal(row, was) if norm <= limit else float(row.double().norm()) >= limit * (1 - 1e-5)
 
 
-def adaptive() -> None:
-    """The clip of every round, and the noise that is left for the sum, from the paper's equations."""
-    z, cohort, gamma = 1.5, 60.0, 0.3
-    made = Quantile(gamma, z, cohort)
-    assert made.count_noise == 3.0 and Quantile(gamma, z, 10.0).count_noise == z
-    assert math.isclose(made.sum_multiplier**-2 + (2 * made.count_noise) ** -2, z**-2)
-    indicators = [1] * 25 + [0] * 30
-    share = (sum(b - 0.5 for b in indicators) + 3.0 * 0.7) / cohort + 0.5
-    assert math.isclose(made.next_clip(2.0, 25, 55, 0.7), 2.0 * math.exp(-0.2 * (share - gamma)))
-
-
-def adapted() -> None:
-    """The clips in the records of a run are those of the equation, with the run's own counts and noise."""
-    seen = run(
-        rounds=4, participation=0.5, lr=0.1, seed=3, clip_quantile=0.5, noise_multiplier=1.0, clip_update=0.02
-    ).history
-    made, clip = Quantile(0.5, 1.0, 4.0), 0.02
-    for t, record in enumerate(seen):
-        assert math.isclose(record["clip_update"], clip)
-        clip = made.next_clip(clip, 0, record["clients"], float(normals(1, 3, "count", t)))  # all are longer
-    scale(made.sum_multiplier * 0.5 / 4, participation=0.5, seed=3, clip_quantile=0.5, noise_multiplier=1.0)
-
-
 @cache
 def package(kind: str, relation: str, count: int, *numbers: float) -> float:
     """Epsilon at delta 1e-5 by dp-accounting's own accountant, of an event of the package, so many times."""
@@ -148,7 +104,6 @@ def package(kind: str, relation: str, count: int, *numbers: float) -> float:
         "gaussian": lambda: [(inner, count)],
         "poisson": lambda: [(dp.PoissonSampledDpEvent(*sampled, inner), count)],
         "without replacement": lambda: [(dp.SampledWithoutReplacementDpEvent(*sampled, inner), count)],
-        "trees": lambda: [(dp.SingleEpochTreeAggregationDpEvent(z, int(n)), 1) for n in sampled],
     }
     accountant = dp.rdp.RdpAccountant(neighboring_relation=relations[relation])
     for event, times in events[kind]():
@@ -181,8 +136,6 @@ def unsampled() -> None:
         same(epsilon("central", sampler, 1.0), "gaussian", "ADD_OR_REMOVE_ONE", 7, 1.2)
     same(epsilon("central", "shuffled", 0.3), "gaussian", "ADD_OR_REMOVE_ONE", 2, 1.2)
     same(epsilon("local", "fixed", 0.3), "gaussian", "REPLACE_ONE", 3, 0.6)
-    same(epsilon("tree", "shuffled", 0.3), "trees", "REPLACE_SPECIAL", 1, 4, 3, 1.2)
-    same(epsilon("tree", "shuffled", 0.3, 8), "trees", "REPLACE_SPECIAL", 1, 4, 4, 1.2)
 
 
 def every_round() -> None:

@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
     "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0,
         "on_client_error": "exclude"},
     "noise": {
-        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3, "clip_update": 0.01, "clip_quantile": 0.5,
+        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3, "clip_update": 0.01,
         "noise_multiplier": 1.0,
         "accountant": None,
     },
@@ -119,17 +119,6 @@ def train_all(rank: int, folder: Path | None) -> dict[str, Any]:
         name: train(rank, case, None if folder is None else folder / name.replace(" ", "-"))
         for name, case in CASES.items()
     }
-
-
-def personal(rank: int) -> Any:
-    """Each client's accuracies before and after fine-tuning."""
-    clients = oracle.ragged_clients(torch.float32, SIZES)
-    torch.manual_seed(0)
-    test = oracle.ragged_clients(torch.float32, (60,), 5)[0]
-    options: dict[str, Any] = {"executor": "sequential", "test": test, "lr": 0.5, "validation": "shared"}
-    return fed.run(
-        oracle.smooth_model(torch.float32), clients, fed.FedSAM(), rounds=1, personalise=5, **options
-    ).personal
 
 
 def other_directories(rank: int, folder: Path) -> Any:

@@ -79,8 +79,6 @@ def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch:
     assert summary["algorithm"] == "FedSAM" and 2 < summary["privacy"]["epsilon"] < 10
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["delta"] for record in records] == [1e-3, 1e-3]
-    tree = ["--noise", "tree", "--sampler", "shuffled", "--rounds", "1", "--run-dir", "tree"]
-    assert cli.main(["run", str(EXAMPLES / "private.toml"), *tree]) == 0
 
 
 def test_the_demo_is_what_it_says_it_is() -> None:

@@ -20,10 +20,10 @@ def names() -> tuple[str, ...]:
     return (AUTO, *sorted(registry))
 
 
-def stacks(name: str, compile: bool) -> bool:
+def stacks(name: str) -> bool:
     """Whether a run with these keywords sends several clients through one call of a model with convolutions ("auto"
     does not by itself)."""
-    return compile or (name != AUTO and registry[name].stacks)
+    return name != AUTO and registry[name].stacks
 
 
 __all__ = [

@@ -46,9 +46,6 @@ def choose(name: str, setup: Setup) -> Choice:
     reason = "it was asked for"
     if name == AUTO:
         name, reason = rule(setup)
-    if setup.compile and not registry[name].compiles:
-        able = " or ".join(repr(other) for other, made in sorted(registry.items()) if made.compiles)
-        raise ValueError(f"compile=True compiles stacked clients: it needs executor={able} or 'auto', got {name!r}")
     executor = registry[name](setup)
     log.info("executor %r, %d slots: %s", name, executor.slots, reason)
     return Choice(executor, name, reason)
@@ -56,8 +53,6 @@ def choose(name: str, setup: Setup) -> Choice:
 
 def rule(setup: Setup) -> tuple[str, str]:
     """The executor's name, and why."""
-    if setup.compile:
-        return "vmap", "compile=True compiles stacked clients"
     against = _not_stacked(setup)
     if against is None:
         return "vmap", "a dense model of this size: stacked clients share the cost of every call"

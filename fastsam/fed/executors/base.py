@@ -73,7 +73,7 @@ class Setup:
     something else; None: the model draws nothing. changes_buffers: whether a pass changes the model's buffers
     (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
     teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example: a batch, to try
-    the model with. compile: whether stacked clients are compiled with torch.compile. cohort: how many clients a round
+    the model with. cohort: how many clients a round
     is likely to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose
     model or loss raises is left out of the round. batched: why clients' samples come in batches of their own making,
     and not as tensors of all of them; "" where they do not.
@@ -91,7 +91,6 @@ class Setup:
     changes_buffers: bool = False
     maps_inputs: bool = False
     example: tuple[Tensor, Tensor] | None = None
-    compile: bool = False
     cohort: int | None = None
     sizes: tuple[int, ...] = ()
     excludes_errors: bool = False
@@ -362,14 +361,13 @@ class Executor(ABC):
 
     longest_first: it wants the clients with most local steps first, because clients train at the same time. stacks:
     several clients go through one call of the model; their constants then come for `slots` clients together, as vectors
-    `[n, stride]`. compiles: it serves compile=True. slots: clients that train at once. numbers: what its bits depend
+    `[n, stride]`. slots: clients that train at once. numbers: what its bits depend
     on, "exact" where they are those of `sequential`.
     """
 
     name: ClassVar[str]
     longest_first: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
-    compiles: ClassVar[bool] = False
     slots: int = 1
     numbers: str = "exact"
 

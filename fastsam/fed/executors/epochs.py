@@ -89,4 +89,4 @@ class Epochs:
 
 def epochs_of(setup: Setup) -> Epochs | None:
     """Where epochs can be captured; a compiler's functions may have graphs of their own."""
-    return Epochs(Cuda(setup.device)) if setup.device.type == "cuda" and not setup.compile else None
+    return Epochs(Cuda(setup.device)) if setup.device.type == "cuda" else None

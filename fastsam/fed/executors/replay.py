@@ -2,7 +2,7 @@
 run from there.
 
 `make_fx` records below autograd and vmap: what torch does above an operation (most of a small model's pass) happens
-once. The graph is run as it is, compiled, or as a row program, which is recorded on two rows and serves any number of
+once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
 them.
 
 What a pass means is still the plain one. The first two passes of a shape run both and are compared. Which passes are
@@ -43,12 +43,11 @@ class Ways:
     """How recorded graphs may be run.
 
     row_pass: a row program of a graph and the parameters of its gradients, None where an operation has no form.
-    product_of: see `graph_passes.use_products`. compile: a compiled function of a graph and inputs.
+    product_of: see `graph_passes.use_products`.
     """
 
     row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None
     product_of: ProductOf = lambda a, b: None
-    compile: Callable[[GraphModule, Sequence[Tensor]], Function] | None = None
 
 
 @dataclass
@@ -78,15 +77,12 @@ class Replays:
         self._passes: OrderedDict[Key, Pass] = OrderedDict()
         self._logged: set[str] = set()
 
-    def run(self, weights: list[Tensor], x: Tensor, y: Tensor, compiled: bool = False) -> Found | None:
+    def run(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Found | None:
         """A pass at `weights` (`[rows, *shape]`, leaves of autograd) on x, y `[rows, batch, ...]`; None where the plain
-        one has to run.
-
-        compiled: the shape is worth a compilation, where it has no row program. Gradients lie in memory in the layout's
-        order and share it with nothing else.
+        one has to run. Gradients are stored in the layout's order and share their memory with nothing else.
         """
         x, y = x.contiguous(), y.contiguous()
-        known = None if self.reason is not None else self._known(weights, x, y, compiled)
+        known = None if self.reason is not None else self._known(weights, x, y)
         if known is None or known.function is None:
             return None
         with torch.no_grad():
@@ -108,7 +104,7 @@ class Replays:
         """What passes of so many rows with a batch of samples like those of x and y (`[n, ...]`) run, once it has been
         compared; else None."""
         rowwise = self._key((batch, *x.shape[1:]), (batch, *y.shape[1:]), x, y)
-        found = self._passes.get((*rowwise, rows, False), self._passes.get(rowwise))
+        found = self._passes.get((*rowwise, rows), self._passes.get(rowwise))
         return None if self.reason is not None or found is None or found.uses < 2 else found.function
 
     def has_row_pass(self, x: Tensor, y: Tensor) -> bool:
@@ -122,18 +118,18 @@ class Replays:
         """Of passes over any number of rows."""
         return (tuple(shape), tuple(labels), x.dtype, y.dtype, self.module.training)
 
-    def _known(self, weights: list[Tensor], x: Tensor, y: Tensor, compiled: bool) -> Pass | None:
+    def _known(self, weights: list[Tensor], x: Tensor, y: Tensor) -> Pass | None:
         """The pass over any number of rows, or else that over so many; recorded if it is the first of its shape."""
         rowwise = self._key(x.shape[1:], y.shape[1:], x, y)
-        key = (*rowwise, len(x), compiled)
+        key = (*rowwise, len(x))
         if self.ways.row_pass is not None:
-            found = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y))
+            found = self._passes.get(rowwise) or self._recorded(rowwise, *self._two_rows(weights, x, y), rowwise=True)
             self._passes.move_to_end(rowwise)
             if found.function is not None:
                 return found
         if self.reason is not None:
             return None
-        found = self._passes.get(key) or self._recorded(key, weights, x, y, compiled)
+        found = self._passes.get(key) or self._recorded(key, weights, x, y)
         self._passes.move_to_end(key)
         return found
 
@@ -145,11 +141,11 @@ class Replays:
             view.copy_(weight.detach()[which])
         return views, x[which], y[which]
 
-    def _recorded(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, compiled: bool | None = None) -> Pass:
-        """compiled: None for a row program."""
+    def _recorded(self, key: Key, weights: list[Tensor], x: Tensor, y: Tensor, rowwise: bool = False) -> Pass:
+        """Record a pass and keep it under `key`. rowwise: as a row program."""
         made, recording = Pass(), self._recording(weights, x, y)
         if recording is not None:
-            function = self._function(recording, compiled)
+            function = self._function(recording, rowwise)
             if function is not None and self._repeats(recording, function):
                 made = Pass(function, recording.slots)
         self._passes[key] = made
@@ -174,21 +170,20 @@ class Replays:
         self._log(self.reason)
         return None
 
-    def _function(self, recording: Recording, compiled: bool | None) -> Function | None:
+    def _function(self, recording: Recording, rowwise: bool) -> Function | None:
         module = recording.module
-        if compiled is None:
+        if rowwise:
             assert self.ways.row_pass is not None
             return self.ways.row_pass(module, recording.slots)
         graph_passes.use_products(module.graph, self.ways.product_of)
         losses = recording.outputs[0]
         graph_passes.place_outputs(module.graph, [losses.stride(), *(self.strides[i] for i in recording.slots)])
-        if not compiled or self.ways.compile is None:
-            graph_passes.bind_functions(module.graph)
+        graph_passes.bind_functions(module.graph)
         for node in module.graph.nodes:
             node.meta.clear()  # tensors as they were
         module.recompile()
         run: Function = module.forward
-        return self.ways.compile(module, recording.inputs) if compiled and self.ways.compile is not None else run
+        return run
 
     # --- what is compared ---
 

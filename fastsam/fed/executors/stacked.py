@@ -17,7 +17,7 @@ from torch.func import vmap
 from fastsam import ops
 from fastsam.arena import Arena, Layout, Segment
 from fastsam.fed.clients.population import Loss
-from fastsam.fed.executors import compiler, rowprograms
+from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.base import Setup
 from fastsam.fed.executors.gradient_passes import Gradients, Passes, check_scalar
 from fastsam.fed.executors.graph_passes import strided
@@ -86,26 +86,16 @@ class StackedPasses:
         ways = Ways(
             rowprograms.maker(setup),
             partial(ops.product_of, backend=setup.backend),
-            compiler.compile_graph if setup.compile else None,
         )
         self.replays = Replays(self.gradients, replica.module, layout, ways)
 
-    def run(self, form: Form, x: Tensor, y: Tensor, wide: Form | None = None) -> tuple[Tensor, Gradients]:
+    def run(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         """x, y: `[rows, batch, ...]`. The losses are detached. A parameter that the loss does not use is left out of
-        the gradients.
-
-        wide: of all rows among which those of `form` are, for a compiled pass: one shape, however many of them are
-        busy.
-        """
-        first, rows = (0, form) if wide is None else (form.part.start, wide)
-        count = len(rows.z)
-        found = self.replays.run(rows.leaves, _padded(x, first, count), _padded(y, first, count), wide is not None)
+        the gradients."""
+        found = self.replays.run(form.leaves, x, y)
         if found is None:
             return self.plain(form, x, y)
         losses, grads, slots = found
-        if wide is not None:
-            own = slice(first, first + len(x))
-            losses, grads = losses[own], [g[own] for g in grads]
         return losses, Gradients(grads, slots, self._table(slots))
 
     def plain(self, form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
@@ -176,15 +166,6 @@ def _places(module: nn.Module, parameter: nn.Parameter) -> list[tuple[dict[str, 
         for name, held in inner._parameters.items()
         if held is parameter
     ]
-
-
-def _padded(t: Tensor, first: int, rows: int) -> Tensor:
-    """`t` `[n, ...]` as rows from `first` on, of `rows` in all; those that nobody needs are its first one."""
-    if len(t) == rows:
-        return t
-    out = t[:1].repeat(rows, *[1] * (t.dim() - 1))
-    out[first : first + len(t)] = t
-    return out
 
 
 def _dense(g: Tensor, segment: Segment) -> Tensor:

@@ -26,7 +26,6 @@ class StackedRows:
         self.scratch: Rows | None = None
         self._numbered: tuple[slice, list[tuple[float, ...]]] | None = None
         self._forms: dict[tuple[int, int], Form] = {}
-        self._wide: dict[int, Form] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def form(self, crews: Sequence[Crew]) -> Form:
@@ -36,10 +35,6 @@ class StackedRows:
         if found is None:
             found = self._forms[begin, end] = Form(self.rows, slice(begin, end))
         return found
-
-    def wide(self, form: Form) -> Form:
-        """All rows among which those of `form` are."""
-        return self._wide.setdefault(id(form.rows), Form(form.rows, slice(0, self.slots)))
 
     def begin_(self, crews: Sequence[Crew], start: Tensor) -> None:
         """Neighbouring rows of one kind, from the start of their round. What they share is written to all of them at

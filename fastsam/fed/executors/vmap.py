@@ -10,7 +10,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from fastsam.fed.executors import compiler, epochs, stacked
+from fastsam.fed.executors import epochs, stacked
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.batches import feed_keys
 from fastsam.fed.executors.gradient_passes import Gradients
@@ -46,7 +46,7 @@ class Vmap(Executor):
     """
 
     name = "vmap"
-    longest_first = stacks = compiles = True
+    longest_first = stacks = True
 
     def __init__(self, setup: Setup) -> None:
         reason = stacked.why_not(setup)
@@ -55,16 +55,12 @@ class Vmap(Executor):
                 f"executor 'vmap' cannot serve here: {reason}. Use executor='auto', which takes one that can, or "
                 f"'sequential'"
             )
-        if setup.compile and (reason := compiler.why_not(setup)) is not None:
-            raise ValueError(f"compile=True: {reason}. Use compile=False")
         self.setup, self.layout = setup, setup.layout
         self.slots = setup.slots or stacked.slots_of(setup)
-        self.numbers = f"vmap, {self.slots} slots" + (", compiled" if setup.compile else "")
+        self.numbers = f"vmap, {self.slots} slots"
         self.rows = StackedRows(setup, self.slots)
         self.replica = Replica(setup.model, setup.layout, self.rows.rows.field("z")[0])
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
-        # Of clients whose batches are worth a compilation.
-        self.common = compiler.common_sizes(setup.sizes, self.slots) if setup.compile else frozenset[int]()
         self.random = NoRandomness(setup.device)
         self.epochs = None if setup.excludes_errors else epochs.epochs_of(setup)  # a capture that fails is the end
         self._kinds: dict[Kind, Kind] = {}
@@ -267,10 +263,7 @@ class Vmap(Executor):
         form.losses.add_(losses.double() * y.shape[1])
 
     def _pass(self, crews: list[Crew], form: Form, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
-        """Compiled where the shape is a frequent one and most rows are busy."""
-        common = self.replica.module.training and all(crew.tasks[0].samples in self.common for crew in crews)
-        wide = self.rows.wide(form) if common and 2 * len(x) >= self.slots else None
         try:
-            return self.passes.run(form, x, y, wide)
+            return self.passes.run(form, x, y)
         except Exception as error:
             raise client_error(crews, error) from error

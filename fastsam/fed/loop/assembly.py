@@ -15,7 +15,6 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
 from fastsam.fed.loop import client_state, trial_step
-from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop.contract import (
     asked,
     check_aggregation,
@@ -40,7 +39,6 @@ from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
-from fastsam.fed.sums.secure import check_secure_sums
 
 
 def assemble(
@@ -76,10 +74,7 @@ def assemble(
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
     privacy = mechanism.make(settings, rows, len(population.sizes), place)
-    if privacy is not None:
-        server = privacy.begin(server)
     state = RunState(0, server, view.copy_of_buffers())
-    personalising.check_personalise(settings.personalise, algorithm, evaluator.classifies)
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
         weights = None
@@ -87,7 +82,6 @@ def assemble(
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
-    check_secure_sums(settings.secure_sums, settings.aggregation, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)
     inner = personal.inner if isinstance(personal, Personal) else algorithm
@@ -96,7 +90,7 @@ def assemble(
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
-        step.input_map is not None, tried.example, settings.compile, cohort,
+        step.input_map is not None, tried.example, cohort,
         tuple(population.sizes) if population.sized else (), settings.on_client_error == "exclude",
         population.batched, population.reads_draw, step.teacher is not None, step.phased,
     )  # fmt: skip
@@ -152,7 +146,6 @@ def _check_sizes(population: Population, settings: Settings, measures: Sequence[
     needs = {
         "weighting='samples'": settings.weighting == "samples",
         "measures": not isinstance(measures, Sequence) or len(measures) > 0,
-        "personalise": settings.personalise is not None,
         "a run of several processes": ranks.size > 1,
     }
     wanting = [what for what, needed in needs.items() if needed]

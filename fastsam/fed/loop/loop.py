@@ -135,8 +135,6 @@ class Loop:
             self.weights,
             self.privacy,
         )
-        if self.privacy is not None:
-            self.privacy.begin_round(t)
         executor = self.chosen.executor
         tasks = cohort.tasks(executor, self._next(t))
         for ends in executor.train(state.server["w"], state.buffers, tasks):
@@ -171,8 +169,6 @@ class Loop:
             about = privacy.told(about) if cohort is None else cohort.told
         server = asked(self.algorithm, "step_server", (state.server, sums, about), t)
         server = check_server(server, state.server["w"], "step_server")
-        if privacy is not None:
-            server = privacy.after(state.server, server, None if cohort is None else cohort.sums, t)
         return server
 
     def _cohort(self, t: int) -> list[int]:
@@ -197,7 +193,7 @@ class Loop:
             record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, "clients": 0, "samples": 0, "steps": 0}
             record |= {"train_loss": None} | self._evaluate(state, about.index + 1)
             record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
-            record |= {"skipped": why} | self._private(about.index, before)
+            record |= {"skipped": why} | self._private(about.index)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         return replace(state, round=about.index + 1)
 
@@ -216,16 +212,16 @@ class Loop:
             "excluded": cohort.excluded_list(),
             "outliers": cohort.outlier_list(),
             "seconds_training": trained,
-        } | self._private(about.index, cohort.before.server)
+        } | self._private(about.index)
         if self.measures is not None:
             about = replace(about, rows=about.rows.with_buffers(buffers))
             found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)
             record |= numbers(found, "round()", {*record, *own, "seconds"})
         return record | own
 
-    def _private(self, t: int, before: dict[str, Tensor]) -> dict[str, Any]:
-        """What the record of round t says of its noise. before: the server's state when it began."""
-        return {} if self.privacy is None else self.privacy.record(t, before)
+    def _private(self, t: int) -> dict[str, Any]:
+        """Return what the record of round t says of its noise."""
+        return {} if self.privacy is None else self.privacy.record(t)
 
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked

@@ -29,7 +29,6 @@ from fastsam.fed.measures import NAMES, Measures
 from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.measures.tasks import METRICS
 from fastsam.fed.privacy.options import NOISES
 from fastsam.fed.privacy.options import check_options as check_privacy
 from fastsam.fed.step.memory_format import FORMATS
@@ -95,16 +94,12 @@ class Settings:
     measure_options: Mapping[str, Any] | None = option(None,
         f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}",
                                                              free=True)
-    metrics: Sequence[str] | Mapping[str, Any] = option((),
-        f"of the test set, over all and over clients: {', '.join(METRICS)} (or name:threshold); in Python also a dict "
-        f"of functions", free=True)
+    metrics: Mapping[str, Any] | None = option(None,
+        "functions (outputs, labels) -> number of the test set, over all and over clients, by name; in a config their "
+        "import paths", free=True)
     personal: str | Sequence[str] | None = option(None,
         "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are "
         "then of the clients' own models")
-    personalise: int | None = option(None,
-        "at the end every client trains the global model on, for so many epochs, and its accuracy before and after is "
-        "told; none: nothing of it",
-        at_least=1, free=True)
     target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
     buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, as at the start, "
                                        "or each client's own",
@@ -114,7 +109,6 @@ class Settings:
     executor: str = option("auto", "how a round's clients are trained; auto: by a rule on model and device",
         choices=executors.names(), free=True)
     slots: int | None = option(None, "clients that train at once; none: as many as serve best", at_least=1, free=True)
-    compile: bool = option(False, "stacked clients through torch.compile", free=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",
         choices=FORMATS, free=True)
     client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size; disk: in "
@@ -126,22 +120,14 @@ class Settings:
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the "
                                            "round",
         choices=("raise", "exclude"), free=True)
-    secure_sums: float | None = option(None,
-        "pairwise masks hide each client's upload from the server; the share of a round's clients that must stay until "
-        "its end (2/3, say); "
-        "none: no masks", above=0, at_most=1)
     clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; "
                                              "none: no limit", above=0)
-    clip_quantile: float | None = option(None,
-        "share of the displacements that clip_update is to leave as they are: it follows them from round to round, "
-        "with noise; none: it stays",
-        above=0, at_most=1)
     noise_multiplier: float = option(0.0,
         "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential "
         "privacy of clients; 0: none",
         at_least=0)
     noise: str = option("central",
-        "who adds it: the server, each client to its own displacement, or the server along a tree of rounds (DP-FTRL)",
+        "who adds it: the server, or each client to its own displacement",
         choices=NOISES)
     delta: float | None = option(None, "of the guarantee (epsilon, delta) in the records; none: clients**-1.1", above=0)
     accountant: str | None = option("rdp", "of epsilon; none: noise without a guarantee", choices=("rdp",))
@@ -226,10 +212,7 @@ class Settings:
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""
-        return {
-            name: getattr(self, name)
-            for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error", "personalise")
-        }
+        return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error")}
 
 
 # What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came

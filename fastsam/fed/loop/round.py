@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,13 +31,12 @@ from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.clip import shorten_
-from fastsam.fed.privacy.mechanism import SHORT, Privacy
+from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_step import LocalStep, RowEnds
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import Problems, RoundSums
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
-from fastsam.fed.sums.secure import SecureSums
 
 log = logging.getLogger("fastsam.fed")
 
@@ -77,7 +75,7 @@ class Cohort:
         # What the algorithm is told: how many clients a round has must not reach the model past the noise.
         self.told = about if privacy is None else privacy.told(about)
         self.privacy = privacy
-        self.limit = settings.clip_update if privacy is None else privacy.clip(before.server)
+        self.limit = settings.clip_update
         self.states = states
         self.measures, self.mine = measures, active if mine is None else mine
         sizes = population.sizes
@@ -90,15 +88,12 @@ class Cohort:
         self._looked = about.index > 0  # at what the algorithm makes of rows
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
-        heaviest, share = max(self.weights.values()), settings.secure_sums
-        self.sums = RoundSums(len(active), heaviest, places)
-        self.secure = None if share is None else SecureSums(self.sums, share, active, heaviest, about.index)
+        self.sums = RoundSums(len(active), max(self.weights.values()), places)
         rule = settings.rule
         self.robust = None if rule is None else RobustSums(self.sums, rule)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # of the displacements that enter the sums
-        self.short: dict[int, float] = {}  # 1 for those that were not clipped, where a clip follows their share
         self.steps = self.backprops = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, tuple[LocalStep, int]] | None = None
@@ -201,8 +196,6 @@ class Cohort:
         """Makes of the displacements what leaves the clients, in place; returns their norms without noise."""
         norms = shorten_(ends.displacement, limit)
         if self.privacy is not None:
-            if self.privacy.quantile is not None:
-                self.short |= {i: float(norm <= limit) for i, norm in zip(ends.clients, norms, strict=True)}
             self.privacy.add_to_rows_(ends.displacement, ends.clients, self.about.index, limit)
         return [min(norm, limit) for norm in norms]
 
@@ -224,8 +217,6 @@ class Cohort:
         if own_weights is not None:
             mean = weighed(mean, own_weights)
         numbers: dict[str, Sequence[float]] = {"loss": ends.losses.tolist(), "samples": ends.samples}
-        if self.privacy is not None and self.privacy.quantile is not None:
-            numbers[SHORT] = [self.short[i] for i in ends.clients]
         if self.measures is not None:
             found = self.measures.clients(server, ends, self.about)
             numbers |= rows_of_numbers(found, "clients()", numbers, len(states))
@@ -233,8 +224,7 @@ class Cohort:
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
         problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
-        add_ = self.sums.add_rows_ if self.secure is None else partial(self.secure.add_rows_, ends.clients)
-        problems = add_(weights, mean, upload.total, numbers, problems)
+        problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
         if self.robust is not None:
             if upload.total:
                 raise no_totals(self.robust.rule, type(self.algorithm).__name__)
@@ -293,8 +283,8 @@ class Cohort:
             join(ranks, self.about)
 
     def check(self) -> None:
-        """After the last end. Raises RuntimeError when nobody is left, more than `max_excluded` of the cohort were
-        excluded, or masks stay."""
+        """After the last end. Raises RuntimeError if no client is left, or more than `max_excluded` of the cohort were
+        excluded."""
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
             log.warning("round %d: %d of %d clients are excluded", self.about.index + 1, out, len(self.active))
@@ -312,8 +302,6 @@ class Cohort:
                 f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
                 f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
-        if self.secure is not None:
-            self.secure.unmask_(self.excluded)
 
     @property
     def server_sums(self) -> Sums:

@@ -25,7 +25,6 @@ from fastsam.fed.clients.weights import Weighting
 from fastsam.fed.common.checks import choice
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
 from fastsam.fed.common.option import table, with_help
-from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
 from fastsam.fed.loop.contract import (
@@ -78,23 +77,19 @@ def run(
     loss: str | Loss | BatchLoss = "cross_entropy",
     validation: str = "prior",
     eval_every: int = 1,
-    metrics: Sequence[str] | Mapping[str, Any] = (),
+    metrics: Mapping[str, Any] | None = None,
     personal: str | Sequence[str] | None = None,
-    personalise: int | None = None,
     target: float | None = None,
     buffers: str | None = None,
     device: torch.device | str | None = None,
     backend: str = "auto",
     executor: str = "auto",
     slots: int | None = None,
-    compile: bool = False,
     memory_format: str = "auto",
     client_state: str = "auto",
     max_excluded: float = 1.0,
     on_client_error: str = "raise",
-    secure_sums: float | None = None,
     clip_update: float | None = None,
-    clip_quantile: float | None = None,
     noise_multiplier: float = 0.0,
     noise: str = "central",
     delta: float | None = None,
@@ -149,8 +144,7 @@ def run(
         "hyperparameters": hyperparameters(algorithm),
         "backend": backend,
     }
-    tuned: list[dict[str, Any]] | None = None
-    trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
+    trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
     keep_freed(place)
     with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
         tried = (
@@ -190,18 +184,15 @@ def run(
         listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), exported)
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
-        if settings.personalise is not None:
-            tuned = personalising.personalise(loop, state, settings.personalise)
-            facts["personal"] = personalising.spread(tuned)
     with listeners:
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
         theirs = (
             None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
         )
-        result = Result(final, state.history, facts, None if directory is None else directory.path, tuned, theirs)
+        result = Result(final, state.history, facts, None if directory is None else directory.path, settings, theirs)
         if directory is not None and ranks.first:
-            directory.finish(final, result.summary(), tuned)
+            directory.finish(final, result.summary())
         listeners.end(result)
     return result
 

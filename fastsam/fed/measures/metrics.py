@@ -1,34 +1,35 @@
-"""Metrics of the global model's outputs on the test set: by name, as functions, as objects that accumulate
-(torchmetrics)."""
+"""Metrics of the global model's outputs on the test set: functions, or objects that accumulate (torchmetrics)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
-
-from fastsam.fed.common.checks import nearest, number
-from fastsam.fed.measures.tasks import METRICS, THRESHOLDS
 
 Metric = Callable[[Tensor, Tensor], float]  # of all outputs [n, ...] and labels [n, ...]
 _OBJECT = ("reset", "update", "compute")
 _TAKEN = ("accuracy", "loss")  # the run's own
 
 
-def resolve(metrics: Sequence[str] | Mapping[str, Any]) -> dict[str, Metric]:
-    """The metrics by name. A list names some of `METRICS`; a dict has names, functions `(outputs, labels) -> number`,
-    or objects with `reset`, `update(outputs, labels)` and `compute`, under names of their own.
+def resolve(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
+    """Return the metrics by name, checked.
 
-    Raises ValueError for a name that does not exist or is taken, and for what is no metric.
+    Args:
+        metrics: functions `(outputs, labels) -> number`, or objects with `reset`, `update(outputs, labels)` and
+            `compute`, by name; None: no metrics.
+
+    Raises:
+        ValueError: if `metrics` is not a dict, if a name is taken or not an identifier, or if a value is not a metric.
     """
-    if isinstance(metrics, str):
-        raise ValueError(f"metrics must be a list of names, or a dict, got the string {metrics!r}; write [{metrics!r}]")
-    if not isinstance(metrics, (Sequence, Mapping)):
-        raise ValueError(f"metrics must be a list of names, or a dict, got {type(metrics).__name__}")
+    if metrics is None:
+        return {}
     if not isinstance(metrics, Mapping):
-        metrics = {str(text).partition(":")[0]: text for text in metrics}
+        raise ValueError(
+            f"metrics must be a dict of functions (outputs, labels) -> number, got {metrics!r}. "
+            "Write metrics={'f1': function}"
+        )
     for name in metrics:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"metrics: {name!r} is a part of a record's keys and must be an identifier, such as 'f1'")
@@ -38,42 +39,16 @@ def resolve(metrics: Sequence[str] | Mapping[str, Any]) -> dict[str, Metric]:
 
 
 def _made(name: str, metric: Any) -> Metric:
-    if isinstance(metric, str):
-        return _named(metric)
     if isinstance(metric, type):
         raise ValueError(f"metrics: {name!r} is a class; write {metric.__name__}()")
     if all(callable(getattr(metric, method, None)) for method in _OBJECT):
         return partial(_checked, name, partial(_accumulated, metric))
     if not callable(metric):
         raise ValueError(
-            f"metrics: {name!r} must be the name of a metric, a function (outputs, labels) -> number, or an object "
-            f"with "
+            f"metrics: {name!r} must be a function (outputs, labels) -> number, or an object with "
             f"{', '.join(_OBJECT)}, got {metric!r}"
         )
     return partial(_checked, name, metric)
-
-
-def _named(text: str) -> Metric:
-    """The metric of "name" or "name:threshold"."""
-    name, colon, given = text.partition(":")
-    if name not in METRICS:
-        known = ", ".join(f"{one} or {one}:THRESHOLD" if one in THRESHOLDS else one for one in METRICS)
-        raise ValueError(
-            f"unknown metric {name!r}{nearest(name, METRICS)}; choose from {known}, or hand over a function in a dict"
-        )
-    if not colon:
-        return partial(_checked, name, METRICS[name])
-    if name not in THRESHOLDS:
-        raise ValueError(
-            f"metrics: {name!r} takes no number, got {text!r}; those that do: {', '.join(sorted(THRESHOLDS))}"
-        )
-    try:
-        threshold = float(given)
-    except ValueError:
-        raise ValueError(f"metrics: the threshold of {name!r} must be a number, got {given!r}") from None
-    return partial(
-        _checked, name, partial(METRICS[name], threshold=number(f"metrics: the threshold of {name!r}", threshold))
-    )
 
 
 def _accumulated(metric: Any, outputs: Tensor, labels: Tensor) -> Any:

@@ -56,14 +56,6 @@ def law(
         assert most is not None
         return Law("REPLACE_ONE", lambda rounds: [(dp.GaussianDpEvent(z / 2), most(rounds))])
     epoch = sampling.epoch(participation, clients)
-    if noise == "tree":
-
-        def trees(rounds: int) -> Events:
-            whole, rest = divmod(rounds, epoch)
-            last = [(dp.SingleEpochTreeAggregationDpEvent(z, rest), 1)] if rest else []
-            return [(dp.SingleEpochTreeAggregationDpEvent(z, epoch), whole), *last]
-
-        return Law("REPLACE_SPECIAL", trees)
     every = dp.GaussianDpEvent(z)
     if sampler == "shuffled":
         return Law("REPLACE_SPECIAL", lambda rounds: [(every, -(-rounds // epoch))])

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm
 
-NOISES = ("central", "local", "tree")
+NOISES = ("central", "local")
 ACCOUNTED = ("bernoulli", "fixed", "shuffled")  # samplers whose law an event of dp-accounting has
 
 
@@ -17,8 +17,6 @@ class Asked(Protocol):
 
     @property
     def clip_update(self) -> float | None: ...
-    @property
-    def clip_quantile(self) -> float | None: ...
     @property
     def noise_multiplier(self) -> float: ...
     @property
@@ -55,7 +53,7 @@ def check_options(asked: Asked) -> None:
         raise ValueError(
             f"noise_multiplier={z:g} is the noise in units of clip_update, and without a clip no noise hides a client; "
             f"set clip_update to "
-            "about the norm of a displacement (clip_update=1.0, say, with clip_quantile=0.5 to follow their median)"
+            "about the norm of a displacement (clip_update=1.0, say)"
         )
     if asked.weighting != "uniform":
         raise ValueError(
@@ -73,14 +71,7 @@ def check_options(asked: Asked) -> None:
         raise ValueError(
             f"personal={asked.personal!r} with noise_multiplier: what stays with a client depends on the rounds in "
             f"which it took part, which "
-            "no accountant's law has; leave out personal, or use personalise=..., which is after the last round"
-        )
-    if asked.clip_quantile is not None and asked.noise != "central":
-        raise ValueError(f"clip_quantile with noise={asked.noise!r}: the clip is adapted with noise='central' alone")
-    if asked.noise == "tree" and asked.sampler != "shuffled":
-        raise ValueError(
-            f"noise='tree' needs every client once in a tree, and sampler={asked.sampler!r} does not promise that; use "
-            f"sampler='shuffled'"
+            "no accountant's law has; leave out personal, and use fed.finetune(...) after the run"
         )
     if asked.delta is not None and asked.delta >= 1:
         raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {asked.delta!r}")
@@ -88,12 +79,10 @@ def check_options(asked: Asked) -> None:
 
 
 def _check_without_noise(asked: Asked) -> None:
-    for name, default in (("noise", "central"), ("clip_quantile", None)):
-        if getattr(asked, name) != default:
-            raise ValueError(
-                f"{name}={getattr(asked, name)!r} is of a run with noise; set noise_multiplier (1.0, say) and "
-                f"clip_update"
-            )
+    if asked.noise != "central":
+        raise ValueError(
+            f"noise={asked.noise!r} is of a run with noise; set noise_multiplier (1.0, say) and clip_update"
+        )
 
 
 def _check_accountant(asked: Asked) -> None:

@@ -45,7 +45,7 @@ from fastsam.fed.sums.ranks import Ranks
 
 log = logging.getLogger("fastsam.fed")
 _TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's own files
-_FILES = ("config.json", "environment.json", "metrics.jsonl", "personal.json", "summary.json", "model.safetensors")
+_FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors")
 _OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
 
 State = dict[str, Tensor]
@@ -345,10 +345,8 @@ class RunDirectory:
             write_bytes(self.path / "metrics.jsonl", self._metrics)
             self.save(state)
 
-    def finish(self, model: nn.Module, summary: Mapping[str, Any], personal: Any = None) -> None:
-        """Writes the final model, what each client had of its own (`Result.personal`), if anything, and the summary."""
-        if personal is not None:
-            write_json(self.path / "personal.json", personal)
+    def finish(self, model: nn.Module, summary: Mapping[str, Any]) -> None:
+        """Write the final model and the summary."""
         write_bytes(self.path / "model.safetensors", stored_model(model))
         write_json(self.path / "summary.json", summary)
 

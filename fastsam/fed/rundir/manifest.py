@@ -22,17 +22,15 @@ _SINCE = {
     "memory_format": "preserve",
     "aggregation": "mean",
     "drop_last": False,
-    "clip_quantile": None,
     "noise_multiplier": 0.0,
     "noise": "central",
     "delta": None,
     "accountant": "rdp",
-    "secure_sums": None,
 }  # keys of the identity that older directories lack, and what their runs did
 
 _MEANING = {  # of values of the identity that do not speak for themselves
     "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",
-    "numbers": " (what the bits depend on: executor, slots, compile and the number of ranks must come to the same)",
+    "numbers": " (what the bits depend on: executor, slots and the number of ranks must come to the same)",
 }
 
 

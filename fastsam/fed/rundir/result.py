@@ -22,8 +22,7 @@ class Result:
     """A finished run.
 
     model: a copy of the user's model with the final global weights. history: one dict per round, as in metrics.jsonl.
-    run_dir: where it was written, or None. personal: with `personalise`, a dict per client with its accuracy `before`
-    and `after`; else None.
+    run_dir: where it was written, or None. settings: the options of the run.
     """
 
     def __init__(
@@ -32,10 +31,10 @@ class Result:
         history: list[dict[str, Any]],
         facts: Mapping[str, Any],
         run_dir: Path | None,
-        personal: list[dict[str, Any]] | None = None,
+        settings: Any,
         own: Callable[[int], nn.Module] | None = None,
     ) -> None:
-        self.model, self.history, self.run_dir, self.personal = model, history, run_dir, personal
+        self.model, self.history, self.run_dir, self.settings = model, history, run_dir, settings
         self._facts, self._own = dict(facts), own
 
     def summary(self) -> dict[str, Any]:
@@ -46,8 +45,6 @@ class Result:
         rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target,
         megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation and
         measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
-        personal: mean, spread and extremes over the clients of their accuracies before and after fine-tuning
-        (`personalise`).
         privacy: of a run with noise: whom it hides (`neighbours`), epsilon at the end and delta; None for another run.
         measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the
         test set and over clients. state_megabytes: what server and clients keep between rounds at the end;
@@ -56,6 +53,11 @@ class Result:
         declares.
         """
         return summary(self.history, self._facts)
+
+    @property
+    def has_client_models(self) -> bool:
+        """True if parameters or models stay with the clients, so that `client_model` returns them."""
+        return self._own is not None
 
     def client_model(self, client: int) -> nn.Module:
         """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its
@@ -110,7 +112,6 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
         "megabytes": sum(map(_sent, history)),
         "backprops": sum(r["backprops"] for r in history),
         "excluded": sum(len(r["excluded"]) for r in history),
-        "personal": facts.get("personal"),
         "privacy": None
         if not facts.get("privacy")
         else facts["privacy"] | {"epsilon": history[-1].get("epsilon") if history else 0.0},

@@ -32,7 +32,7 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
         raise ValueError(
             "memory_format='channels_last' is for executors that train one client after the other in a row; stacked "
             "clients "
-            "(executor='vmap', compile=True) would gain nothing. Use memory_format='auto', or executor='threads' or "
+            "(executor='vmap') would gain nothing. Use memory_format='auto', or executor='threads' or "
             "'sequential'"
         )
     weights = [p for p in model.parameters() if p.dim() == 4]

@@ -185,9 +185,8 @@ def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
         (lambda: run(fed.Lazy(4, pairs().__getitem__), weighting="samples"), "weighting='samples': .*sizes="),
         (lambda: run(fed.Lazy(4, pairs().__getitem__), measures=["sharpness"]), "measures: .*sizes="),
         (lambda: run(fed.Lazy(4, pairs().__getitem__, SIZES), measures=["sharpness"]), "sharpness .*batch by batch"),
-        (lambda: run(fed.Lazy(4, pairs().__getitem__), personalise=1), "personalise: .*sizes="),
     ],
-    ids=["ahead", "none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss", "personalise"],
+    ids=["ahead", "none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss"],
 )
 def test_bad_ones(made: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fastsam import fed
-from fastsam.fed.executors import compiler
 from fastsam.fed.executors.replay import Replays
 from tests.helpers.stacked_passes import stacked
 
@@ -65,26 +63,6 @@ def test_what_was_no_constant_is_found_at_the_second_pass(caplog):
     plain, expected = passes.plain(form, x, y)
     assert torch.equal(losses, plain) and all(map(torch.equal, gradients.tensors, expected.tensors))
     assert "not a function of its inputs" in caplog.text
-
-
-def test_nor_is_it_compiled(monkeypatch):
-    """Its state would stay what it was when the pass was recorded. (Without a compiler: a compilation would fail the
-    test.)"""
-    monkeypatch.setattr(compiler, "why_not", lambda setup: None)
-    monkeypatch.setattr(compiler, "compile_graph", lambda *args: pytest.fail("compiled"))
-    data = [(torch.randn(8, 3), torch.randint(0, 2, (8,))) for _ in range(4)]
-    result = fed.run(
-        Changing("counter"),
-        data,
-        fed.FedAvg(),
-        rounds=1,
-        participation=1.0,
-        batch_size=4,
-        executor="vmap",
-        slots=4,
-        compile=True,
-    )
-    assert len(result.history) == 1
 
 
 class Overwrites(nn.Linear):

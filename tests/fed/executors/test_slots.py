@@ -197,7 +197,7 @@ def test_control_variates_follow_the_shortened_displacement():
     assert float(c.norm()) == pytest.approx(1e-3 / 0.1, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"max_excluded": 1.5}, {"clip_update": 0.0}, {"compile": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"max_excluded": 1.5}, {"clip_update": 0.0}], ids=str)
 def test_settings_outside_their_range(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         train(**options)

@@ -12,17 +12,15 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.clients.store import stored as store_of
-from fastsam.fed.executors import Task, Work, compiler, stacked
+from fastsam.fed.executors import Task, Work, stacked
 from fastsam.fed.executors.batches import Feed
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FIRST, SIZES, digest, run
+from tests.helpers.fed_runs import SIZES, digest, run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}  # of a weight, after a few dozen steps
 REFUSED = ("fedrobust", "fedgmt", "fedntd", "fedsol", "moon")
-STACKED = [method for method in FIRST.values() if method not in REFUSED]
 FORMS = ("fedavg", "fedsam", "fedsmoo", "fedlesam", "scaffold")  # of a step: the other algorithms are slow tests
-EVEN = (20,) * 6
 
 
 def distance(a, b):
@@ -42,9 +40,8 @@ def agree(algorithm, dtype=torch.float64, slots=3, sizes=SIZES, model=None, **op
         "momentum": 0.3,
         "weight_decay": 0.01,
     } | options
-    compile = base.pop("compile", False)
     plain = fed.run(made(), data, algorithm, executor="sequential", **base)
-    ours = fed.run(made(), data, algorithm, executor="vmap", slots=slots, compile=compile, **base)
+    ours = fed.run(made(), data, algorithm, executor="vmap", slots=slots, **base)
     for a, b in zip(plain.history, ours.history, strict=True):
         assert {k: a[k] for k in ("steps", "backprops", "clients")} == {
             k: b[k] for k in ("steps", "backprops", "clients")
@@ -229,96 +226,3 @@ def test_errors_name_the_clients():
 
     with pytest.raises(fed.ClientError, match="client 1 failed in round 1, local step 1: RuntimeError: enough"):
         run(fed.FedAvg(), "vmap", 3, sizes=(10, 9), batch_size=5, participation=1.0, loss=loss)
-
-
-# --- compiled ---
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    """The shapes of the labels for which a pass would be compiled; run as it is, without the minute that a compiler
-    takes."""
-    made = []
-
-    def plain(module, inputs):
-        made.append(tuple(inputs[-1].shape))
-        return module.forward
-
-    monkeypatch.setattr(compiler, "compile_graph", plain)
-    monkeypatch.setattr(compiler, "why_not", lambda setup: None)
-    return made
-
-
-@pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=[] if m in FORMS[::2] else pytest.mark.slow) for m in sorted(STACKED)]
-)
-def test_compiled_steps_of_every_algorithm_agree(uncompiled, method):
-    assert agree(cases.ours(method), slots=4, sizes=EVEN, batch_size=6, compile=True) < TOLERANCE[torch.float64]
-    assert set(uncompiled) == {(4, 6), (4, 2)}  # one number of rows, however many are busy
-
-
-@pytest.mark.parametrize(
-    ("options", "methods"),
-    [
-        pytest.param({"clip_norm": 0.05}, ("fedavg", "fedsmoo"), marks=pytest.mark.slow),
-        ({"clip_norm": 0.05, "clip_scope": "linear"}, ("fedsmoo",)),
-        pytest.param({"weight_decay": 0.0}, ("fedlesam",), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_compiled_steps_agree_with_options(uncompiled, options, methods):
-    for method in methods:
-        found = agree(cases.ours(method), slots=4, sizes=EVEN, batch_size=6, compile=True, **options)
-        assert found < TOLERANCE[torch.float64]
-    assert uncompiled
-
-
-@pytest.mark.slow
-def test_ragged_clients_are_not_compiled(uncompiled):
-    assert agree(fed.FedSAM(), slots=4, sizes=(50,) * 5, batch_size=5, compile=True) < TOLERANCE[torch.float64]
-    assert set(uncompiled) == {(4, 5)}
-    uncompiled.clear()
-    ragged = (7, 16, 1, 23, 12, 9, 4, 30)
-    assert agree(fed.FedSAM(), slots=4, sizes=ragged, compile=True) < TOLERANCE[torch.float64]
-    assert not uncompiled
-
-
-def test_the_sizes_that_are_worth_a_compilation():
-    assert compiler.common_sizes([5, 5, 5, 7, 7, 8, 9], 4) == {5, 7}
-    assert compiler.common_sizes([1, 1, 2, 2, 3, 3, 4, 4, 5, 5], 2) == {1, 2, 3, 4}
-
-
-def test_without_a_compiler_the_error_says_so(monkeypatch):
-    monkeypatch.setattr(compiler, "which", lambda name: None)
-    with pytest.raises(ValueError, match=r"compile=True.*C\+\+ compiler.*compile=False"):
-        run(fed.FedAvg(), "auto", compile=True)
-
-
-def test_compile_needs_stacked_clients():
-    for executor in ("sequential", "threads"):
-        with pytest.raises(ValueError, match="compile=True.*'vmap'"):
-            run(fed.FedAvg(), executor, compile=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "fedsam-asam", "fedsmoo", "fedlesam"])
-def test_really_compiled(method):
-    found = agree(cases.ours(method), slots=4, sizes=EVEN, batch_size=6, compile=True, clip_norm=0.5, rounds=2)
-    assert found < TOLERANCE[torch.float64]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("activation", "compiles"), [(nn.GELU, True), (nn.Tanh, False)])
-def test_passes_are_compiled_where_they_have_no_row_program(activation, compiles, monkeypatch):
-    """Really compiled, in single precision."""
-    made, compile_graph = [], compiler.compile_graph
-    monkeypatch.setattr(compiler, "compile_graph", lambda *a: (made.append(1), compile_graph(*a))[1])
-    torch.manual_seed(0)
-    data = [(torch.randn(48, 12), torch.randint(4, (48,))) for _ in range(4)]
-    ends = []
-    for options in ({"executor": "sequential"}, {"executor": "vmap", "compile": True}):
-        torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(12, 9), activation(), nn.Linear(9, 4))
-        done = fed.run(model, data, fed.FedAvg(), rounds=2, batch_size=16, participation=1.0, **options)
-        ends.append(torch.cat([p.detach().flatten() for p in done.model.parameters()]))
-    assert bool(made) == compiles and torch.allclose(*ends, rtol=0, atol=2e-5)

@@ -95,17 +95,6 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     assert record["test_accuracy"] == pytest.approx(right)
 
 
-def test_fine_tuning_begins_with_what_is_their_own():
-    clients = oracle.ragged_clients(sizes=SIZES)
-    options = {**OPTIONS, "validation": "shared"}
-    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), personal="2.*", personalise=4, **options)
-    for i, one in enumerate(result.personal):
-        begin = result.client_model(i)
-        assert one["before"] == (begin(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
-        alone = fed.run(begin, clients[i : i + 1], fed.FedAvg(), local_epochs=4, **{**options, "rounds": 1})
-        assert one["after"] == alone.history[-1]["test_accuracy"]
-
-
 @pytest.mark.parametrize("method", ["scaffold", "fedsmoo"])
 def test_what_servers_and_clients_keep_is_zero_there(method, tmp_path):
     """Control variates and duals of parameters that nobody sends; resumed in the same bits."""

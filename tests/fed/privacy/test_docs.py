@@ -22,7 +22,6 @@ EVENTS = {  # of dp-accounting, for each protocol of the table: 100 clients, 100
     'sampler="fixed", participation=0.1': ("without replacement", "REPLACE_ONE", 100, 100, 10, 0.5),
     "participation=1.0": ("gaussian", "ADD_OR_REMOVE_ONE", 100, 1.0),
     'sampler="shuffled", participation=0.1': ("gaussian", "ADD_OR_REMOVE_ONE", 10, 1.0),
-    'sampler="shuffled", participation=0.1, noise="tree"': ("trees", "REPLACE_SPECIAL", 1, *[10] * 10, 1.0),
 }
 
 

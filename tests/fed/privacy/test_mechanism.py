@@ -22,12 +22,10 @@ from fastsam.fed.privacy.options import serves
 from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
 
-BITS = ("scales", "local_scale", "tree_scale", "tree_nodes", "denominator", "clipped", "adaptive", "adapted")
+BITS = ("scales", "local_scale", "denominator", "clipped")
 KINDS: dict[str, dict[str, Any]] = {
     "poisson": {"participation": 0.5},
-    "adaptive": {"participation": 0.5, "clip_quantile": 0.5},
     "local": {"participation": 0.5, "noise": "local"},
-    "tree": {"participation": 0.25, "sampler": "shuffled", "noise": "tree"},
 }
 
 
@@ -109,9 +107,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
 
 
-@pytest.mark.parametrize(
-    "kind", ["adaptive", "tree", *(pytest.param(k, marks=pytest.mark.slow) for k in ("poisson", "local"))]
-)
+@pytest.mark.parametrize("kind", ["poisson", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
     options = KINDS[kind] | {"lr": 0.1, "noise_multiplier": 1.0}
     options["accountant"] = None
@@ -128,7 +124,7 @@ KILLED = """
 import os, signal, sys
 from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
-options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5, "clip_quantile": 0.5}
+options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5}
 options["run_dir"] = sys.argv[1]
 checks.run(**options, progress=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["round"] == 3 else None)
 """
@@ -138,7 +134,7 @@ checks.run(**options, progress=lambda record: os.kill(os.getpid(), signal.SIGKIL
 def test_a_killed_run_has_the_same_bits(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "parts")], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL
-    options: dict[str, Any] = KINDS["adaptive"] | {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0}
+    options: dict[str, Any] = KINDS["poisson"] | {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0}
     checks.run(run_dir=tmp_path / "parts", resume=True, **options)
     checks.run(run_dir=tmp_path / "whole", **options)
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
@@ -157,7 +153,7 @@ def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_executors_agree() -> None:
     """Local noise and the clip are the client's, whoever trains it next to whom."""
-    for kind in ("local", "adaptive"):
+    for kind in ("local", "poisson"):
         options = KINDS[kind] | {"lr": 0.1, "rounds": 2}
         one, other = (checks.run(executor=name, slots=3, **options) for name in ("threads", "vmap"))
         torch.testing.assert_close(checks.moved(one, 6), checks.moved(other, 6), rtol=1e-4, atol=1e-5)

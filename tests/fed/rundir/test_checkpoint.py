@@ -210,7 +210,7 @@ def test_another_run_is_not_continued(tmp_path, change, key):
         fed.RunDirectoryError, match=rf"cannot be resumed with another {key}: it was started with"
     ) as told:
         start(tmp_path / "run", rounds=2, resume=True, **change)
-    meaning = {"data": "hashes of all clients' samples", "numbers": "executor, slots, compile and the number of ranks"}
+    meaning = {"data": "hashes of all clients' samples", "numbers": "executor, slots and the number of ranks"}
     assert meaning.get(key, "") in str(told.value)
     assert snapshot(tmp_path / "run") == before
 

@@ -15,4 +15,4 @@ def test_a_data_frame_needs_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ImportError, match=r"to_pandas\(\) needs pandas .pip install pandas.; the records are in .history"
     ):
-        fed.Result(nn.Linear(1, 1), [{"round": 1}], {}, None).to_pandas()
+        fed.Result(nn.Linear(1, 1), [{"round": 1}], {}, None, None).to_pandas()

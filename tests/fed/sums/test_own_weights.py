@@ -10,16 +10,12 @@ import torch
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.sums import secure
 from fastsam.fed.sums.fixed_point import RoundSums
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
 from tests.helpers import oracle
 from tests.helpers.fed_runs import digest, run, same_bits
 
 SHORT: dict[str, Any] = {"rounds": 2, "sizes": (7, 12, 1, 5, 9)}
-needs_library = pytest.mark.skipif(
-    secure.find_spec("Crypto") is None, reason="pycryptodome, of the extra `secure`, is not installed"
-)
 
 
 @dataclass(frozen=True)
@@ -101,13 +97,6 @@ def test_a_weight_that_is_not_finite_excludes_its_client():
     result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.clients]), "sequential",
                  **SHORT | {"participation": 1.0, "rounds": 1})  # fmt: skip
     assert [(r["client"], "weight of the client" in r["reason"]) for r in result.history[0]["excluded"]] == [(1, True)]
-
-
-@needs_library
-def test_masks_change_no_bit():
-    kept = SHORT | {"participation": 1.0}
-    plain, masked = (run(Weighed(), "sequential", secure_sums=share, **kept) for share in (None, 0.5))
-    assert digest(plain) == digest(masked)
 
 
 def test_personal_parameters_keep_the_weights():

@@ -33,12 +33,6 @@ def test_every_rank_ends_as_one_alone(size: int, alone: dict[str, Any]) -> None:
     assert on_ranks(size, rank_cases.train_all, None) == [alone] * size
 
 
-def test_clients_are_shared_out_for_fine_tuning() -> None:
-    alone = rank_cases.personal(0)
-    assert len({one["after"] for one in alone}) > 2
-    assert on_ranks(2, rank_cases.personal) == [alone] * 2
-
-
 def test_the_directory_is_that_of_rank_0(tmp_path: Path) -> None:
     assert len({*on_ranks(3, rank_cases.other_directories, tmp_path)}) == 1
     assert [p.name for p in tmp_path.iterdir()] == ["first"]

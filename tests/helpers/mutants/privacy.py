@@ -19,8 +19,8 @@ P = "privacy."
 
 MUTANTS = [
     # the noise on the sum, its denominator, and that of the clients
-    Mutant(P + "mechanism", ", z * self.clip(server)", ", z", "scales"),
-    Mutant(P + "mechanism", ", z * self.clip(server)", ", z * self.clip(server) ** 2", "scales"),
+    Mutant(P + "mechanism", "multiplier * self.asked.clip_update", "multiplier", "scales"),
+    Mutant(P + "mechanism", "multiplier * self.asked.clip_update", "multiplier * self.asked.clip_update**2", "scales"),
     Mutant(P + "mechanism", "self.cohort or active", "active", "scales"),
     Mutant(P + "mechanism", "self.cohort or active", "active", "denominator"),
     Mutant(P + "private_sums", "self._std / self._cohort", "self._std", "scales"),
@@ -32,28 +32,12 @@ MUTANTS = [
     Mutant(P + "clip", "(1 - 2 * _OFF) * limit", "limit", "clipped"),
     Mutant(P + "clip", "1.0 if norm <= limit", "1.0 if norm <= 2 * limit", "clipped"),
     Mutant(P + "clip", "most / norm ", "most / norm**2 ", "clipped"),
-    # the tree
-    Mutant(P + "tree", "yield -1, level", "yield 1, level", "tree_scale"),
-    Mutant(P + "tree", "(k - 1) >> level", "k >> level", "tree_nodes"),
-    Mutant(P + "tree", "(k & -k).bit_length() - 1", "0", "tree_scale"),
-    Mutant(P + "mechanism", '"node", tree, level, node', '"node", level, node', "tree_scale"),
-    Mutant(P + "mechanism", "alpha=sign", "alpha=abs(sign)", "tree_scale"),
-    # the adaptive clip
-    Mutant(P + "adaptive", "-RATE * (share - self.quantile)", "RATE * (share - self.quantile)", "adaptive"),
-    Mutant(P + "adaptive", "short - clients / 2", "short", "adaptive"),
-    Mutant(P + "adaptive", "(2 * self.count_noise) ** -2", "self.count_noise**-2", "adaptive"),
-    Mutant(P + "adaptive", "self.z**-2 - ", "self.z**-2 + ", "adaptive"),
-    Mutant(P + "mechanism", "else self.quantile.sum_multiplier", "else self.quantile.z", "adapted"),
-    Mutant(P + "mechanism", 'self.asked.seed, "count", index', "0, index", "adapted"),
-    Mutant("loop.round", "float(norm <= limit)", "float(norm > limit)", "adapted"),
     # epsilon
     Mutant(P + "accountant", "PoissonSampledDpEvent(participation, every)", "GaussianDpEvent(z)", "poisson"),
     Mutant(P + "accountant", "cohort, dp.GaussianDpEvent(z / 2))", "cohort, dp.GaussianDpEvent(z))",
         "without_replacement"),
     Mutant(P + "accountant", "(dp.GaussianDpEvent(z / 2), most", "(dp.GaussianDpEvent(z), most", "unsampled"),
     Mutant(P + "accountant", "-(-rounds // epoch)", "rounds // epoch", "unsampled"),
-    Mutant(P + "accountant", "(z, rest), 1)]", "(z, epoch), 1)]", "unsampled"),
-    Mutant(P + "accountant", "(z, epoch), whole)", "(z, epoch), 1)", "unsampled"),
     Mutant(P + "accountant", "<= self._small", "<= -1", "every_round"),
     Mutant(P + "accountant", "[_AT], delta)[0] - _AT", "[_AT], delta)[0]", "every_round"),
 ]  # fmt: skip

@@ -1,0 +1,97 @@
+"""Fine-tuning after a run: every client trains the final model alone, and its accuracy is measured before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from torch import nn
+
+from fastsam.fed.algorithms.fedavg import FedAvg
+from fastsam.fed.clients.batch_loss import BatchLoss
+from fastsam.fed.clients.lazy import Lazy
+from fastsam.fed.clients.population import Loss, Population
+from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.clients.samples import Collate
+from fastsam.fed.common import seeds
+from fastsam.fed.common.checks import integer
+from fastsam.fed.loop import trial_batch
+from fastsam.fed.loop.evaluate import Evaluator
+from fastsam.fed.loop.run import run
+from fastsam.fed.rundir.result import Result
+
+
+def finetune(
+    result: Result,
+    clients: Any,
+    *,
+    epochs: int = 1,
+    lr: float | None = None,
+    test: Any = None,
+    collate: Collate | None = None,
+) -> list[dict[str, Any]]:
+    """Train the final model on each client alone and return its accuracy before and after.
+
+    Each client takes plain local steps with the run's batch size, momentum, weight decay, clipping and loss, from the
+    global model, or from its own model if the algorithm keeps one. Accuracies are measured on the samples that the run
+    evaluated this client on. The result itself does not change.
+
+    Args:
+        result: what `fed.run` returned.
+        clients: the clients of that run, in the same order.
+        epochs: local epochs per client, at least 1.
+        lr: learning rate; default: the learning rate of the run's last round.
+        test: the test set, as in `fed.run`; default: the test set of a `FederatedData`.
+        collate: as in `fed.run`.
+
+    Returns:
+        One dict per client: `client`, and the accuracies `before` and `after` in 0..1, None if it has no test samples.
+
+    Raises:
+        ValueError: if `epochs` is below 1, or if there is no test set or the model does not classify.
+    """
+    epochs = integer("epochs", epochs, at_least=1)
+    settings, model = result.settings, result.model
+    given = cast("Loss | BatchLoss", settings.loss)
+    weights = next(p for p in model.parameters() if p.requires_grad)
+    population = prepare(clients, test, weights.dtype, weights.device, isinstance(given, BatchLoss), collate)
+    loss = trial_batch.batch_loss(given, population)
+    evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.validation, settings.seed)
+    if not evaluator.classifies:
+        raise ValueError(
+            "fine-tuning reports each client's accuracy. It needs a test set and a model with one output per class. "
+            "Pass test=(x, y)"
+        )
+    steps = {
+        "rounds": 1, "local_epochs": epochs, "participation": 1.0, "executor": "sequential", "progress": False,
+        "lr": settings.lr_of(max(len(result.history) - 1, 0)) if lr is None else lr,
+        "buffers": "average" if settings.buffers == "local" else settings.buffers,
+        **{name: getattr(settings, name) for name in _SHARED},
+    }  # fmt: skip
+    accuracies = []
+    for i, own in enumerate(_each(clients, population)):
+        start: nn.Module = result.client_model(i) if result.has_client_models else model
+        seed = seeds.derive(settings.seed, "finetune", i) % 2**31
+        tuned = run(start, own, FedAvg(), seed=seed, collate=collate, **steps)
+        before, after = (evaluator.of_client(one, i) for one in (start, tuned.model))
+        accuracies.append({"client": i, "before": before, "after": after})
+    return accuracies
+
+
+_SHARED = ("batch_size", "drop_last", "shuffle", "momentum", "weight_decay", "clip_norm", "clip_scope", "loss")
+
+
+def _classifies(result: Result) -> bool:
+    return any(record["test_accuracy"] is not None for record in result.history)
+
+
+def _each(clients: Any, population: Population) -> Iterator[Sequence[Any]]:
+    """Yield each client as a federation of one."""
+    for i in range(len(clients)):
+        if isinstance(clients, Lazy):
+            yield [clients.load(i)]
+        elif population.augment is not None:
+            yield replace(clients, clients=[clients[i]], priors=None, domains=None)
+        else:
+            yield [clients[i]]
