@@ -23,7 +23,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations test-hub-kernel check format bench bench-kernels bench-accuracy bench-fed wheels hub-kernel gpu clean
+.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -126,23 +126,19 @@ test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a 
 
 CXX_SOURCES := $(shell find csrc bench/variants -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-PAGES := README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md $(wildcard docs/*.md)
-
 check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
-	$(BIN)/python tools/wrap.py --check $(PAGES)
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
-	$(BIN)/python tools/wrap.py $(PAGES)
-	$(BIN)/python tools/notebooks.py
+	@for page in optimizer federated; do $(BIN)/jupytext -q --from md:markdown --to ipynb docs/tutorial_$$page.md; done
 
 bench: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench.step $(ARGS)
@@ -193,28 +189,19 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own
 	@FASTSAM_INTEGRATIONS=1 FASTSAM_COMPATIBILITY=runs/compatibility.json $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
 
-# Hugging Face's `kernels` has the name of a folder here, so transformers would take one for the other: an environment without it.
-$(PEERS)/kernels/.ready: constraints.txt pyproject.toml
-	@test -x $(PEERS)/kernels/bin/python || $(PYTHON) -m venv $(PEERS)/kernels
-	@$(PEERS)/kernels/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja kernels
-	$(call install_beside,$(PEERS)/kernels)
-	@touch $@
-
-test-hub-kernel: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/kernels/.ready ## what `make hub-kernel` makes, loaded by Hugging Face's `kernels` in an environment of its own
-	@FASTSAM_HUB=$(abspath $(PEERS))/kernels/bin/python $(BIN)/python -m pytest -q -ra tests/build/test_hub_kernel.py
-
 .PRECIOUS: $(PEERS)/%/.ready
 bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and five simulators: tables, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench.federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
 	@$(BIN)/python -m bench.fed.report $(or $(OUT),runs/bench-fed)/federated.json
 
-wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one, checked by auditwheel. PLAT=auto
-	@$(BIN)/python tools/wheels.py $(or $(OUT),dist) $(if $(PLAT),--plat $(PLAT))
-
-hub-kernel: $(VENV)/.has-tests ## the folder of a Hugging Face `kernels` package, into OUT=build/hub-kernel, with the variant of this machine's CPU
-	@$(if $(OUT),,rm -rf build/hub-kernel)
-	@$(BIN)/python tools/hub_kernel.py $(or $(OUT),build/hub-kernel) --build
+# torch's libraries are loaded by `import torch` and never copied into a wheel.
+wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one. PLAT=manylinux_2_28_x86_64
+	@rm -rf build/wheel
+	@FASTSAM_NATIVE=0 $(BIN)/python -m build --no-isolation --outdir $(or $(OUT),dist)
+	@FASTSAM_NATIVE=1 $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --plat $(or $(PLAT),auto) --wheel-dir $(or $(OUT),dist) \
+	  $(foreach library,torch torch_cpu torch_cuda c10,--exclude lib$(library).so) build/wheel/*.whl
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.

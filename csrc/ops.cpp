@@ -81,29 +81,31 @@ void update(const Tensors z, const OptionalTensor origin, const Tensors grads, c
 }  // namespace fastsam
 
 STABLE_TORCH_LIBRARY(fastsam, m) {
-  m.def("norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate) -> ()");
+  m.def(
+      "norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate=False) -> "
+      "()");
   m.def(
       "perturb_(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool "
       "save, Tensor? seed=None) -> ()");
   m.def("restore_(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()");
   m.def(
-      "dual_norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hyper, bool accumulate) "
-      "-> ()");
+      "dual_norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hyper, bool "
+      "accumulate=False) -> ()");
   m.def(
       "dual_perturb_(Tensor(a!)[] z, Tensor origin, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor "
-      "hyper, Tensor sumsq, Tensor(c!)? eps) -> ()");
-  m.def("inner_(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate) -> ()");
+      "hyper, Tensor sumsq, Tensor(c!)? eps=None) -> ()");
+  m.def("inner_(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate=False) -> ()");
   m.def(
       "accumulate_(Tensor(a!) high_, Tensor(b!) low_, Tensor x, float factor, Tensor? base=None, Tensor(c!)? "
       "largest_=None) -> ()");
   m.def(
       "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] "
-      "g1, Tensor? q, "
-      "Tensor? grad_scale, bool accumulate) -> ()");
+      "g1, Tensor? q=None, Tensor? grad_scale=None, bool accumulate=False) -> ()");
   m.def(
       "update_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, str rule, Tensor(c!)? "
-      "state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor[] g1, Tensor? q, Tensor? sumsq_v, "
-      "Tensor? grad_scale, Tensor? found_inf, bool first, bool keep, Tensor? shift) -> ()");
+      "state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor[] g1, Tensor? "
+      "q=None, Tensor? sumsq_v=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool first=False, bool "
+      "keep=False, Tensor? shift=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastsam, CPU, m) {

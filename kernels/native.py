@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -123,84 +123,21 @@ def _wrote(z: Sequence[Tensor]) -> None:
         _increment_version(z)
 
 
-def norm_(
-    sumsq: Tensor,
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    accumulate: bool = False,
-) -> None:
-    """See `reference.norm_`."""
-    torch.ops.fastsam.norm_.default(sumsq, grads, weights, table, hyper, accumulate)
+def _function(name: str, writes_weights: bool) -> Callable[..., None]:
+    """Return the op `name` as a function of `reference`'s arguments."""
+
+    def call(*operands: Any, **options: Any) -> None:
+        getattr(torch.ops.fastsam, name).default(*operands, **options)
+        if writes_weights:
+            _wrote(operands[0])
+
+    call.__name__, call.__doc__ = name, f"See `reference.{name}`."
+    return call
 
 
-def perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    grads: Sequence[Tensor],
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    save: bool,
-    seed: Tensor | None = None,
-) -> None:
-    """See `reference.perturb_`."""
-    torch.ops.fastsam.perturb_.default(z, origin, grads, table, hyper, sumsq, save, seed)
-    _wrote(z)
-
-
-def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
-    """See `reference.restore_`."""
-    torch.ops.fastsam.restore_.default(z, origin, table)
-    _wrote(z)
-
-
-def dual_norm_(
-    sumsq: Tensor,
-    grads: Sequence[Tensor],
-    mu: Tensor,
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    accumulate: bool = False,
-) -> None:
-    """See `reference.dual_norm_`."""
-    torch.ops.fastsam.dual_norm_.default(sumsq, grads, mu, s, table, hyper, accumulate)
-
-
-def dual_perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
-    mu: Tensor,
-    grads: Sequence[Tensor],
-    s: Tensor,
-    table: Tensor,
-    hyper: Tensor,
-    sumsq: Tensor,
-    eps: Tensor | None = None,
-) -> None:
-    """See `reference.dual_perturb_`."""
-    torch.ops.fastsam.dual_perturb_.default(z, origin, mu, grads, s, table, hyper, sumsq, eps)
-    _wrote(z)
-
-
-def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False) -> None:
-    """See `reference.inner_`."""
-    torch.ops.fastsam.inner_.default(out, x, y, table, accumulate)
-
-
-def accumulate_(
-    high_: Tensor,
-    low_: Tensor,
-    x: Tensor,
-    factor: float,
-    *,
-    base: Tensor | None = None,
-    largest_: Tensor | None = None,
-) -> None:
-    """See `reference.accumulate_`."""
-    torch.ops.fastsam.accumulate_.default(high_, low_, x, factor, base, largest_)
+norm_, perturb_, restore_, dual_norm_, dual_perturb_, inner_, accumulate_ = (
+    _function(name, name in ("perturb_", "restore_", "dual_perturb_")) for name in _OPS[:-2]
+)
 
 
 def update_norm_(
@@ -230,19 +167,11 @@ def update_(
     *,
     steps: Tensor | None = None,
     g1: Sequence[Tensor] | None = None,
-    q: Tensor | None = None,
-    sumsq_v: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    first: bool = False,
-    keep: bool = False,
-    shift: Tensor | None = None,
+    **options: Any,
 ) -> None:
     """See `reference.update_`."""
-    torch.ops.fastsam.update_.default(
-        *(z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()),
-        *(q, sumsq_v, grad_scale, found_inf, first, keep, shift),
-    )
+    operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
+    torch.ops.fastsam.update_.default(*operands, **options)
     _wrote(z)
 
 

@@ -43,11 +43,9 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fastsam_kernels", ()),
     ("fastsam.backends", ("fastsam_kernels",)),
     ("fastsam.arena", ("fastsam.backends",)),
-    ("fastsam.arguments", ("fastsam.arena",)),
     (
         "fastsam.ops",
         (
-            "fastsam.arguments",
             "fastsam.arena",
             "fastsam.backends",
             "fastsam_kernels.product",
@@ -187,7 +185,6 @@ def test_imports_point_down() -> None:
         ("fastsam_kernels.native", "def f():\n    from fastsam.ops import norm"),
         ("fastsam.backends", "from .ops import norm"),
         ("fastsam.arena", "from . import optim"),
-        ("fastsam.arguments", "from . import backends"),
         ("fastsam.ops", "from .optim import FusedSAM"),
         ("fastsam.optim", "from . import fed"),
         ("fastsam.optim", "from fastsam_kernels import reference"),

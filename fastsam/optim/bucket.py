@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fastsam.arena import Arena, Layout, is_dense
-from fastsam.ops import Kernels, bind, compute_dtype
+from fastsam.backends import Kernels
+from fastsam.ops import bind
 from fastsam.optim.exclusive import Exchange, lendable
 from fastsam.optim.gradients import present
 from fastsam.optim.parameters import has_memory
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import Axes, axes_of, gradient_of, is_sharded, local
+from fastsam_kernels.conventions import compute_dtype
 
 FIRST, MEMORY, NEXT = "first_gradient", "sam_memory", "sam_memory_next"  # fields, and keys of saved states
 GRADIENT, ROUNDED = "gathered_gradient", "rounded_direction"

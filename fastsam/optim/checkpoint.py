@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastsam.ops import compute_dtype
 from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
 from fastsam.optim.rules import Group, Rule
 from fastsam.optim.scalars import OWN_OPTIONS, check_group
 from fastsam.optim.sharded import part_of, placed
 from fastsam.optim.variants.sam import SAM
+from fastsam_kernels.conventions import compute_dtype
 
 FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"

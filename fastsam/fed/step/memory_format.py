@@ -63,7 +63,7 @@ def overrun_risk(model: nn.Module, device: torch.device) -> str:
     """The layer for which torch's CPU kernels write past their memory in channels_last; empty where there is none.
 
     It is a 1x1 convolution with a stride and a number of input channels that is no multiple of 8, in all but float64:
-    the gradient of its weight (docs/torch_conv1x1_channels_last.md; found by tools/conv_overrun.py). The order of its
+    the gradient of its weight (docs/torch_conv1x1_channels_last.md). The order of its
     own weight does not save it: it follows its input, which other layers put in channels_last. Of a 1x1 weight outside
     `nn.Conv2d` the stride cannot be seen, so it counts. Processors are not told
     apart: a run would not be resumed on another one.
