@@ -56,7 +56,7 @@ define install_fastsam
 endef
 
 $(VENV)/.has-fastsam: $(VENV)/.has-torch pyproject.toml setup.py $(SOURCES)
-	$(call install_fastsam)
+	$(call install_fastsam,[lab])
 
 # Before .has-fastsam where both are needed: one call of pip then does for both.
 $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
@@ -184,6 +184,7 @@ $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	@test -x $(PEERS)/integrations/bin/python || $(PYTHON) -m venv $(PEERS)/integrations
 	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja
 	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
+	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt timm torchvision
 	@touch $@
 
 test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own

@@ -19,7 +19,7 @@ from bench.problem import Gradients, initial_weights
 from bench.report import threads_of
 from bench.timing import Clock, Drive
 
-pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed: pip install 'fastsam[bench]'")
+pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed: pip install 'fused-sam[bench]'")
 
 CLOCK = Clock()
 THREADS = (1, 2)

@@ -48,7 +48,7 @@ def test_there_are_commands_of_every_kind() -> None:
         "python -m bench.stepp",
         "python -m bench.step --contender x",
         "python tools/key.py",
-        "pip install 'fastsam[visions]'",
+        "pip install 'fused-sam[labs]'",
         "fastsam runs",
         "fastsam runs examples/digits.toml",
         "fastsam run examples/digits.toml --rhoo 1",
@@ -85,7 +85,7 @@ def check_make(arguments: Sequence[str]) -> None:
 
 
 def check_pip(arguments: Sequence[str]) -> None:
-    for extra in re.findall(r"(?:fastsam|\.)\[([\w,]+)\]", " ".join(arguments)):
+    for extra in re.findall(r"(?:fused-sam|\.)\[([\w,]+)\]", " ".join(arguments)):
         for name in extra.split(","):
             assert re.search(rf"^{name} = \[", PYPROJECT, re.M), f"no extra {name}"
 

@@ -18,7 +18,7 @@ from tests.helpers.places import ROOT
 # A module may import from its own group and from the groups named; the first group whose prefix fits is its own.
 # The rooms of `fed` stand on floors, each room only on those below it; `lab` is above them. Only ops and optim run
 # kernels, and only backends knows where they are (`product` and `rowprograms` have what is no backend's).
-BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena")
+BELOW_FED = ("fastsam.optim", "fastsam.step", "fastsam.ops", "fastsam.arena", "fastsam.extras")
 FLOORS = (  # from the ground up; rooms of one floor do not know each other
     ("common", "sums"),
     ("aggregation", "clients", "models", "step"),
@@ -52,6 +52,7 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "fastsam_kernels.rowprograms",
         ),
     ),
+    ("fastsam.extras", ()),
     ("fastsam.step", ()),
     ("fastsam.batchnorm", ()),
     ("fastsam.optim", ("fastsam.ops", "fastsam.arena", "fastsam.backends", "fastsam.step", "fastsam.batchnorm")),

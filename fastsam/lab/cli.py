@@ -17,10 +17,10 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastsam.extras import DISTRIBUTION, install_command, installed_version, missing_module_hint, torchvision_command
 from fastsam.lab.usage import Parser
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 USAGE, INTERRUPTED = 2, 130
 MISSING = "not installed"
 MOST_POINTS = 1001  # of a side of a loss surface: a million losses
-OPTIONAL = {  # packages of the extras, and what each is for
-    "triton": "kernels for GPUs: pip install 'fastsam[triton]'",
-    "torchvision": "EMNIST, CIFAR, image folders and the model vit_b_32: pip install 'fastsam[vision]'",
-    "dp-accounting": "epsilon of runs with noise: pip install 'fastsam[privacy]'",
+OPTIONAL = {  # packages that some uses need, and what each is for
+    "triton": f"kernels for GPUs: {install_command('triton')}",
+    "torchvision": f"EMNIST, CIFAR, image folders and the model vit_b_32: {torchvision_command()}",
+    "dp-accounting": f"epsilon of runs with noise: {install_command('privacy')}",
 }
 
 
@@ -169,8 +169,11 @@ def _report_error(error: Exception, debug: bool) -> int:
     ours = type(error).__module__.startswith("fastsam.")
     written_for_users = ours or isinstance(error, (ValueError, RuntimeError, OSError))
     print(f"error: {error}" if written_for_users else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    hint = missing_module_hint(error.name) if isinstance(error, ImportError) else None
     if isinstance(error, ImportError) and error.name == "torch":
         print("fastsam needs PyTorch: pip install 'torch>=2.10'", file=sys.stderr)
+    elif hint is not None:
+        print(hint, file=sys.stderr)
     elif not written_for_users and not debug:
         print("run it again with --debug for the traceback", file=sys.stderr)
     return 1
@@ -180,7 +183,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     """Versions, those of the optional packages too, and the table of backends, and what to do next. 1 when torch cannot
     be imported."""
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
-    versions = {"fastsam": _version("fastsam"), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
+    versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
         found = _version(package)
         versions[package] = f"{found} ({use})" if found == MISSING else found
@@ -339,10 +342,7 @@ def _split(text: str | None) -> list[str] | None:
 
 
 def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return MISSING
+    return installed_version(package) or MISSING
 
 
 def _quote(path: Path) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from fastsam import extras
 from tests.helpers.installing import ROOT, build_wheel, copy_checkout, require_pip_and_setuptools, run
 
 if sys.version_info >= (3, 11):
@@ -50,6 +52,40 @@ def assert_pure(wheel: Path) -> None:
     assert "Root-Is-Purelib: true" in read(wheel, ".dist-info/WHEEL")
     assert not [name for name in names(wheel) if name.endswith(".so")]
     assert json.loads(read(wheel, "native.json"))["libraries"] == []
+
+
+def test_the_distribution_has_one_name_and_needs_what_importing_it_needs() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == extras.DISTRIBUTION == "fused-sam"
+    assert project["dependencies"] == ["torch>=2.10", "numpy", "safetensors"]
+    assert set(extras.EXTRAS.values()) <= set(project["optional-dependencies"])
+    replacing = [r for names in project["optional-dependencies"].values() for r in names if r.startswith("torchvision")]
+    assert not replacing, "torchvision belongs to one version of torch and would replace the torch that is there"
+
+
+WITHOUT_EXTRAS = """
+import sys
+for name in ("rich", "matplotlib", "jinja2", "PIL", "sklearn"):
+    sys.modules[name] = None
+import torch
+import fastsam
+from fastsam import fed
+model, data = torch.nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))]
+fastsam.FusedSAM(model.parameters(), lr=0.1)
+fed.run(model, data, fed.FedSAM(), rounds=1)
+from fastsam.lab import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_without_extras_the_core_works_and_the_rest_names_its_command(tmp_path: Path) -> None:
+    config = ROOT / "examples" / "digits.toml"
+    for words in (["compare", str(config), "--algorithms", "fedavg"], ["run", str(config), "--rounds", "1"]):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTRAS, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert "is not installed: pip install 'fused-sam[lab]'" in done.stderr
 
 
 def test_building_needs_setuptools_alone() -> None:

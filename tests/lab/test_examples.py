@@ -72,7 +72,9 @@ def test_the_commands_in_the_examples_work(
 
 
 def test_the_private_example_runs_fedsam_with_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'")
+    pytest.importorskip(
+        "dp_accounting", reason="epsilon is computed by dp-accounting: pip install 'fused-sam[privacy]'"
+    )
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", str(EXAMPLES / "private.toml"), "--rounds", "2", "--run-dir", "run"]) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

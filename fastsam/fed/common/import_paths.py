@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastsam.extras import torchvision_command
 from fastsam.fed.common import trust
 
 
@@ -93,25 +94,6 @@ class PackageError(ImportError):
     """A package of an extra is not there, or does not import; the message says what to do."""
 
 
-def optional(module: str, package: str, purpose: str) -> ModuleType:
-    """A module of a package that fastsam does not need otherwise. Raises PackageError, with the cause attached.
-
-    A package may be there and not import: torchvision beside a torch that it was not built for raises RuntimeError.
-    """
-    try:
-        return importlib.import_module(module)
-    except (ImportError, RuntimeError, OSError) as error:
-        if isinstance(error, ModuleNotFoundError):
-            what = f"which is not installed: pip install {package}"
-        else:
-            what = (
-                f"which cannot be imported ({type(error).__name__}: {error}): install the build of {package} that "
-                f"belongs to your "
-                "torch, from the same index"
-            )
-        raise PackageError(f"{purpose} needs {package}, {what}", name=module) from error
-
-
 # What torchvision's Python part describes to torch at its import, whether its compiled part was loaded or not.
 _DETECTION = {
     f"torchvision::{name}": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
@@ -119,8 +101,8 @@ _DETECTION = {
 
 
 def vision(module: str, purpose: str) -> ModuleType:
-    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises as
-    `optional` does.
+    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises
+    PackageError.
 
     torchvision's data sets, transforms and models are plain Python. Its compiled part, the operators of object
     detection, cannot be loaded where the two come from different indices (a wheel for CUDA beside a CPU build of
@@ -129,7 +111,7 @@ def vision(module: str, purpose: str) -> ModuleType:
     import begins anew. Called, they still raise torchvision's own error.
     """
     try:
-        return optional(module, "torchvision", purpose)
+        return _torchvision(module, purpose)
     except PackageError as error:
         if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error.__cause__)):
             raise
@@ -140,4 +122,19 @@ def vision(module: str, purpose: str) -> ModuleType:
             torch.library.define(name, schema)
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]  # the first attempt's halves
-    return optional(module, "torchvision", purpose)
+    return _torchvision(module, purpose)
+
+
+def _torchvision(module: str, purpose: str) -> ModuleType:
+    """Import a module of torchvision. Raises PackageError, with the cause attached.
+
+    torchvision may be installed and not import: next to a torch that it was not built for it raises RuntimeError.
+    """
+    try:
+        return importlib.import_module(module)
+    except (ImportError, RuntimeError, OSError) as error:
+        found = "is not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported ({error})"
+        raise PackageError(
+            f"{purpose} needs torchvision, which {found}. Install the one of this torch: {torchvision_command()}",
+            name=module,
+        ) from error

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsam.extras import install_command
 from fastsam.fed.data.augment import named
 from fastsam.fed.data.federated import FederatedData, split_data, stratified_test
 from fastsam.fed.data.partition import SPLITS, options_of
@@ -77,8 +78,12 @@ def _read() -> tuple[np.ndarray, Tensor]:
         table = np.loadtxt(file, delimiter=",")
         pixels, labels = table[:, :-1], table[:, -1]
     else:
-        from sklearn.datasets import load_digits
-
+        try:
+            from sklearn.datasets import load_digits
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"the digits come with scikit-learn, which is not installed: {install_command('lab')}", name="sklearn"
+            ) from error
         pixels, labels = load_digits(return_X_y=True)
     return pixels, torch.from_numpy(labels.astype(np.int64))
 

@@ -6,11 +6,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from fastsam.extras import install_command
 from fastsam.fed.callbacks.base import METHODS, CallbackError, RunView, Stop
 from fastsam.fed.callbacks.terminal import RunProgress, counted
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -161,7 +163,9 @@ def _checked(callbacks: Any) -> Sequence[Any]:
 def _progress(progress: Any) -> Progress | bool:
     """Raises ValueError unless it is a function, a bool, or None for what suits the terminal."""
     if progress is None:
-        return sys.stderr is not None and sys.stderr.isatty()
+        return sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None
+    if progress is True and find_spec("rich") is None:
+        raise ImportError(f"progress=True draws its bar with rich, which is not installed: {install_command('lab')}")
     if not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
             f"progress must be a function of a round's record, True or False (a bar or none; by default where there is "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.extras import install_command
 from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
@@ -104,9 +105,8 @@ def _accountant(asked: Asked, clients: int) -> Accountant | None:
         import dp_accounting  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "epsilon is computed by the package dp-accounting, which is not installed: pip install 'fastsam[privacy]', "
-            "or accountant=None: "
-            "noise, and no guarantee"
+            f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
+            "or accountant=None: noise, and no guarantee"
         ) from error
     draws = sampling.make(asked.sampler, clients, asked.participation)
     taken = Participations(lambda t: sampling.draw(draws, t, clients, asked.seed))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from fastsam import backends
+from fastsam.extras import DISTRIBUTION, installed_version
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -17,7 +17,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {
-            name: _version(name) for name in ("fastsam", "torch", "triton", "torchvision", "numpy", "safetensors")
+            "fastsam": installed_version(DISTRIBUTION),
+            **{name: installed_version(name) for name in ("torch", "triton", "torchvision", "numpy", "safetensors")},
         },
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),
@@ -26,10 +27,3 @@ def environment(device: torch.device) -> dict[str, Any]:
         "backends": {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()},
         "command": sys.argv,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

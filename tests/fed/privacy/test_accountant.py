@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import privacy_checks as checks
 
 pytestmark = pytest.mark.skipif(
-    find_spec("dp_accounting") is None, reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'"
+    find_spec("dp_accounting") is None, reason="epsilon is computed by dp-accounting: pip install 'fused-sam[privacy]'"
 )
 
 

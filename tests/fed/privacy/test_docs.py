@@ -13,7 +13,7 @@ from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
 
 pytestmark = pytest.mark.skipif(
-    find_spec("dp_accounting") is None, reason="epsilon is computed by dp-accounting: pip install 'fastsam[privacy]'"
+    find_spec("dp_accounting") is None, reason="epsilon is computed by dp-accounting: pip install 'fused-sam[privacy]'"
 )
 
 PAGE = (ROOT / "docs" / "privacy.md").read_text()

@@ -107,7 +107,7 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fastsam\[privacy\]', or accountant=None"):
+    with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or accountant=None"):
         checks.run(**ASKED)
     checks.run(**ASKED | {"accountant": None})
 
