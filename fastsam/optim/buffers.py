@@ -279,7 +279,9 @@ class Buffers:
             update.begin(self._scalars.kinds, self.base.state)
 
     def _written(self) -> None:
-        """Weights were written."""
+        """Drop what torch keeps of the weights of before: autocast's casts and gathered parameters."""
+        if not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()  # else a region of autocast around both passes casts the weights once
         if self._gathering:
             drop_gathered(self._gathering)
 

@@ -285,7 +285,6 @@ class Engine(Buffers):
 
     def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""
-        self._written()
         if self.mixes and made:
             if self.perturbs:
                 self.mixing.correct_(self.base.param_groups, calls, scales.second)
@@ -294,6 +293,7 @@ class Engine(Buffers):
                 call()
         if not self.always:
             self.steps, self.finishing = self.steps + 1, False
+        self._written()
 
     def recover_(self) -> None:
         """The original weights back, bit for bit, from whatever phase; nothing when they are there.

@@ -117,6 +117,23 @@ def test_check_finite_skips_the_update(name: str, backend: Backend) -> None:
     assert not same_bits(before, params)
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["", "moved between the passes"])
+@pytest.mark.parametrize("name", BASES)
+def test_check_finite_makes_the_update_of_parameters_with_gaps(name: str, moved: bool, backend: Backend) -> None:
+    base, options = BASES[name]
+    params = [nn.Parameter(torch.ones(6, 8, device=backend.device)[:, 2:5])]
+    opt = FusedSAM(params, base, backend=backend.name, check_finite=True, **options)
+    for step in range(2):
+        before = copies(params)
+        backward(params, step)
+        opt.first_step()
+        if moved:
+            params[0].data = torch.empty(6, 8, device=backend.device)[:, 2:5].copy_(params[0].data)
+        backward(params, step)
+        opt.second_step()
+        assert not same_bits(before, params)
+
+
 def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backend) -> None:
     p = nn.Parameter(torch.zeros(1000, dtype=torch.float16, device=backend.device))
     opt = FusedSAM([p], SGD, rho=1.0, lr=0.1, backend=backend.name)
