@@ -98,6 +98,8 @@ class Engine(Buffers):
         if self.climbing:
             return self._climb_(calls, scale)
         self.ascents = 1
+        if not torch.compiler.is_compiling():
+            self.begin_step()
         for bucket in self.buckets:
             bucket.begin()
         if not self.plain:
