@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.bucket import Bucket
 from fastsam.optim.buffers import Buffers, Phase
+from fastsam.optim.checkpoint import STEPS
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
 from fastsam.optim.mixing import Call, Mixing, Scales, squares
@@ -45,7 +46,6 @@ class Engine(Buffers):
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
         self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs and not variant.masks
-        self.steps = 0
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its
         # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL, Memory.MASK)
@@ -71,6 +71,22 @@ class Engine(Buffers):
         self._calls: list[Call] = []  # of a perturbation under way
         self.early: Early | None = None  # updates in the second backward pass, where they are asked for
         super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None, compact)
+        self.steps = self.steps
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, where not every step perturbs. The count is in the parameter groups because
+        torch.distributed.checkpoint carries nothing else of a state dict but the tensors."""
+        return int(self.base.param_groups[0].get(STEPS, 0))
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for call in self._count(count):
+            call()
+
+    def _count(self, steps: int) -> list[partial[Any]]:
+        """Calls that set the count of steps; none where every step perturbs."""
+        return [] if self.always else [partial(group.__setitem__, STEPS, steps) for group in self.base.param_groups]
 
     # --- the passes ---
 
@@ -260,7 +276,7 @@ class Engine(Buffers):
         """Calls after an update: the step is counted."""
         # An interrupted `second_step` may have left the flag; without a `first_step` in the next step nobody else
         # clears it.
-        return [partial(setattr, self, "steps", self.steps + 1), partial(setattr, self, "finishing", False)]
+        return [*self._count(self.steps + 1), partial(setattr, self, "finishing", False)]
 
     def _start(self, calls: Sequence[Call]) -> None:
         """For an update without a perturbation before it: from the weights where they are; from a copy where an

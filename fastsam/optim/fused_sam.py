@@ -302,9 +302,8 @@ class FusedSAM(Saving):
         """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one
         that was saved to come in."""
         self._share()
-        if self._engine.rule is not None:
-            self._engine.make_state_()
-        else:
+        self._engine.make_state_()
+        if self._engine.rule is None:
             unhooked_step(self.base_optimizer)(self.base_optimizer)
 
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered
