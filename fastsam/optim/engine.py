@@ -20,6 +20,7 @@ from fastsam.optim.rules import rule_of
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
 from fastsam.optim.variants.sam import SAM, Memory
+from fastsam_kernels.conventions import FreedError, refuse_freed
 
 PLAIN = SAM()
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -119,6 +120,9 @@ class Engine(Buffers):
         for bucket in self.buckets:
             bucket.begin()
         if not self.plain:
+            if not torch.compiler.is_compiling():
+                for _, _, grads in calls:
+                    refuse_freed(grads)
             if not self.perturbs:
                 return self._stay()
             calls = self._calls = self._directed_(calls, scale)
@@ -152,8 +156,12 @@ class Engine(Buffers):
             for bucket, selection, grads in calls:
                 bucket.perturb_(selection, grads, self._sum, seed)
         else:
-            self.phase = phase
-            bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
+            before, self.phase = self.phase, phase
+            try:
+                bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
+            except FreedError:
+                self.phase = before  # to take back a perturbation, `recover_` would read the gradients
+                raise
         self.phase = Phase.PERTURBED
         self._calls = []
         self._written()
@@ -235,6 +243,9 @@ class Engine(Buffers):
         if not perturbed:
             self._start(calls)
         if self.mixes:
+            if not torch.compiler.is_compiling():
+                for _, _, grads in calls:
+                    refuse_freed(grads)
             if perturbed:
                 reading = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
             else:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import FusedSAM
+from fastsam import GSAM, SAM, FusedSAM
 from fastsam.backends import Backend
+from fastsam.optim.variants import VaSSO
 from tests.helpers.sam_cases import BASES, SGD, closure_of
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 from tests.helpers.tolerances import trajectory
@@ -159,6 +160,28 @@ def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend:
         opt.second_step()
         master -= 1e-3 * gradient.float()
         torch.testing.assert_close(opt.state_dict()["state"][0]["master"], master, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad_pass", [0, 1])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("sam", [SAM(), GSAM(), VaSSO()], ids=lambda sam: type(sam).__name__)
+def test_a_gradient_whose_memory_was_freed(sam: SAM, exclusive: bool, bad_pass: int, backend: Backend) -> None:
+    params = make_parameters([(300, 300), (4,), (0, 2)], torch.float32, backend.device)
+    opt = FusedSAM(params, SGD, sam=sam, lr=0.1, momentum=0.9, exclusive=exclusive, backend=backend.name)
+    before = copies(params)
+    for halves in (0, 1, 0, 1):
+        backward(params, 0)
+        if halves == bad_pass:
+            params[1].grad.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="storage was freed|storage of size 0"):
+                (opt.second_step if halves else opt.first_step)()
+            assert same_bits(before, params)
+            if halves:
+                backward(params, 0)
+                opt.first_step()
+            backward(params, 0)
+        (opt.second_step if halves else opt.first_step)()
+        before = before if halves == 0 else copies(params)
 
 
 # --- layouts ---
