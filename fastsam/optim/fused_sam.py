@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam import ops
+from fastsam.backends import select
 from fastsam.optim import amp, compact, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.engine import Call, Phase
@@ -497,6 +499,19 @@ class FusedSAM(Saving):
             raise
 
     # --- small things ---
+
+    def __repr__(self) -> str:
+        """As torch's optimizers, with the base optimizer, the variant and the backend before the groups."""
+        variant, used = self._engine.variant, parameters_of(self.param_groups)
+        options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
+        chosen = {select(self._engine.backend, p.device, p.dtype).name for p in used}
+        head = {
+            "base optimizer": type(self.base_optimizer).__name__,
+            "variant": f"{type(variant).__name__}({', '.join(options)})",
+            "backend": ", ".join(sorted(chosen)),
+        }
+        lines = "".join(f"\n{name}: {value}" for name, value in head.items())
+        return super().__repr__().replace(" (", f" ({lines}\n", 1)
 
     def _check_parameters(self) -> None:
         params, engine = parameters_of(self.param_groups), self._engine

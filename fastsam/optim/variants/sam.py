@@ -114,10 +114,16 @@ class SAM:
         return True
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`. `[1, n]` each, all
-        parameters of one dtype as one vector (float32, or float64 for float64 ones): g: the first gradient, which may be overwritten; memory: the
-        vector as the last step left it; after: takes what it is after this step. A linear function of g and memory, so
-        that a GradScaler's scale cancels."""
+        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`.
+
+        Must be a linear function of g and memory, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
+        parameters of one dtype in one vector: float32, or float64 for float64 parameters.
+
+        Args:
+            g: first gradient, which may be overwritten.
+            memory: kept vector, as the last step left it; zeros at first.
+            after: output, the kept vector after this step.
+        """
         raise NotImplementedError
 
     def mask(self, g: Tensor, memory: Tensor | None, out: Tensor, step: int, places: Places) -> None:
