@@ -69,6 +69,15 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raises OSError as `open_regular` does, ValueError if it is no JSON, or nested more
+    deeply than Python's parser goes."""
+    try:
+        return json.loads(read_bytes(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def make_directory(path: Path, advice: str = "choose another run directory") -> None:
     """The directory and those above it. Raises OSError that says what to do (`advice`) where it cannot be made or
     written to."""

@@ -291,7 +291,7 @@ class RunDirectory:
             check_identity(self.path, manifest["identity"], self.identity)
             stored = {n: read_tensors(folder / Path(n).name, digest) for n, digest in manifest["files"].items()}
             state = self._assemble(manifest, stored)
-        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
             raise RunDirectoryError(
                 f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is"
             ) from error
