@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,7 @@ def select(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
 
 
 _noted = False
+_NOT_THE_USERS = ("fastsam", "fastsam_kernels", "torch")  # packages whose lines a warning does not name
 
 
 def _note_missing_kernels(reasons: list[str]) -> None:
@@ -222,4 +224,7 @@ def _note_missing_kernels(reasons: list[str]) -> None:
             f"fastsam runs without its compiled kernels, on torch's multi-tensor functions ({'; '.join(reasons)}). "
             f"{hint}"
         )
-        warnings.warn(note, stacklevel=4)
+        frame, level = sys._getframe(1), 2
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(note, stacklevel=level)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of weights and gradients
 HIGH_BITS, LOW_BITS = 28, 52  # of the two limbs of a fixed-point number, below the point and below each other
@@ -13,3 +16,17 @@ CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the arithmetic and of the state for weights of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class FreedError(RuntimeError):
+    """A tensor with elements has no memory. It was found before anything was written."""
+
+
+def refuse_freed(tensors: Sequence[Tensor]) -> None:
+    """Raise FreedError if a tensor with elements has no memory, which no kernel may read."""
+    for i, tensor in enumerate(tensors):
+        if tensor.data_ptr() == 0 and tensor.numel():
+            raise FreedError(
+                f"tensor {i} of {len(tensors)} has no memory: its storage was freed. Run the backward pass again "
+                f"before the step, and free gradients only after it"
+            )

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .conventions import refuse_freed
 from .foreach import norm_, norms_of, perturb_, perturb_lists_, update_
 from .lists import plan_of
 
@@ -36,6 +37,7 @@ class ListCalls:
     @torch.no_grad()
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
         """See `raw_calls.RawCalls.norm_perturb_`."""
+        refuse_freed(grads)
         z, origin, table, hyper = self._operands
         if adaptive:
             norm_(sumsq, grads, z, table, hyper)
@@ -56,6 +58,7 @@ class ListCalls:
         in_place: bool = False,
     ) -> list[partial[None]]:
         """See `raw_calls.RawCalls.update`."""
+        refuse_freed(grads)
         z, origin, table, hyper = self._operands
         start = None if in_place else origin
         return [partial(update_, z, start, grads, table, hyper, rule, state, steps=steps, first=first, keep=keep)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from . import build, native
+from .conventions import refuse_freed
 from .rule import all_fields
 
 _TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}  # csrc/launch.h
@@ -104,8 +105,11 @@ class RawCalls:
         return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _function_modes() > 0
 
     def _locate(self, grads: Sequence[Tensor]) -> None:
-        """Writes down where the gradients lie."""
-        self._pack(*map(_address, grads))
+        """Write down where the gradients lie. Raises FreedError if one of them has no memory."""
+        places = list(map(_address, grads))
+        if not all(places):
+            refuse_freed(grads)
+        self._pack(*places)
 
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
         """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive`
@@ -179,7 +183,7 @@ class CudaCalls(RawCalls):
         self._stream = partial(_raw_stream, device)
 
     def _locate(self, grads: Sequence[Tensor]) -> None:
-        self._pack(*map(_address, grads))
+        super()._locate(grads)
         self._words[1] = self._stream()
 
 

@@ -22,6 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from .conventions import refuse_freed
 from .triton_chunks import CHUNK, Operand
 
 ENTRIES = 256  # of each cache; a step of a model uses about five
@@ -161,7 +162,10 @@ def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> tuple[Operan
     if len(tensors) == 1 and not (plan.segments == 1 and first.numel() == rows * plan.lengths[0]):
         return field_of(first, rows)
     strides = (0,) * len(tensors) if rows == 1 else tuple(t.stride(0) if t.numel() else 0 for t in tensors)
-    content = (tuple(t.data_ptr() for t in tensors), strides, first.element_size())
+    pointers = tuple(t.data_ptr() for t in tensors)
+    if not all(pointers):
+        refuse_freed(tensors)
+    content = (pointers, strides, first.element_size())
     addresses = _addresses.get(content, first.device, lambda: _make_addresses(*content, first.device))
     return Operand(addresses.table, 0, DTYPES[first.dtype]), addresses.aligned
 

@@ -28,6 +28,7 @@ def sam_callback() -> Any:
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             opt = _the_optimizer(trainer)
+            _refuse_averages(trainer, opt)
             if not pl_module.automatic_optimization:
                 return
             _refuse_what_cannot_work(trainer)
@@ -76,14 +77,29 @@ def _the_optimizer(trainer: Any) -> FusedSAM:
     return opt
 
 
-def _refuse_what_cannot_work(trainer: Any) -> None:
-    batches = trainer.accumulate_grad_batches
-    if batches != 1 or any(
-        type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks
-    ):
+def _callback(trainer: Any, *names: str) -> str | None:
+    """Return the class of the first callback that is of one of these classes of Lightning, None if there is none."""
+    kinds = map(type, trainer.callbacks)
+    return next((kind.__name__ for kind in kinds if any(base.__name__ in names for base in kind.__mro__)), None)
+
+
+def _refuse_averages(trainer: Any, opt: FusedSAM) -> None:
+    """Raise ValueError for a callback that averages the weights between steps, where these are the perturbed ones."""
+    averaging = _callback(trainer, "WeightAveraging", "StochasticWeightAveraging")
+    if averaging and opt._engine.one_pass:
         raise ValueError(
-            f"accumulate_grad_batches={batches} with FusedSAM: step(closure) would see the last batch alone. Make the "
-            f"batches larger, or accumulate "
+            f"{averaging} with {type(opt._engine.variant).__name__}, whose weights between steps are the perturbed "
+            f"ones: it would average those. Take a variant of two passes, or average inside opt.evaluating()"
+        )
+
+
+def _refuse_what_cannot_work(trainer: Any) -> None:
+    scheduler = _callback(trainer, "GradientAccumulationScheduler")
+    batches = trainer.accumulate_grad_batches
+    if scheduler or batches != 1:
+        raise ValueError(
+            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see the last "
+            f"batch alone. Make the batches larger, or accumulate "
             "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, "
             "second_step(zero_grad=True)"
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.callbacks.terminal import Countdown, RunProgress
-from fastsam.fed.common.atomic_files import make_directory, write_json
+from fastsam.fed.common.atomic_files import make_directory, read_json, write_json
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
@@ -212,7 +212,7 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
 def _config_of(directory: Path) -> dict[str, Any]:
     """The config.json of a directory; empty when there is none that can be read."""
     try:
-        content = json.loads((directory / "config.json").read_text())
+        content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

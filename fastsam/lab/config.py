@@ -20,6 +20,7 @@ from typing import Any
 
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common import trust
+from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
@@ -71,12 +72,10 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run directory's config is {path / 'config.json'}")
     try:
-        raw = path.read_bytes()
+        content = read_json(path) if path.suffix == ".json" else tomllib.loads(read_bytes(path).decode())
     except FileNotFoundError:
         raise FileNotFoundError(f"no config file {path} (looked in {Path.cwd()})") from None
-    try:
-        content = json.loads(raw) if path.suffix == ".json" else tomllib.loads(raw.decode())
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as {'JSON' if path.suffix == '.json' else 'TOML'}: {error}"
         ) from error
@@ -285,7 +284,7 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
                 return [part.strip() for part in value.split(",") if part.strip()]
             if kind not in (str, type(None)):
                 return json.loads(value)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             continue
     return value
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastsam.fed.common.atomic_files import make_directory
+from fastsam.fed.common.atomic_files import make_directory, read_bytes, read_json
 from fastsam.lab import report
 from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
@@ -39,13 +39,13 @@ def _read(place: Path, top: Path) -> FinishedRun:
     config, summary = (_json(place / name) for name in ("config.json", "summary.json"))
     algorithm = short_name(str(config.get("algorithm", place.name)))
     label = algorithm if place == top else _SEED.sub("", place.relative_to(top).as_posix())
-    history = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    history = [json.loads(line) for line in read_bytes(place / "metrics.jsonl").decode().splitlines()]
     return FinishedRun(label, int(config.get("seed", 0)), summary, history, place, label)
 
 
 def _json(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where it is not there yet."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    found = read_json(path) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

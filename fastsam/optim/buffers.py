@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 from operator import is_
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,6 +35,10 @@ class Phase(Enum):
     IDLE = "the user's own"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
     PERTURBED = "at the perturbed point; the originals are saved"
+
+
+# Engines that may be between the two halves of a step. Those that are not any more leave when another engine looks.
+_between: set[ref[Buffers]] = set()
 
 
 class Buffers:
@@ -66,6 +71,24 @@ class Buffers:
         self._watch: Watch | None = None
         self._steady: Steady | None = None  # of the last look, if it may be shortened
         self._carried: Weights = {}
+        self._ref = ref(self)
+
+    def begin_step(self) -> None:
+        """Note that this engine will be between the halves of a step. Raises RuntimeError if another one is, over some
+        of the same parameters: of two that save and restore the same weights one loses its update."""
+        if _between and (len(_between) > 1 or self._ref not in _between):
+            own = set(map(id, parameters_of(self.base.param_groups)))
+            for found in _between - {self._ref}:
+                other = found()
+                if other is None or other.phase is Phase.IDLE:
+                    _between.discard(found)
+                elif own.intersection(map(id, parameters_of(other.base.param_groups))):
+                    end = "eval()" if other.one_pass else "second_step() or restore()"
+                    raise RuntimeError(
+                        f"another FusedSAM has perturbed some of these parameters, and its step has not ended. Call "
+                        f"its {end} first"
+                    )
+        _between.add(self._ref)
 
     @property
     def _sum(self) -> Tensor:
@@ -252,6 +275,8 @@ class Buffers:
         """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next
         step. left_out: the numbers of parameters that had none, None where it is not known."""
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
+        if perturbed:
+            _between.add(self._ref)
         self._carried, self._watch, self._steady = weights, None, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
@@ -268,7 +293,9 @@ class Buffers:
             update.begin(self._scalars.kinds, self.base.state)
 
     def _written(self) -> None:
-        """Weights were written."""
+        """Drop what torch keeps of the weights of before: autocast's casts and gathered parameters."""
+        if not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()  # else a region of autocast around both passes casts the weights once
         if self._gathering:
             drop_gathered(self._gathering)
 

@@ -30,6 +30,7 @@ from fastsam_kernels.conventions import compute_dtype
 
 FORMAT = 1
 MASTER, UNPERTURBED = "master", "unperturbed"
+STEPS = "sam_steps"  # in every parameter group, if not every step perturbs
 T = TypeVar("T")
 OURS = (MASTER, UNPERTURBED, FIRST, MEMORY, NEXT)
 # What the SAM class that everyone copies keeps in its state: weights and perturbation of the last step. Its base
@@ -115,7 +116,8 @@ class Loaded:
 
     def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None, sam: SAM) -> None:
         _check_form(state_dict)
-        ours = state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})
+        counted = state_dict["param_groups"][0].get(STEPS, 0) if state_dict["param_groups"] else 0
+        ours = {"steps": counted, **state_dict.get("fastsam", {"format": FORMAT, "perturbed": False})}
         if ours.get("format") != FORMAT:
             raise ValueError(
                 f"this state dict has format {ours.get('format')!r}, this version of fastsam reads format {FORMAT}; "
@@ -292,7 +294,7 @@ def _merged(saved: list[Group], groups: list[Group], rule: Rule | None) -> list[
     for number, (new, old) in enumerate(zip(saved, groups, strict=True)):
         group = {
             **{n: v for n, v in old.items() if n in OWN_OPTIONS},
-            **deepcopy({n: v for n, v in new.items() if n != "params"}),
+            **deepcopy({n: v for n, v in new.items() if n not in ("params", STEPS)}),
         }
         for name, value in old.items():
             group.setdefault(name, value)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.bucket import Bucket
 from fastsam.optim.buffers import Buffers, Phase
+from fastsam.optim.checkpoint import STEPS
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
 from fastsam.optim.mixing import Call, Mixing, Scales, squares
@@ -19,6 +20,7 @@ from fastsam.optim.rules import rule_of
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
 from fastsam.optim.variants.sam import SAM, Memory
+from fastsam_kernels.conventions import FreedError, refuse_freed
 
 PLAIN = SAM()
 COULD_NOT = "the update could not run: out of memory, or torch's threads or a launch on the GPU failed"
@@ -44,7 +46,6 @@ class Engine(Buffers):
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
         self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs
-        self.steps = 0
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its
         # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
@@ -62,6 +63,22 @@ class Engine(Buffers):
         self._calls: list[Call] = []  # of a perturbation under way
         self.early: Early | None = None  # updates in the second backward pass, where they are asked for
         super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None)
+        self.steps = self.steps
+
+    @property
+    def steps(self) -> int:
+        """How many steps there were, where not every step perturbs. The count is in the parameter groups because
+        torch.distributed.checkpoint carries nothing else of a state dict but the tensors."""
+        return int(self.base.param_groups[0].get(STEPS, 0))
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        for call in self._count(count):
+            call()
+
+    def _count(self, steps: int) -> list[partial[Any]]:
+        """Calls that set the count of steps; none where every step perturbs."""
+        return [] if self.always else [partial(group.__setitem__, STEPS, steps) for group in self.base.param_groups]
 
     # --- the passes ---
 
@@ -79,9 +96,14 @@ class Engine(Buffers):
         calls = self._calls = self.look()
         if self.split and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
+        if not torch.compiler.is_compiling():
+            self.begin_step()
         for bucket in self.buckets:
             bucket.begin()
         if not self.plain:
+            if not torch.compiler.is_compiling():
+                for _, _, grads in calls:
+                    refuse_freed(grads)
             if not self.perturbs:
                 return self._stay()
             calls = self._calls = self._directed_(calls, scale)
@@ -106,8 +128,12 @@ class Engine(Buffers):
             for bucket, selection, grads in calls:
                 bucket.perturb_(selection, grads, self._sum, seed)
         else:
-            self.phase = phase
-            bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
+            before, self.phase = self.phase, phase
+            try:
+                bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
+            except FreedError:
+                self.phase = before  # to take back a perturbation, `recover_` would read the gradients
+                raise
         self.phase = Phase.PERTURBED
         self._calls = []
         self._written()
@@ -171,6 +197,9 @@ class Engine(Buffers):
         if not perturbed:
             self._start(calls)
         if self.mixes:
+            if not torch.compiler.is_compiling():
+                for _, _, grads in calls:
+                    refuse_freed(grads)
             if perturbed:
                 reading = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
             else:
@@ -212,7 +241,7 @@ class Engine(Buffers):
         """Calls after an update: the step is counted."""
         # An interrupted `second_step` may have left the flag; without a `first_step` in the next step nobody else
         # clears it.
-        return [partial(setattr, self, "steps", self.steps + 1), partial(setattr, self, "finishing", False)]
+        return [*self._count(self.steps + 1), partial(setattr, self, "finishing", False)]
 
     def _start(self, calls: Sequence[Call]) -> None:
         """For an update without a perturbation before it: from the weights where they are; from a copy where an
@@ -239,7 +268,6 @@ class Engine(Buffers):
 
     def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""
-        self._written()
         if self.mixes and made:
             if self.perturbs:
                 self.mixing.correct_(self.base.param_groups, calls, scales.second)
@@ -248,6 +276,7 @@ class Engine(Buffers):
                 call()
         if not self.always:
             self.steps, self.finishing = self.steps + 1, False
+        self._written()
 
     def recover_(self) -> None:
         """The original weights back, bit for bit, from whatever phase; nothing when they are there.

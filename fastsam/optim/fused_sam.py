@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fastsam import ops
+from fastsam.backends import select
 from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.engine import Call, Phase
@@ -268,9 +270,8 @@ class FusedSAM(Saving):
         """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one
         that was saved to come in."""
         self._share()
-        if self._engine.rule is not None:
-            self._engine.make_state_()
-        else:
+        self._engine.make_state_()
+        if self._engine.rule is None:
             unhooked_step(self.base_optimizer)(self.base_optimizer)
 
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered
@@ -450,6 +451,19 @@ class FusedSAM(Saving):
             raise
 
     # --- small things ---
+
+    def __repr__(self) -> str:
+        """As torch's optimizers, with the base optimizer, the variant and the backend before the groups."""
+        variant, used = self._engine.variant, parameters_of(self.param_groups)
+        options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
+        chosen = {select(self._engine.backend, p.device, p.dtype).name for p in used}
+        head = {
+            "base optimizer": type(self.base_optimizer).__name__,
+            "variant": f"{type(variant).__name__}({', '.join(options)})",
+            "backend": ", ".join(sorted(chosen)),
+        }
+        lines = "".join(f"\n{name}: {value}" for name, value in head.items())
+        return super().__repr__().replace(" (", f" ({lines}\n", 1)
 
     def _check_parameters(self) -> None:
         params, engine = parameters_of(self.param_groups), self._engine

@@ -210,6 +210,7 @@ def _inner(calls: Sequence[Call]) -> Tensor:
 
 def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
     """Adds the squares of these, each times the weight of a gradient just now, to `total`."""
+    selection.load()  # the kernel reads weights, if only to multiply them with 0
     bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
 
 

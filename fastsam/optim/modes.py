@@ -1,4 +1,5 @@
-"""Training and evaluation: where the weights are between the steps of a variant of one pass."""
+"""Training and evaluation: where the weights are between the steps of a variant of one pass, and of a base optimizer
+with `train()` and `eval()` (schedule-free ones)."""
 
 from __future__ import annotations
 
@@ -11,41 +12,67 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fastsam.optim.buffers import Phase
 from fastsam.optim.engine import Engine
 from fastsam.optim.one_pass import OnePass
 from fastsam.optim.statistics import Statistics
 
 
 class Modes(Optimizer):
-    """An optimizer whose weights may rest at a perturbed point between steps."""
+    """An optimizer whose weights between steps may be others than those to evaluate."""
 
+    base_optimizer: Optimizer
     _engine: Engine
     _statistics: Statistics
 
     @property
     def training(self) -> bool:
-        """False between `eval()` and `train()` of a variant of one pass, which makes no step then; with every other
-        variant always True."""
-        return self._engine.training
+        """False between `eval()` and `train()`, where no step is made: of a variant of one pass, and of a base
+        optimizer that has `train_mode` in its parameter groups (schedule-free ones). Otherwise always True."""
+        return self._engine.training and all(group.get("train_mode", True) for group in self.param_groups)
 
     def eval(self) -> None:
-        """The clean weights, bit for bit, to evaluate or save the model with. Between the steps of a variant of one
-        pass (`MSAM`) they are the perturbed ones; with every other variant this does nothing, as does a second
-        `eval()`. Raises RuntimeError inside a closure.
+        """Give the model the weights to evaluate or save it with.
+
+        With a variant of one pass (`MSAM`), whose weights between steps are the perturbed ones, these are the clean
+        ones, bit for bit. A base optimizer that has an `eval()` (schedule-free ones) is told, too. With any other
+        optimizer this does nothing, as does a second `eval()`. Raises RuntimeError inside a closure, and between
+        `first_step()` and `second_step()` if the base optimizer has an `eval()`.
         """
         engine = self._engine
         if isinstance(engine, OnePass) and engine.training:
             if engine.in_closure:
                 raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
             engine.eval_()
+        self._tell_base("eval")
 
     def train(self) -> None:
-        """Back to the perturbed point, for the next forward pass; to the same bits, if nobody wrote the weights or rho.
-        Does nothing where the weights are there, and with variants that take two passes. After loading a state it takes
-        the weights there, whichever the model's were.
+        """Go back to the weights of training, for the next forward pass; undoes `eval()`.
+
+        A variant of one pass goes to the perturbed point, to the same bits if nobody wrote the weights or rho; after
+        loading a state also if the model's weights were the clean ones. Does nothing if the weights are there, and
+        inside a closure. Raises RuntimeError between `first_step()` and `second_step()` if the base optimizer has a
+        `train()`.
         """
-        if isinstance(self._engine, OnePass) and not self._engine.in_closure:
+        if self._engine.in_closure:
+            return
+        self._tell_base("train")
+        if isinstance(self._engine, OnePass):
             self._engine.train_()
+
+    def _tell_base(self, mode: str) -> None:
+        """Call the base optimizer's `train()` or `eval()`, if it has one. They write the weights."""
+        function = getattr(self.base_optimizer, mode, None)
+        if function is None:
+            return
+        engine = self._engine
+        if engine.in_closure or (engine.phase is not Phase.IDLE and not engine.one_pass):
+            raise RuntimeError(
+                f"{mode}() during a step: {type(self.base_optimizer).__name__} would change the perturbed weights. "
+                f"Call it before or after the step"
+            )
+        function()
+        engine._written()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -111,6 +111,8 @@ class OnePass(Engine):
         parameters follow with the perturbation. Else the parameters get the new weights first."""
         self._updated = Phase.IDLE
         if self.phase is Phase.IDLE:
+            if not torch.compiler.is_compiling():
+                self.begin_step()
             super()._start(calls)
         # ASAM's norm is of weights that the parameters hold.
         elif not self._scalars.adaptive and all(b.updates_whole and part is b.held for b, part, _ in calls):
@@ -144,6 +146,7 @@ class OnePass(Engine):
         """From the clean weights to the perturbed point; nothing before the first step."""
         if self._watch is None and not self._carried and not self.base.state:
             return
+        self.begin_step()
         self._follow()
         self._refresh_options(self.base.param_groups)
         self._rest_(False)

@@ -47,9 +47,10 @@ def check_group(group: Group, number: int) -> None:
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, (float, Tensor)) and name not in ("params", "initial_lr") and math.isnan(_number(part)):
                 raise ValueError(f"{name} is NaN in parameter group {number}")
-    if group.get("differentiable"):
+    if group.get("differentiable", False) is not False:
         raise ValueError(
-            "FusedSAM writes weights in place and cannot be differentiated through; leave out differentiable=True"
+            f"FusedSAM writes weights in place and cannot be differentiated through; leave out "
+            f"differentiable={group['differentiable']!r}, or pass False"
         )
 
 

@@ -111,6 +111,6 @@ def test_a_failure_is_shown_with_the_command_that_repeats_it() -> None:
 
 def test_the_page_has_the_figures_of_the_last_run() -> None:
     record = report.PAGE.read(report.PAGE.results)
-    assert [one["name"] for one in record["attacks"]] == [attack.name for attack in ATTACKS]
+    assert {one["name"] for one in record["attacks"]} >= {attack.name for attack in ATTACKS}
     page = report.PAGE.path.read_text()
     assert report.PAGE.fill(page, record) == page, "it differs: python -m tests.attack.report"

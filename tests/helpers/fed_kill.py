@@ -103,9 +103,10 @@ def dies_at(directory: Path, count: int) -> int:
     seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") and str(directory) in str(
-            arguments[0]
-        ):
+        if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir") or isinstance(arguments[0], int):
+            return
+        path = str(arguments[0])
+        if str(directory) in path or os.sep not in path:  # a name alone is of a folder that has a descriptor
             seen[0] += 1
             if seen[0] > count:
                 os._exit(DIED)

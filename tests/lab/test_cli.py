@@ -258,10 +258,10 @@ def test_a_full_disk_leaves_a_run_that_goes_on_with_the_command_it_prints(
     arguments = [name, "small.toml", *flags, "--run-dir", "full"]
     write = checkpoint.write_bytes
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **options: bool) -> None:
         if path.name == "server-000002.safetensors":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, data)
+        write(path, data, **options)
 
     monkeypatch.setattr(checkpoint, "write_bytes", full)
     assert cli.main(arguments) == 1

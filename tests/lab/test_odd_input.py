@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,7 @@ participation = 1.0
 executor = "sequential"
 """
 HUGE = str(10**20)
+OWN_SPLIT = "\n".join(line for line in CONFIG.splitlines() if not line.startswith(("clients", "alpha")))
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +142,46 @@ def test_a_package_that_is_not_there_is_told_without_a_traceback(
     assert re.fullmatch(
         "error: the data set 'cifar10' needs torchvision, which is not installed.*: pip install --no-deps .*", printed
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pipe.toml", "run pipe.toml"),
+        ("pipe.json", "run pipe.json"),
+        ("pipe.npz", "run small.toml --data pipe.npz --split iid --clients 4"),
+        ("pipe.npz", "run small.toml --split own --indices pipe.npz"),
+    ],
+)
+def test_a_named_pipe_is_refused_instead_of_waited_for(
+    here: Path, capsys: pytest.CaptureFixture, name: str, words: str
+) -> None:
+    os.mkfifo(here / name)
+    (here / "small.toml").write_text(OWN_SPLIT)
+    assert cli.main(words.split()) == 1
+    assert re.search(f"is no regular file.*{name}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "told"),
+    [
+        ("deep.json", "run deep.json", "deep.json cannot be read as JSON: it is nested too deeply"),
+        ("deep.toml", "run deep.toml", "deep.toml cannot be read as TOML: "),
+        (
+            "deep.json",
+            "run small.toml --split own --indices deep.json",
+            "deep.json is no JSON file .it is nested too deeply",
+        ),
+    ],
+)
+def test_what_is_nested_too_deeply_is_told(
+    here: Path, capsys: pytest.CaptureFixture, name: str, words: str, told: str
+) -> None:
+    (here / name).write_text(("a = " if name.endswith("toml") else "") + 100_000 * "[")
+    (here / "small.toml").write_text(OWN_SPLIT)
+    assert cli.main(words.split()) == 1
+    printed = capsys.readouterr().err
+    assert re.search(told, printed) and "Traceback" not in printed
 
 
 def test_a_reader_that_goes_away_is_no_error_of_ours() -> None:

@@ -97,6 +97,57 @@ def test_what_is_found_out_is_found_out_before_the_import(here: Path, monkeypatc
     del sys.modules["leaves"]
 
 
+IMPORTED = """
+from contextlib import contextmanager
+from functools import lru_cache, partial, wraps
+import torch
+from torch import load, nn, no_grad, tensor
+started = partial(load, "a")
+cached = lru_cache(load)
+without_graph = no_grad()(load)
+read = torch.package.PackageImporter.load_pickle
+opened = nn.Linear(2, 2).load_state_dict
+
+class Own(nn.Linear):
+    def make(self): pass
+made, ready = Own(2, 2), nn.Linear(2, 2)
+method = made.make
+inherited = made.load_state_dict
+here = partial(Own.make, made)
+
+@no_grad()
+def decorated(): pass
+
+@lru_cache
+def kept(): pass
+
+@contextmanager
+def managed(): yield
+
+@wraps(load)
+def around(*a): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "name", ["load", "started", "cached", "without_graph", "read", "opened", "inherited", "tensor"]
+)
+def test_a_name_that_was_imported_into_ones_own_file_is_its_packages(name: str, here: Path) -> None:
+    (here / "imported.py").write_text(IMPORTED)
+    for path in (f"imported.py:{name}", f"imported:{name}"):
+        with pytest.raises(ValueError, match=f"data: {path} is .*, which is not defined in a file of your own"):
+            import_object(path, "data")
+        with trusting("torch"):
+            import_object(path, "data")
+    del sys.modules["imported"]
+
+
+@pytest.mark.parametrize("name", ["Own", "made", "ready", "method", "here", "decorated", "kept", "managed", "around"])
+def test_what_is_defined_in_ones_own_file_is_ones_own(name: str, here: Path) -> None:
+    (here / "imported.py").write_text(IMPORTED)
+    assert import_object(f"imported.py:{name}", "data") is not None
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system knows no owners of files")
 def test_a_file_of_somebody_else_must_be_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = here / "project"

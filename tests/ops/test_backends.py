@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastsam import backends
+from fastsam import FusedSAM, backends
 from fastsam_kernels import native
 
 CPU = torch.device("cpu")
@@ -30,6 +30,16 @@ def test_auto_takes_foreach_where_nothing_is_compiled(uncompiled: pytest.MonkeyP
     with pytest.warns(UserWarning, match="without its compiled kernels"):
         assert backends.select("auto", CPU, dtype).name == "foreach"
     assert backends.select("reference", CPU, dtype).name == "reference"
+
+
+@pytest.mark.parametrize("call", ["select", "FusedSAM"])
+def test_the_note_names_the_users_line(uncompiled: pytest.MonkeyPatch, call: str) -> None:
+    with pytest.warns(UserWarning, match="without its compiled kernels") as said:
+        if call == "select":
+            backends.select("auto", CPU, torch.float32)
+        else:
+            FusedSAM([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=0.1)
+    assert said[0].filename == __file__
 
 
 def test_auto_never_takes_the_reference() -> None:

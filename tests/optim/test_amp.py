@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import FusedSAM
+from fastsam import MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, landscape, make_parameters, same_bits
 
@@ -273,3 +274,29 @@ def test_a_scaler_that_is_gone_is_not_kept(backend: Backend) -> None:
         scaler.step(opt)
         del scaler
         assert gone() is None
+
+
+@pytest.mark.parametrize("variant", [SAM(0.3), MSAM(0.3)], ids=lambda variant: type(variant).__name__)
+@pytest.mark.parametrize("base", [SGD, torch.optim.NAdam], ids=["fused", "own step"])
+def test_a_region_of_autocast_around_whole_steps(base: type[torch.optim.Optimizer], variant: SAM) -> None:
+    if isinstance(variant, MSAM) and base is not SGD:
+        pytest.skip("no momentum to perturb against")
+    ends = []
+    for outermost in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16, 6)
+        options = {"momentum": 0.9} if base is SGD else {}
+        opt = FusedSAM(model.parameters(), base, lr=0.1, sam=variant, **options)
+
+        def closure(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        with torch.autocast("cpu", torch.bfloat16) if outermost else nullcontext():
+            losses = [opt.step(closure).item() for _ in range(3)]
+            opt.eval()
+            losses.append(closure().item())
+        ends.append((losses, *(p.tolist() for p in model.parameters())))
+    assert ends[0] == ends[1], "each pass casts the weights that are there now"

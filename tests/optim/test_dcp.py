@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM
-from fastsam.optim.variants import VaSSO
+from fastsam.optim.variants import LookSAM, VaSSO
 from tests.helpers.sam_oracle import copies, same_bits
 
 state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict", reason="torch without torch.distributed")
@@ -87,6 +89,30 @@ def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
         for t in range(4):
             step(net, opt, t)
     assert same_bits(*[list(net.parameters()) for net in nets])
+
+
+@pytest.mark.parametrize(
+    ("sam", "flat"), [(SAM(0.2, every=3), False), (SAM(0.2, every=3), True), (LookSAM(0.2, k=3), False)], ids=str
+)
+@pytest.mark.parametrize("base", ["sgd", "nadam"])
+def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, flat: bool, tmp_path: Path) -> None:
+    cls, options = BASES[base]
+    net, other = Net(), Net()
+    opt, fresh = (FusedSAM(m.parameters(), cls, sam=sam, **options) for m in (net, other))
+    for number in range(4):
+        step(net, opt, number)
+    form = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = state_dict.get_optimizer_state_dict(net, opt, options=form)
+    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    found = state_dict.get_optimizer_state_dict(other, fresh, options=form)
+    torch.distributed.checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    state_dict.set_optimizer_state_dict(other, fresh, found, options=form)
+    other.load_state_dict(net.state_dict())
+    for number in range(4, 8):
+        assert fresh.two_passes == opt.two_passes
+        step(net, opt, number)
+        step(other, fresh, number)
+    assert same_bits(list(net.parameters()), list(other.parameters()))
 
 
 def test_perturbed_weights_are_not_saved_for_others() -> None:

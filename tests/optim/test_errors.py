@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastsam import FusedSAM
+from fastsam import MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
 from tests.helpers.sam_cases import SGD, closure_of
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -64,6 +64,34 @@ def test_a_closure_that_makes_the_step_itself(
     # Wholly made, where the closure made it; otherwise not made.
     assert same_bits(params, calls[-1] if method == "second_step" else calls[0])
     opt.step(closure_of(params))
+
+
+@pytest.mark.parametrize("waiting", [SAM(), SAM(every=2), MSAM()], ids=["SAM", "every", "MSAM"])
+def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, backend: Backend) -> None:
+    params = make_parameters([(3,), (4,), (5,)], torch.float32, backend.device)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "backend": backend.name}
+    first = FusedSAM(params[:2], SGD, sam=waiting, **options)
+    shares, apart = FusedSAM(params[1:], SGD, **options), FusedSAM(params[2:], SGD, **options)
+    begin, end = (first.step, first.eval) if isinstance(waiting, MSAM) else (first.first_step, first.second_step)
+    for _ in range(2):
+        before = copies(params[1:2])
+        backward(params, 0)
+        begin()
+        apart.first_step()
+        apart.second_step()
+        with pytest.raises(RuntimeError, match="another FusedSAM has perturbed some of these parameters"):
+            shares.first_step()
+        end()
+        assert not same_bits(before, params[1:2]), "its update is made"
+        shares.first_step()
+        with pytest.raises(RuntimeError, match=r"Call its second_step\(\) or restore\(\) first"):
+            (first.train if isinstance(waiting, MSAM) else begin)()
+        shares.restore()
+        first.train()
+    first.eval()
+    shares.first_step()
+    del shares
+    FusedSAM(params[1:], SGD, **options).first_step()  # one that is gone is in nobody's way
 
 
 @pytest.mark.parametrize("base", [SGD, torch.optim.RMSprop])

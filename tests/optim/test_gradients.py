@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import FusedSAM
+from fastsam import GSAM, SAM, FusedSAM
 from fastsam.backends import Backend
+from fastsam.optim.variants import VaSSO
 from tests.helpers.sam_cases import BASES, SGD, closure_of
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 from tests.helpers.tolerances import trajectory
@@ -117,6 +118,23 @@ def test_check_finite_skips_the_update(name: str, backend: Backend) -> None:
     assert not same_bits(before, params)
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["", "moved between the passes"])
+@pytest.mark.parametrize("name", BASES)
+def test_check_finite_makes_the_update_of_parameters_with_gaps(name: str, moved: bool, backend: Backend) -> None:
+    base, options = BASES[name]
+    params = [nn.Parameter(torch.ones(6, 8, device=backend.device)[:, 2:5])]
+    opt = FusedSAM(params, base, backend=backend.name, check_finite=True, **options)
+    for step in range(2):
+        before = copies(params)
+        backward(params, step)
+        opt.first_step()
+        if moved:
+            params[0].data = torch.empty(6, 8, device=backend.device)[:, 2:5].copy_(params[0].data)
+        backward(params, step)
+        opt.second_step()
+        assert not same_bits(before, params)
+
+
 def test_large_half_precision_gradients_do_not_overflow_the_norm(backend: Backend) -> None:
     p = nn.Parameter(torch.zeros(1000, dtype=torch.float16, device=backend.device))
     opt = FusedSAM([p], SGD, rho=1.0, lr=0.1, backend=backend.name)
@@ -142,6 +160,28 @@ def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend:
         opt.second_step()
         master -= 1e-3 * gradient.float()
         torch.testing.assert_close(opt.state_dict()["state"][0]["master"], master, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad_pass", [0, 1])
+@pytest.mark.parametrize("exclusive", [False, True], ids=["", "exclusive"])
+@pytest.mark.parametrize("sam", [SAM(), GSAM(), VaSSO()], ids=lambda sam: type(sam).__name__)
+def test_a_gradient_whose_memory_was_freed(sam: SAM, exclusive: bool, bad_pass: int, backend: Backend) -> None:
+    params = make_parameters([(300, 300), (4,), (0, 2)], torch.float32, backend.device)
+    opt = FusedSAM(params, SGD, sam=sam, lr=0.1, momentum=0.9, exclusive=exclusive, backend=backend.name)
+    before = copies(params)
+    for halves in (0, 1, 0, 1):
+        backward(params, 0)
+        if halves == bad_pass:
+            params[1].grad.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="storage was freed|storage of size 0"):
+                (opt.second_step if halves else opt.first_step)()
+            assert same_bits(before, params)
+            if halves:
+                backward(params, 0)
+                opt.first_step()
+            backward(params, 0)
+        (opt.second_step if halves else opt.first_step)()
+        before = before if halves == 0 else copies(params)
 
 
 # --- layouts ---

@@ -126,6 +126,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weight_decay": math.nan}, "weight_decay is NaN|[Ii]nvalid weight_decay"),
     ({"nesterov": True}, "Nesterov"),
     ({"differentiable": True}, "differentiable"),
+    ({"differentiable": 0.0}, "leave out differentiable=0.0, or pass False"),
     ({"backend": "fast"}, "backend must be one of"),
 ]
 

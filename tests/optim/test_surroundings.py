@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import fastsam
-from fastsam import FusedSAM, frozen_batchnorm_stats
+from fastsam import GSAM, FusedSAM, backends, frozen_batchnorm_stats
 from fastsam.backends import Backend
 from tests.helpers import ddp_ranks
 from tests.helpers.rank_group import on_ranks
@@ -274,6 +274,14 @@ def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]
 
 
 # --- names, and what a step costs ---
+
+
+def test_a_representation_has_base_variant_and_backend() -> None:
+    params = make_parameters([(3,)], torch.float32)
+    found = repr(FusedSAM(params, SGD, sam=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
+    head = ["base optimizer: SGD", "variant: GSAM(every=1, radius=None, alpha=0.4)", "backend: reference"]
+    assert found.splitlines()[:4] == ["FusedSAM (", *head] and "rho: 0.1" in found
+    assert f"backend: {backends.backend('cpu')}\n" in repr(FusedSAM(params, SGD, lr=0.1))
 
 
 def test_public_names() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastsam import GSAM, SAM, FusedSAM, backends
+from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
 from fastsam.step import Mix
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -122,6 +122,20 @@ def test_a_radius_of_ones_own() -> None:
     before, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
     opt.first_step()
     torch.testing.assert_close(flat(params).detach() - before, RHO * d / (1 + d.norm()))
+
+
+def test_a_direction_of_ones_own_needs_no_flag() -> None:
+    class Averaged(SAM):
+        def direction(self, g: torch.Tensor, memory: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+            return after.copy_(torch.lerp(memory, g, 0.9))
+
+    assert same_bits(fused(Averaged(RHO), "sgd", 3).params, fused(VaSSO(RHO), "sgd", 3).params)
+
+
+@pytest.mark.parametrize("base", [LookSAM, MSAM])
+def test_a_direction_that_no_step_would_ask_for_is_refused(base: type[SAM]) -> None:
+    with pytest.raises(TypeError, match=f"Own overrides direction, and {base.__name__}"):
+        type("Own", (base,), {"direction": VaSSO.direction})
 
 
 class Net(nn.Module):

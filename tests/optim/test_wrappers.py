@@ -1,4 +1,4 @@
-"""Bases that are wrappers of other optimizers: refused by name, with what works where something does."""
+"""Base optimizers that wrap another one, or have modes: refused by name, or served in both modes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import Lookahead
+from pytorch_optimizer import Lookahead, ScheduleFreeSGD
 from torch import nn
 
-from fastsam import MSAM, FusedSAM
+from fastsam import MSAM, SAM, FusedSAM
+from fastsam.optim.variants import LastGradient
 from tests.helpers.sam_cases import SGD, closure_of
-from tests.helpers.sam_oracle import Oracle, backward, gradients, make_parameters
+from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 
 
 class DPOptimizer(torch.optim.Optimizer):
@@ -72,3 +73,31 @@ def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
         opt.step(closure_of(params))
     for p, q in zip(params, oracle.params):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("sam", [SAM(0.3), LastGradient(0.3)], ids=lambda sam: type(sam).__name__)
+def test_the_modes_of_a_schedule_free_base(sam: SAM) -> None:
+    params = make_parameters([(5, 3), (8,)], torch.float64)
+    opt = FusedSAM(params, ScheduleFreeSGD, sam=sam, lr=0.1)
+    base = opt.base_optimizer
+    for step in range(3):
+        opt.step(closure_of(params))
+        rested = copies(params)
+        with opt.evaluating():
+            averaged = copies(params)
+            assert not opt.training
+            with opt.evaluating():
+                assert same_bits(averaged, params)
+            assert not opt.training, "as it was before"
+        assert opt.training
+        torch.testing.assert_close(copies(params), rested)
+        for p, weights in zip(params, averaged, strict=True):
+            y = 0.1 * base.state[p]["z"] + 0.9 * weights
+            assert (y - p).norm() <= 1e-9 + (0.3 if opt._engine.one_pass else 0.0)
+            assert step == 0 or not torch.allclose(y, weights), "it evaluates its own average"
+    backward(params, 0)
+    if not opt._engine.one_pass:
+        opt.first_step()
+        for change in (opt.eval, opt.train):
+            with pytest.raises(RuntimeError, match="ScheduleFreeSGD would change the perturbed weights"):
+                change()

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +21,36 @@ def named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, folder_may_be_link: bool = True) -> None:
     """Replaces a file in one step: after a kill, or a power cut, it holds the old or the new content.
 
     A link in its place, or in that of the file beside it, is replaced and not followed.
-    Raises OSError that names the file, a full disk for one; what was there is then as it was.
+    Raises OSError that names the file, a full disk for one; what was there is then as it was. Raises it also if the
+    folder is a link and `folder_may_be_link` is False.
     """
     with named(path):
-        _replace(path, data)
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | (0 if folder_may_be_link else os.O_NOFOLLOW))
         try:
+            _replace(folder, path.name, data)
             os.fsync(folder)
         finally:
             os.close(folder)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # of a run that was killed
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+def _replace(folder: int, name: str, data: bytes) -> None:
+    """Replace a file of the folder that has this descriptor."""
+    temporary, flags = f"{name}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)  # of a run that was killed
+    with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
+        try:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
-        if temporary.is_file() and not temporary.is_symlink():
-            temporary.unlink()  # the room that it has taken is of use
-        raise
-    os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary, dir_fd=folder)  # the room that it has taken is of use
+            raise
+    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def open_regular(path: Path, flags: int) -> int:
@@ -65,6 +67,15 @@ def read_bytes(path: Path) -> bytes:
     """The contents of a regular file. Raises OSError as `open_regular` does."""
     with open(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read()
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds. Raises OSError as `open_regular` does, ValueError if it is no JSON, or nested more
+    deeply than Python's parser goes."""
+    try:
+        return json.loads(read_bytes(path))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def make_directory(path: Path, advice: str = "choose another run directory") -> None:

@@ -14,11 +14,14 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+
+from torch import nn
 
 _named: ContextVar[tuple[str, ...]] = ContextVar("named", default=())
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
@@ -75,14 +78,58 @@ def check_module(name: str, what: str) -> None:
 
 
 def check_object(found: Any, path: str, what: str) -> None:
-    """Raises TrustError for a function or class of the standard library, in whose module it was found."""
-    if not isinstance(found, (type, FunctionType, BuiltinFunctionType)):
+    """Raise TrustError unless a callable is defined in the user's own files or in a package that was named.
+
+    A name in a trusted file may belong to a function of another package: `from joblib import load`. Methods, partials
+    and wrappers of functions are looked through. A function of the user's is trusted whatever it wraps, and a model or
+    loss is of the file that made it, whatever its class.
+    """
+    if isinstance(found, nn.Module):
         return
-    home = getattr(found, "__module__", None) or ""
-    if home.partition(".")[0] in sys.stdlib_module_names or home == "builtins":
-        raise TrustError(
-            f"{what}: {path} is {home}.{found.__name__} of the standard library, which is never taken from a config"
-        )
+    seen: set[int] = set()
+    while callable(found) and id(found) not in seen:
+        seen.add(id(found))
+        inner = _called_by(found)
+        home, place = _definition(found)
+        if not isinstance(found, partial) and _is_defined_by_user(home, place, path):
+            return
+        if inner is None:
+            name = f"{home or '?'}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+            top = home.partition(".")[0]
+            if top in sys.stdlib_module_names or top == "builtins":
+                raise TrustError(
+                    f"{what}: {path} is {name} of the standard library, which is never taken from a config"
+                )
+            raise TrustError(
+                f"{what}: {path} is {name}, which is not defined in a file of your own. If you trust it, add --trust "
+                f"{top or path.rpartition(':')[0]}; or write a function of your own around it"
+            )
+        found = inner
+
+
+def _called_by(found: Any) -> Any:
+    """Return the function that a partial, a method or a wrapper calls, None for anything else."""
+    if isinstance(found, partial):
+        return found.func
+    return found.__func__ if isinstance(found, MethodType) else getattr(found, "__wrapped__", None)
+
+
+def _definition(found: Any) -> tuple[str, str | None]:
+    """Return the module in which a callable is defined, "" if unknown, and the module's file."""
+    if isinstance(found, FunctionType):  # `__module__` may be copied from what it wraps
+        return str(found.__globals__.get("__name__", "")), found.__globals__.get("__file__")
+    named = found if isinstance(found, (type, BuiltinFunctionType)) else type(found)
+    home = getattr(named, "__module__", None) or ""
+    return home, getattr(sys.modules.get(home), "__file__", None)
+
+
+def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
+    """Whether a callable of this module is trusted. One of an unknown module is where its import path was named."""
+    if not home:
+        return is_trusted(path.rpartition(":")[0])
+    if home.partition(".")[0] in _named.get():
+        return True
+    return place is not None and (_is_own(real := Path(place).resolve()) or is_named(real))
 
 
 def is_trusted(location: str) -> bool:

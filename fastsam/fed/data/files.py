@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fastsam.fed.common.atomic_files import open_regular
 from fastsam.fed.common.import_paths import call_with_options, import_object
 from fastsam.fed.data.federated import FederatedData, as_tensors, split_data, stratified_test
 
@@ -93,10 +95,10 @@ def _pair(pair: Any, what: str) -> tuple[Any, Any]:
 
 def _read(path: str | Path) -> dict[str, np.ndarray]:
     try:
-        stored = np.load(path, allow_pickle=False)  # a pickle could run code
-        if not isinstance(stored, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array without a name")
-        with stored:
+        with open(open_regular(Path(path), os.O_RDONLY), "rb") as file:
+            stored = np.load(file, allow_pickle=False)  # a pickle could run code
+            if not isinstance(stored, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
             return {key: stored[key] for key in stored.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"no data file {path} (looked in {Path.cwd()})") from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fastsam.fed.common.atomic_files import read_json
 from fastsam.fed.data.dealing import Partition, check_labels, frequencies
 
 
@@ -49,7 +49,7 @@ def own(
 
 def _read_lists(path: str | Path) -> Any:
     try:
-        return json.loads(Path(path).read_bytes())
+        return read_json(Path(path))
     except FileNotFoundError:
         raise FileNotFoundError(f"no file {path} with the clients' indices (looked in {Path.cwd()})") from None
     except ValueError as error:

@@ -147,6 +147,12 @@ class RunDirectory:
                 raise RunDirectoryError(
                     f"{path} is no regular file, and the run writes one there; move it away, or choose another run_dir"
                 )
+        folder = self._manifest.parent
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            raise RunDirectoryError(
+                f"{folder} is no directory of its own, but a link or a file, and the run replaces files there; move it "
+                f"away, or choose another run_dir"
+            )
 
     @property
     def _manifest(self) -> Path:
@@ -167,7 +173,8 @@ class RunDirectory:
             self.lock.take(self.path)
             if self._manifest.exists():
                 raise RunDirectoryError(f"another run has just begun in {self.path}; choose another run_dir")
-        (self.path / "checkpoint").mkdir(exist_ok=True)
+        self._check_places()
+        self._manifest.parent.mkdir(exist_ok=True)
         if self.ranks.first:
             write_json(self.path / "config.json", config)
             write_json(self.path / "environment.json", environment)
@@ -217,9 +224,9 @@ class RunDirectory:
             "files": {name: self._hashes[name] for name in sorted(names)},
             "identity": self.identity,
         }
-        write_bytes(
-            self._manifest, (json.dumps(sealed(manifest)) + "\n").encode()
-        )  # in one line: indented takes ten times as long
+        # in one line: indented takes ten times as long
+        text = json.dumps(sealed(manifest)) + "\n"
+        write_bytes(self._manifest, text.encode(), folder_may_be_link=False)
         self._hashes = {name: self._hashes[name] for name in names}
         for path in self._manifest.parent.iterdir():
             if _TENSORS.fullmatch(path.name) and path.name not in names and path.is_file():
@@ -274,7 +281,7 @@ class RunDirectory:
         data = safetensors.torch.save(
             {k: t.detach().cpu().clone(memory_format=torch.contiguous_format) for k, t in tensors.items()}, metadata
         )
-        write_bytes(self._manifest.parent / name, data)
+        write_bytes(self._manifest.parent / name, data, folder_may_be_link=False)
         self._hashes[name] = digest_of(data)
         return name
 
@@ -284,7 +291,7 @@ class RunDirectory:
             check_identity(self.path, manifest["identity"], self.identity)
             stored = {n: read_tensors(folder / Path(n).name, digest) for n, digest in manifest["files"].items()}
             state = self._assemble(manifest, stored)
-        except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
             raise RunDirectoryError(
                 f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is"
             ) from error

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from fastsam.fed.common.atomic_files import read_bytes
+from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.fingerprints import difference
 
 FORMAT, VERSION = "fastsam run", 2
@@ -59,7 +59,7 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest. Raises RunDirectoryError when it is none of ours, of another version, or not as it was written."""
     try:
-        manifest = json.loads(read_bytes(path).decode())
+        manifest = read_json(path)
         missing = _KEYS - set(manifest)
     except (OSError, ValueError, TypeError) as error:
         raise RunDirectoryError(f"{path} cannot be read ({error}); the directory was left as it is") from error

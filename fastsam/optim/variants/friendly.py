@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory, check_real
+from fastsam.optim.variants.sam import SAM, check_real
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,6 @@ class FriendlySAM(SAM):
     the direction, 20 to keep m (torch's calls; a fused kernel would take 16). Raises ValueError for a negative sigma,
     one that is not finite, and an lmbda outside [0, 1).
     """
-
-    memory: ClassVar[Memory] = Memory.DIRECTION
 
     sigma: float = 1.0
     lmbda: float = 0.9

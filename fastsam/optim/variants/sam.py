@@ -64,6 +64,19 @@ class SAM:
     every: int = 1
     radius: Callable[[Tensor, Tensor], Tensor] | None = None
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give a class that overrides `direction` its memory. Raises TypeError if it keeps another vector, or takes one
+        pass, so that its direction would not be called."""
+        super().__init_subclass__(**options)
+        if cls.direction is SAM.direction:
+            return
+        if cls.memory not in (Memory.NONE, Memory.DIRECTION) or cls.ahead is not Ahead.NONE:
+            raise TypeError(
+                f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a memory or a pass of another "
+                f"kind, with which no direction is asked for. Derive it from fastsam.SAM"
+            )
+        cls.memory = Memory.DIRECTION
+
     def __post_init__(self) -> None:
         check_interval("every", self.every)
         if self.radius is not None and not callable(self.radius):
@@ -84,10 +97,16 @@ class SAM:
         return True
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        """What to perturb along, of a variant with `Memory.DIRECTION`. `[1, n]` each, all parameters of one dtype as
-        one vector (float32, or float64 for float64 ones): g: the first gradient, which may be overwritten; memory: the
-        vector as the last step left it; after: takes what it is after this step. A linear function of g and memory, so
-        that a GradScaler's scale cancels."""
+        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`.
+
+        Must be a linear function of g and memory, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
+        parameters of one dtype in one vector: float32, or float64 for float64 parameters.
+
+        Args:
+            g: first gradient, which may be overwritten.
+            memory: kept vector, as the last step left it; zeros at first.
+            after: output, the kept vector after this step.
+        """
         raise NotImplementedError
 
     def perturbs(self, step: int) -> bool:

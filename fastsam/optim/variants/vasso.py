@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fastsam.optim.variants.sam import SAM, Memory, check_real
+from fastsam.optim.variants.sam import SAM, check_real
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,6 @@ class VaSSO(SAM):
     the passes its next value, and a copy of the weights. Bytes per float32 parameter beyond SAM's 40: 20 to make the
     direction, 20 to keep d (torch's calls; a fused kernel would take 12). Raises ValueError for a theta outside (0, 1].
     """
-
-    memory: ClassVar[Memory] = Memory.DIRECTION
 
     theta: float = 0.9
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -83,3 +84,37 @@ def test_a_relative_directory_is_that_of_the_start(tmp_path, monkeypatch):
     assert result.run_dir == tmp_path / "a" / "run" and not (tmp_path / "run").exists()
     assert len((result.run_dir / "metrics.jsonl").read_text().splitlines()) == 2
     assert json.loads((result.run_dir / "summary.json").read_text())["rounds"] == 2
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_link_in_place_of_the_checkpoints_folder_is_not_followed(tmp_path, resume):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    start(tmp_path / "run", rounds=1)
+    if resume:
+        (tmp_path / "run" / "checkpoint").rename(tmp_path / "theirs")
+        for path in (tmp_path / "theirs").iterdir():
+            (victim / path.name).write_bytes(path.read_bytes())
+    else:
+        shutil.rmtree(tmp_path / "run" / "checkpoint")
+    (tmp_path / "run" / "checkpoint").symlink_to(victim)
+    (victim / "server-000000.safetensors").write_text("precious")
+    before = snapshot(victim)
+    with pytest.raises(fed.RunDirectoryError, match=r"checkpoint is no directory of its own.*choose another run_dir"):
+        start(tmp_path / "run", rounds=2, resume=True)
+    assert snapshot(victim) == before
+
+
+def test_a_link_that_appears_during_a_run_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    folder = tmp_path / "run" / "checkpoint"
+
+    def replace(record):
+        if record["round"] == 1:
+            folder.rename(tmp_path / "old")
+            folder.symlink_to(victim)
+
+    with pytest.raises(OSError, match="checkpoint"):
+        start(tmp_path / "run", rounds=3, checkpoint_every=1, progress=replace)
+    assert not list(victim.iterdir())
