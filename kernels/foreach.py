@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from . import reference, rules
 from .columns import Column
-from .conventions import CLIP_EPS
+from .conventions import CLIP_EPS, refuse_freed
 from .lists import Lists, Plan, Tensors, plan_of
 from .reference import accumulate_ as accumulate_
 from .reference import dual_norm_ as dual_norm_
@@ -262,9 +263,56 @@ def update_(
         _copy_(z_, o_)
 
 
-def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
-    """A shorter way to the calls of a step on these operands: `list_calls.ListCalls`, or None where there is none, as
-    without an origin."""
-    from .list_calls import ListCalls
+class ListCalls:
+    """The two passes of an optimizer's step on operands that were checked once, for callers as those of
+    `raw_calls.RawCalls`."""
 
+    def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
+        self._operands = z, origin, table, hyper
+        self._plan = plan_of(table)
+        self._z, self._origin = self._plan.lists(1, z, [origin])
+
+    @staticmethod
+    def watched() -> bool:
+        """False: the calls are torch's, whoever looks."""
+        return False
+
+    @staticmethod
+    def again(calls: list[partial[None]], grads: Sequence[Tensor]) -> bool:
+        """False: calls have their gradients in them."""
+        return False
+
+    @torch.no_grad()
+    def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
+        """See `raw_calls.RawCalls.norm_perturb_`."""
+        refuse_freed(grads)
+        z, origin, table, hyper = self._operands
+        if adaptive:
+            norm_(sumsq, grads, z, table, hyper)
+            return perturb_(z, origin, grads, table, hyper, sumsq, save)
+        g = self._plan.kept(grads)
+        total = sum([x * x for x in norms_of(g, self._plan.longest)]) if g else 0.0
+        sumsq.fill_(total)
+        perturb_lists_(self._plan, hyper, [self._z, self._origin, g], [math.sqrt(total)], save)
+
+    def update(
+        self,
+        rule: str,
+        state: Sequence[Tensor | None],
+        steps: Tensor | None,
+        grads: Sequence[Tensor],
+        first: bool,
+        keep: bool,
+        in_place: bool = False,
+    ) -> list[partial[None]]:
+        """See `raw_calls.RawCalls.update`."""
+        refuse_freed(grads)
+        z, origin, table, hyper = self._operands
+        start = None if in_place else origin
+        return [partial(update_, z, start, grads, table, hyper, rule, state, steps=steps, first=first, keep=keep)]
+
+
+def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> ListCalls | None:
+    """Return the two passes of a step on these operands, or None if they need the general functions, as without an
+    origin."""
     return ListCalls(z, origin, table, hyper) if origin is not None and _serves(hyper, z, [origin]) else None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from . import build, native
+from . import build, libraries
 from .conventions import refuse_freed
 from .rule import all_fields
 
@@ -43,7 +43,7 @@ _HEAD = 7  # words of a frame before the weights' addresses
 def _function(name: str) -> Any:
     """A function of the library of the CPU, or with `_cuda` at the end of its name of that of CUDA."""
     device = "cuda" if name.endswith("_cuda") else "cpu"
-    function = getattr(ctypes.CDLL(native.library(device)), f"fastsam_{name}")
+    function = getattr(ctypes.CDLL(libraries.library(device)), f"fastsam_{name}")
     pointers, integers, function.restype = _SIGNATURES[name.removesuffix("_cuda")]
     function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int] * integers
     return function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import os
 import re
@@ -153,6 +154,18 @@ def top_level_imports(source: str, module: str, is_package: bool) -> set[str]:
 
     tree = Strip().visit(ast.parse(source))
     return {name.split(".")[0] for name, _ in imports(tree, module, is_package)}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and under TYPE_CHECKING count too. A package's `__init__` stands for no module here."""
+    known = {name: path for name, path in modules().items() if path.name != "__init__.py"}
+    for path in sorted((ROOT / "bench").rglob("*.py")):
+        known[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+    graph = {}
+    for name, path in known.items():
+        found = (imported for imported, _ in imports(ast.parse(path.read_text()), name, False))
+        graph[name] = {m for one in found for m in (one, one.rpartition(".")[0]) if m in known and m != name}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 def test_every_module_has_a_rule() -> None:

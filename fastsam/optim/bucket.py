@@ -111,8 +111,13 @@ class Bucket:
         """The parameters in `slots`; the same object as long as they stay where they are."""
         found = self._selections.get(slots)
         if found is None:
-            found = self._selections[slots] = Selection(self, slots)
+            found = self._selections[slots] = Selection(
+                slots, self.params, self.aliases, self.z, self.layout, self.exchanges, self._backup_views
+            )
         return found
+
+    def _backup_views(self, selection: Selection) -> list[Tensor]:
+        return self.views(self.origin, selection)
 
     @property
     def whole(self) -> Selection:

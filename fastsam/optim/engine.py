@@ -15,8 +15,9 @@ from fastsam.optim.buffers import Buffers, Phase
 from fastsam.optim.checkpoint import STEPS
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
-from fastsam.optim.mixing import Call, Mixing, Scales, squares
+from fastsam.optim.mixing import Call, Mixing, squares
 from fastsam.optim.rules import rule_of
+from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
 from fastsam.optim.variants.sam import SAM, Memory

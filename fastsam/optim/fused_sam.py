@@ -22,10 +22,9 @@ from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.engine import Call, Phase
 from fastsam.optim.leftover import Leftover
-from fastsam.optim.mixing import Scales
 from fastsam.optim.one_pass import OnePass, check_base, engine_of
 from fastsam.optim.saving import Saving, called_by_checkpoint
-from fastsam.optim.scalars import OWN_OPTIONS, check_flag, check_group
+from fastsam.optim.scalars import OWN_OPTIONS, Scales, check_flag, check_group
 from fastsam.optim.sharded import is_sharded, refuse_options
 from fastsam.optim.statistics import Model, Statistics
 from fastsam.optim.variants import SAM

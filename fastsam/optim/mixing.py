@@ -13,26 +13,13 @@ from torch import Tensor
 
 from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
 from fastsam.optim.rules import op_calls
-from fastsam.optim.scalars import Scalars
+from fastsam.optim.scalars import Scalars, Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.columns import Column
 
 Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
-
-
-class Scales(NamedTuple):
-    """float32 `[1]` of a GradScaler, or None for 1: what the first and the second gradients are multiplied with, as
-    they are now. The update divides the second ones itself."""
-
-    first: Tensor | None = None
-    second: Tensor | None = None
-
-    @property
-    def in_memory(self) -> Scales:
-        """The first ones' in units of the second ones': what counts where nobody divides."""
-        return Scales(self.first if self.second is None else None)
 
 
 class Reading(NamedTuple):

@@ -15,8 +15,9 @@ from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket
 from fastsam.optim.buffers import Phase
 from fastsam.optim.checkpoint import Weights
 from fastsam.optim.engine import PLAIN, Engine
-from fastsam.optim.mixing import Call, Scales, silent, taking
+from fastsam.optim.mixing import Call, silent, taking
 from fastsam.optim.rules import Group, rule_of
+from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
 from operator import is_not, itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from torch import Tensor
 from fastsam.optim.rules import Group, Kind, Rule, kind_of
 from fastsam.step import Direction, Mix, perturbation, weigh_
 from fastsam_kernels.columns import OWN, WIDTH, Column
-
-if TYPE_CHECKING:
-    from fastsam.optim.mixing import Scales
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 PLAIN = Mix()
@@ -107,6 +104,19 @@ def _held(value: Any, column: int, number: int) -> float:
     if math.isnan(found):
         raise ValueError(f"an option of parameter group {number} is NaN{named}")
     return found
+
+
+class Scales(NamedTuple):
+    """float32 `[1]` of a GradScaler, or None for 1: what the first and the second gradients are multiplied with, as
+    they are now. The update divides the second ones itself."""
+
+    first: Tensor | None = None
+    second: Tensor | None = None
+
+    @property
+    def in_memory(self) -> Scales:
+        """The first ones' in units of the second ones': what counts where nobody divides."""
+        return Scales(self.first if self.second is None else None)
 
 
 class Scalars:

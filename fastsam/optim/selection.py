@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastsam.arena import Layout
 from fastsam.optim.exclusive import Exchange, pays
 from fastsam.optim.sharded import local
-
-if TYPE_CHECKING:
-    from fastsam.optim.bucket import Bucket
 
 
 class Selection:
     """Some of a bucket's parameters, as a call takes them; one object per set of slots, compared by identity."""
 
-    def __init__(self, bucket: Bucket, slots: tuple[int, ...]) -> None:
-        whole = len(slots) == len(bucket.params)
-        self._bucket, self.slots = bucket, slots
-        self.table = bucket.layout.table if whole else bucket.layout.subtable(slots)
-        self._z = [bucket.z[i] for i in slots]
-        aliases = [bucket.aliases[i] for i in slots]
+    def __init__(
+        self,
+        slots: tuple[int, ...],
+        params: Sequence[Tensor],
+        aliases: Sequence[Tensor],
+        z: Sequence[Tensor],
+        layout: Layout,
+        exchanges: bool,
+        backup_views: Callable[[Selection], list[Tensor]],
+    ) -> None:
+        """Args:
+        slots: which of the bucket's parameters.
+        params, aliases, z: of all parameters of the bucket: themselves, detached, and dense.
+        layout: of the bucket.
+        exchanges: True if parameters may exchange their memory with gradients.
+        backup_views: function of a selection that returns its views of the backup.
+        """
+        self.slots, self._params, self._backup_views = slots, params, backup_views
+        self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
+        self._z = [z[i] for i in slots]
+        aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
         self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
         self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
@@ -31,21 +45,21 @@ class Selection:
         self.raw_calls_in_place: Any = None  # the same without saved weights
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.exchange: Exchange | None = None  # None: the parameters stay in their memory
-        if bucket.exchanges and slots and pays(self._z):
-            self.exchange = Exchange(bucket.params, slots, aliases)
+        if exchanges and slots and pays(self._z):
+            self.exchange = Exchange(params, slots, aliases)
 
     @cached_property
     def apart(self) -> list[Tensor]:
         """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be
         had."""
-        return self._bucket.views(self._bucket.origin, self)
+        return self._backup_views(self)
 
     @property
     def z(self) -> list[Tensor]:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
             # Aliases made outside would be inputs of their own to a compiled step.
-            return [local(self._bucket.params[i]).detach() for i in self.slots]
+            return [local(self._params[i]).detach() for i in self.slots]
         return self._z
 
     def load(self) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fastsam import backends
-from fastsam_kernels import build, native, raw_calls, toolchain
+from fastsam_kernels import build, libraries, native, raw_calls, toolchain
 from tests.helpers.places import HELPERS, ROOT
 
 VARIANTS = ROOT / "bench" / "variants"
@@ -206,10 +206,10 @@ class Emulation:
 @contextmanager
 def direct(library: Path) -> Iterator[None]:
     """Meanwhile `raw_calls.CudaCalls` finds this library's functions, and takes tensors of the CPU."""
-    native_library = native.library
+    own_library = libraries.library
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            native, "library", lambda device="cpu": str(library) if device == "cuda" else native_library(device)
+            libraries, "library", lambda device="cpu": str(library) if device == "cuda" else own_library(device)
         )
         patch.setattr(raw_calls, "_raw_stream", lambda device: 0)
         for cached in (raw_calls._function, raw_calls._rule):

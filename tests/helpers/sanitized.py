@@ -93,7 +93,7 @@ def main() -> int:
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
     env |= {name: f"{value}:log_path={REPORTS / 'found'}" for name, value in OPTIONS.items()}
-    look = "from fastsam_kernels import native; print(native.library())"
+    look = "from fastsam_kernels import libraries; print(libraries.library())"
     used = subprocess.run(
         [sys.executable, "-c", look], env=env, capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastsam import FusedSAM, backends
-from fastsam_kernels import native
+from fastsam_kernels import build, libraries, native
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,8 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     table = tuple(replace(b, why_not=lambda: "not built") if b.name == "native" else b for b in backends.BACKENDS)
     monkeypatch.setattr(backends, "BACKENDS", table)
     monkeypatch.setattr(backends, "_noted", False)
-    monkeypatch.setattr(native, "why_not", lambda device: "not built")
+    for module in (native, libraries):
+        monkeypatch.setattr(module, "why_not", lambda device: "not built")
     return monkeypatch
 
 
@@ -51,7 +52,7 @@ def test_auto_never_takes_the_reference() -> None:
 
 
 def test_the_note_comes_once_with_the_command(uncompiled: pytest.MonkeyPatch) -> None:
-    uncompiled.setattr(native.build, "why_not", lambda: None)
+    uncompiled.setattr(build, "why_not", lambda: None)
     with pytest.warns(UserWarning, match=re.escape("`python -m fastsam_kernels.build` builds them")) as said:
         backends.select("auto", CPU, torch.float32)
     assert len(said) == 1 and "native: not built" in str(said[0].message)

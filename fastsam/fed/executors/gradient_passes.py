@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,7 @@ from fastsam.fed.clients.population import Loss
 from fastsam.fed.models.pixels import Pixels
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.model_copy import Replica
-from fastsam.fed.step.teacher import Teacher
-
-if TYPE_CHECKING:
-    from fastsam.fed.executors.taught import Taught
+from fastsam.fed.step.teacher import Heard, Teacher
 
 
 def check_scalar(loss: object) -> Tensor:
@@ -66,14 +63,14 @@ class Passes:
         loss.backward()
         return loss.detach(), self._taken()
 
-    def run_taught(self, x: Tensor, y: Tensor, teacher: Teacher, models: Taught) -> tuple[Tensor, Gradients]:
-        """As `run`, with gradients of the teacher's term too, or of that alone where it `perturbs`; the loss is that of
-        the data.
-
-        models: the trained one, and the teachers."""
-        outputs, own = models.own(x)
+    def run_taught(
+        self, x: Tensor, y: Tensor, teacher: Teacher, student: Heard, teachers: Sequence[Heard]
+    ) -> tuple[Tensor, Gradients]:
+        """As `run`, with the gradient of the teacher's term added, or only that gradient if the teacher `perturbs`; the
+        loss is the loss of the data."""
+        outputs, own = student(x)
         with torch.no_grad():
-            told = [other(x)[1] for other in models.others[: len(teacher.rows)]]
+            told = [other(x)[1] for other in teachers[: len(teacher.rows)]]
         loss = check_scalar(self.loss(outputs, y))
         term = teacher.weight * check_scalar(teacher.compare(own, told, y))
         (term if teacher.perturbs else loss + term).backward()

@@ -296,7 +296,7 @@ class Row:
     def _run_taught(self, x: Tensor, y: Tensor) -> tuple[Tensor, Gradients]:
         teacher = self.task.step.teacher
         assert teacher is not None  # _fill() saw to it
-        return self.passes.run_taught(x, y, teacher, self._teacher)
+        return self.passes.run_taught(x, y, teacher, self._teacher.own, self._teacher.others)
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
