@@ -19,7 +19,7 @@ from fastsam.optim.statistics import Statistics
 
 
 class Modes(Optimizer):
-    """An optimizer whose weights between steps may be others than those to evaluate."""
+    """An optimizer whose weights between steps may differ from the weights to evaluate."""
 
     base_optimizer: Optimizer
     _engine: Engine
@@ -34,10 +34,12 @@ class Modes(Optimizer):
     def eval(self) -> None:
         """Give the model the weights to evaluate or save it with.
 
-        With a variant of one pass (`MSAM`), whose weights between steps are the perturbed ones, these are the clean
-        ones, bit for bit. A base optimizer that has an `eval()` (schedule-free ones) is told, too. With any other
-        optimizer this does nothing, as does a second `eval()`. Raises RuntimeError inside a closure, and between
-        `first_step()` and `second_step()` if the base optimizer has an `eval()`.
+        With a variant of one pass (`MSAM`) the weights between steps are perturbed, and `eval()` restores the clean
+        weights, bit for bit. If the base optimizer has an `eval()` (schedule-free optimizers), it is called, too. With
+        any other optimizer this does nothing, and a second `eval()` does nothing.
+
+        Raises RuntimeError inside a closure, and between `first_step()` and `second_step()` if the base optimizer has
+        an `eval()`.
         """
         engine = self._engine
         if isinstance(engine, OnePass) and engine.training:
@@ -49,10 +51,11 @@ class Modes(Optimizer):
     def train(self) -> None:
         """Go back to the weights of training, for the next forward pass; undoes `eval()`.
 
-        A variant of one pass goes to the perturbed point, to the same bits if nobody wrote the weights or rho; after
-        loading a state also if the model's weights were the clean ones. Does nothing if the weights are there, and
-        inside a closure. Raises RuntimeError between `first_step()` and `second_step()` if the base optimizer has a
-        `train()`.
+        With a variant of one pass the weights move to the perturbed point. They have the bits of before `eval()` if
+        weights and rho were not written. After a state is loaded the weights may be clean or perturbed. Does nothing if
+        the weights are there, and inside a closure.
+
+        Raises RuntimeError between `first_step()` and `second_step()` if the base optimizer has a `train()`.
         """
         if self._engine.in_closure:
             return
