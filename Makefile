@@ -124,7 +124,7 @@ test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the test
 test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'gpu_code and not slow'
 
-CXX_SOURCES := $(shell find csrc bench/variants -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 PAGES := README.md CONTRIBUTING.md SECURITY.md CHANGELOG.md $(wildcard docs/*.md)
 

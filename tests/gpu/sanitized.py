@@ -15,8 +15,6 @@ from fastsam import fed
 from fastsam_kernels import native
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from bench.variants import library
-from bench.variants.library import OneRead
 from tests.helpers.gpu_step import DEVICE, Step, hyper_of
 
 LAYOUTS = {
@@ -72,16 +70,6 @@ def federated_ops(step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q:
         native.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
 
 
-def variants(path: Path) -> None:
-    """The kernels of bench/variants, built at `path`: rows with every branch of the indexing."""
-    one_read = OneRead(path)
-    for rows in (1, 3):
-        step = Step(LAYOUTS["ragged"], rows)
-        one_read.norm_perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq)
-    torch.cuda.synchronize()
-    assert all(z.isfinite().all() for z in step.z)
-
-
 def row_programs() -> None:
     """Passes and epochs of dense clients, in shared memory and in memory of the blocks' own, with partial batches and
     labels that do not count."""
@@ -105,10 +93,6 @@ def main() -> int:
         print(f"{name}: done", flush=True)
     row_programs()
     print("row programs: done", flush=True)
-    path = library.place("".join(map(str, torch.cuda.get_device_capability())))
-    if path.is_file():  # `python -m bench.variants` was here
-        variants(path)
-        print("variants: done", flush=True)
     return 0
 
 

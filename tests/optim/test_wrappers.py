@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import Lookahead
 from torch import nn
 
 from fastsam import MSAM, FusedSAM
 from tests.helpers.sam_cases import SGD, closure_of
 from tests.helpers.sam_oracle import Oracle, backward, gradients, make_parameters
+
+Lookahead = pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed").Lookahead
 
 
 class DPOptimizer(torch.optim.Optimizer):
@@ -25,7 +26,7 @@ class DPOptimizer(torch.optim.Optimizer):
     defaults = property(lambda self: self.original_optimizer.defaults, lambda self, defaults: None)
 
 
-def lookahead(groups: Any, **options: Any) -> Lookahead:
+def lookahead(groups: Any, **options: Any) -> Any:
     return Lookahead(SGD(groups, **options), k=2)
 
 
