@@ -1,8 +1,8 @@
 """Nsight Compute on norm, perturbation, update and row program: `python -m bench.ncu --out DIR`, a part of `make gpu`.
 
 Starts ncu on itself (`--target`), with the clocks as they are, and writes ncu.json: duration, DRAM throughput,
-occupancy and reasons of stalls per kernel and size. If ncu is absent or not permitted, the command ends with the code of a
-part that is left out.
+occupancy and reasons of stalls per kernel and size. If ncu is absent or not permitted, the command ends with the code
+of a part that is left out.
 """
 
 from __future__ import annotations

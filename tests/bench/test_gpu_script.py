@@ -262,7 +262,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "w") as log:
         argv = gpu._pytest("test_it.py")(place)
         process = subprocess.Popen(argv, cwd=tmp_path, stdout=log, start_new_session=True)
-    while process.poll() is None and " FAILED " not in (tmp_path / "log.txt").read_text():  # until the driver has heard of it
+    while process.poll() is None and " FAILED " not in (tmp_path / "log.txt").read_text():
         time.sleep(0.1)
     gpu._stop(process, 60)
     said = (tmp_path / "log.txt").read_text()
