@@ -218,7 +218,7 @@ hub-kernel: $(VENV)/.has-tests ## the folder of a Hugging Face `kernels` package
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.
-gpu: ## build, test, sanitize and measure on a GPU in ten minutes; without one, the parts that need none. ARGS="--parts federated,triton"
+gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3, 4; without a GPU, the parts that need none
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
 clean: ## remove what was built; environments and runs stay

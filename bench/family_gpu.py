@@ -77,7 +77,7 @@ def page(record: Mapping[str, Any]) -> str:
     for result in record["results"]:
         lines += [f"{result['title']}:", "", "| variant | us a step | SAM = 1 | of the floor |", "|---|---:|---:|---:|"]
         for row in result["rows"]:
-            cells = "not measured: " + row["problem"] + " | | "
+            cells = "not measured: " + row["problem"] + " | |"
             if "seconds" in row:
                 ratios = (row["to_sam"]["median"], row["fraction"]["median"])
                 cells = f"{row['seconds']['median'] * 1e6:.1f} | {ratios[0]:.2f} | {ratios[1]:.2f}"

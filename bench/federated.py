@@ -151,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         if part == "gpu":
             write = partial(_write_part, arguments.out, content, part)
             content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, write)
-            failed |= any(s["problem"] not in ("", "no time left") for s in content["parts"][part]["series"])
+            entries = content["parts"][part]["series"] + content["parts"][part]["jobs"]
+            failed |= any(entry["problem"] not in ("", "no time left") for entry in entries)
             continue
         if part == "share":
             content["parts"][part] = share.measure(options.device, 2 if options.quick else 10)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if not __package__:  # started as a script, Python looks for modules beside this file; ours are named from the root
+if not __package__:  # Python looks for modules in the folder of a script; ours are named from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.gpu_facts import ROOT, facts
@@ -43,7 +43,7 @@ TOTAL_SECONDS = 570  # of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
 PATIENCE = 5  # times as long for everything where there is no GPU, because such a machine may be small or busy
 ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
-LIMIT = "SECONDS"  # stands in a command for the time that the part has, less what it needs to end
+LIMIT = "SECONDS"  # replaced in a command by the seconds that the part has, less what it needs to end
 INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # what Python says of it
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
@@ -185,7 +185,7 @@ CALLS = {
 
 @contextlib.contextmanager
 def alone_in(work: Path) -> Iterator[None]:
-    """Two runs never work in one folder at a time. Raises OSError where one does, or the folder cannot be written."""
+    """Lock the folder for one run. Raises OSError if another run has it, or if the folder cannot be written."""
     work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

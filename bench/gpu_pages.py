@@ -1,7 +1,7 @@
 """The pages' figures of a GPU, from the file that `python bench/gpu.py --merge DIR...` writes: `python -m
 bench.gpu_pages`.
 
-Between `<!-- gpu:NAME -->` and `<!-- /gpu -->` stands what bench/results/gpu.json says under that name, with commit and
+Between `<!-- gpu:NAME -->` and `<!-- /gpu -->` is what bench/results/gpu.json says under that name, with commit and
 device, or "Not measured.". A test holds the pages to it.
 """
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "kernels.md")
 UNMEASURED = "Not measured."
-PREDICTIONS = "predictions"  # stands there before anything is measured
+PREDICTIONS = "predictions"  # is there before anything is measured
 _PLACE = re.compile(r"(<!-- gpu:(\S+) -->\n).*?(<!-- /gpu -->)", re.DOTALL)
 
 
@@ -48,7 +48,7 @@ def text(name: str, results: Path = RESULTS) -> str:
 
 
 def fill(page: str, results: Path = RESULTS) -> str:
-    """The page with what stands in its places replaced."""
+    """Return the page with the text in its places replaced."""
     return _PLACE.sub(lambda found: f"{found[1]}{text(found[2], results)}\n{found[3]}", page)
 
 

@@ -1,4 +1,4 @@
-"""What the calls of `bench/gpu.py` leave: a page and JSON per call, and one file of all. Standard library only."""
+"""The results of the calls of `bench/gpu.py`: a page and JSON per call, and one file of all. Standard library only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = ("name", "title", "size", "at", "executor", "kernel")
 
 @dataclass
 class Outcome:
-    """How a part went."""
+    """The outcome of a part."""
 
     name: str
     title: str
@@ -81,7 +81,7 @@ def merge(folders: Sequence[Path], file: Path) -> None:
 
 
 def join(old: Any, new: Any) -> Any:
-    """Return `old` with what `new` adds and replaces: dictionaries by key, lists of named entries by name.
+    """Return `old` with the additions and replacements of `new`: dictionaries by key, lists of named entries by name.
 
     An entry with a `problem`, or whose gate is not green, does not replace a result, and a result replaces it.
     """
@@ -89,11 +89,16 @@ def join(old: Any, new: Any) -> Any:
         failed, fails = (bool(e.get("problem")) or e.get("gate", "green") != "green" for e in (old, new))
         if failed or fails:
             return old if fails and not failed else new
-        return old | {key: join(old[key], value) if key in old else value for key, value in new.items()}
+        joined = old | {key: join(old[key], value) if key in old else value for key, value in new.items()}
+        if "command" in joined and old.get("command", new["command"]) != new["command"] and "commit" in joined:
+            joined["command"] = f"{old['command']} && {new['command']}"  # both made the results
+        return joined
     if isinstance(old, list) and isinstance(new, list) and all(isinstance(entry, dict) for entry in old + new):
         entries: dict[tuple[Any, ...], Any] = {}
         for entry in [*old, *new]:
             name = tuple(entry.get(key) for key in KEYS)
             entries[name] = join(entries[name], entry) if name in entries else entry
         return list(entries.values())
+    if isinstance(old, list) and isinstance(new, list) and all(isinstance(entry, str) for entry in old + new):
+        return list(dict.fromkeys(old + new))
     return new

@@ -67,30 +67,26 @@ class Until:
 
 
 def measure(device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run all jobs. `write` is called with the results so far after every series."""
-    found: dict[str, Any] = {"series": [], "busy": []}
+    """Run all jobs. `write` is called with the results so far after every series and job."""
+    found: dict[str, Any] = {"series": [], "busy": [], "jobs": []}
     until, names = Until(seconds), list(jobs(device))
     for i, name in enumerate(names):
-        share = min(until.left, SHARE * until.left / (len(names) - i))
+        share = min(until.left, max(SHARE * until.left / (len(names) - i), 2 * MOST_TO_START))
         for kind, entry in run_job(name, device, share):
             found[kind].append(entry)
-            print(_line(Series(**entry)) if kind == "series" else busy_line(entry), flush=True)
+            print(_line(kind, entry), flush=True)
             write(found)
     return found
 
 
 def run_job(name: str, device: str, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run one job in a process and yield what it prints; a process that fails yields a series with the reason."""
+    """Run one job in a process and yield what it prints, then how it ended."""
     if seconds < MOST_TO_START:
-        yield "series", asdict(Series(name, name, "", None, "no time left"))
+        yield "jobs", {"name": name, "problem": "no time left"}
         return
     command = [sys.executable, "-m", "bench.fed.on_gpu", name, device, str(seconds - MOST_TO_START)]
-    environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment}
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stderr=errors, **options) as process,
-    ):
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **options) as process:
         timer = threading.Timer(seconds + MOST_TO_START, process.kill)
         timer.start()
         assert process.stdout is not None
@@ -99,11 +95,12 @@ def run_job(name: str, device: str, seconds: float) -> Iterator[tuple[str, dict[
                 kind, entry = json.loads(line.removeprefix(MARK))
                 yield kind, entry
         timer.cancel()
+        problem = ""
         if process.wait() != 0:
             errors.seek(0)
             said = ([line for line in errors.read().splitlines() if line.strip()] or ["nothing on stderr"])[-1]
-            reason = f"the process ended with code {process.returncode}: {said}"
-            yield "series", asdict(Series(name, name, "", None, reason))
+            problem = f"the process ended with code {process.returncode}: {said}"
+        yield "jobs", {"name": name, "problem": problem}
 
 
 def jobs(device: str) -> dict[str, Callable[[Until], Iterator[Series | dict[str, Any]]]]:
@@ -130,6 +127,7 @@ def busy_entry(device: str, executor: str, until: Until) -> Iterator[dict[str, A
 
 def main(argv: Sequence[str]) -> int:
     name, device, seconds = argv
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # a queue of the device for each stream; CUDA has not started yet
     for entry in jobs(device)[name](Until(float(seconds))):
         found = ["series", asdict(entry)] if isinstance(entry, Series) else ["busy", entry]
         print(f"{MARK}{json.dumps(found)}", flush=True)
@@ -139,7 +137,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _line(series: Series) -> str:
+def _line(kind: str, entry: dict[str, Any]) -> str:
+    if kind == "busy":
+        return busy_line(entry)
+    if kind == "jobs":
+        return f"{entry['name']}: {entry['problem'] or 'done'}"
+    series = Series(**entry)
     value = series.problem if series.seconds is None else f"{1e3 * series.seconds:.1f} ms a round"
     if series.title == STATES and series.seconds is not None:
         value += f", {100 / series.seconds:.0f} states/s"
@@ -157,7 +160,7 @@ def _guarded(work: Callable[[], dict[str, Any]], until: Until) -> dict[str, Any]
 
 
 def executors(device: str) -> tuple[str, ...]:
-    """Those that a device has; the rule that picks one of them comes last."""
+    """Return the executors of a device; the rule that picks one of them comes last."""
     return (
         ("sequential", "streams", "graph", "vmap", "auto")
         if device == "cuda"

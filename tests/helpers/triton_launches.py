@@ -1,7 +1,7 @@
 """Every Triton op through Triton's own compiler, driver and launcher on a CUDA library without a device; prints the
 launches as JSON.
 
-Run in a process of its own as `python -m tests.helpers.triton_launches FOLDER`, with TRITON_INTERPRET=0,
+Run in a separate process as `python -m tests.helpers.triton_launches FOLDER`, with TRITON_INTERPRET=0,
 TRITON_LIBCUDA_PATH=FOLDER and FOLDER in LD_LIBRARY_PATH, after `build_libcuda(FOLDER)`.
 """
 
