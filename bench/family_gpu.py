@@ -52,14 +52,20 @@ def wrong(entry: Entry, device: torch.device) -> str:
 def measure(machine: Machine, size: KernelSize, problems: Mapping[str, str], rounds: int) -> dict[str, Any]:
     """Return seconds of a step per variant, and the ratio to SAM and to the variant's own bytes."""
     samples: dict[str, Callable[[], float]] = {}
+    problems = dict(problems)
     gradients = Gradients(size.shapes, device=machine.device)
     for name, entry in ENTRIES.items():
-        if not problems[name]:
-            weights = initial_weights(size.shapes, device=machine.device)
-            drive = Drive(Ours(weights, entry), gradients, Clock())
+        if problems[name]:
+            continue
+        try:
+            drive = Drive(Ours(initial_weights(size.shapes, device=machine.device), entry), gradients, Clock())
             for _ in range(STEPS):
                 drive.step()
-            samples[name] = lambda drive=drive: machine.sample(lambda: [drive.step() for _ in range(STEPS)]) / STEPS
+            machine.wait()
+        except Exception as error:  # such as too little memory: it costs this variant's row
+            problems[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        samples[name] = lambda drive=drive: machine.sample(lambda: [drive.step() for _ in range(STEPS)]) / STEPS
     copies, taken = kernels.rounds_of(machine, samples, rounds)
     rows = []
     for name, entry in ENTRIES.items():

@@ -44,7 +44,10 @@ def text(name: str, results: Path = RESULTS) -> str:
     if name == PREDICTIONS:
         return predictions.tables(merged)
     page = TEXTS[name]
-    return page(merged[name]).strip() if name in merged else UNMEASURED
+    if name in merged:
+        return page(merged[name]).strip()
+    part = next((part for part in merged.get("parts", ()) if part["name"] == name), None)
+    return UNMEASURED if part is None else f"Not measured: {part['reason'] or part['result']}."
 
 
 def fill(page: str, results: Path = RESULTS) -> str:

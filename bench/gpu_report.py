@@ -66,7 +66,6 @@ def merge(folders: Sequence[Path], file: Path) -> None:
     merged: dict[str, Any] = {}
     for folder in folders:
         call = json.loads((folder / "gpu.json").read_text())
-        call["parts"] = [part for part in call["parts"] if part["state"] != "left out"] or call["parts"][:1]
         here, there = (
             {name: c.get("environment", {}).get(name) for name in ("commit", "gpu")} for c in (call, merged or call)
         )
@@ -83,10 +82,14 @@ def merge(folders: Sequence[Path], file: Path) -> None:
 def join(old: Any, new: Any) -> Any:
     """Return `old` with the additions and replacements of `new`: dictionaries by key, lists of named entries by name.
 
-    An entry with a `problem`, or whose gate is not green, does not replace a result, and a result replaces it.
+    An entry that failed (`problem`, a gate that is not green) or was left out does not replace a result, and a result
+    replaces it.
     """
     if isinstance(old, dict) and isinstance(new, dict):
-        failed, fails = (bool(e.get("problem")) or e.get("gate", "green") != "green" for e in (old, new))
+        failed, fails = (
+            bool(e.get("problem")) or e.get("gate", "green") != "green" or e.get("state") == "left out"
+            for e in (old, new)
+        )
         if failed or fails:
             return old if fails and not failed else new
         joined = old | {key: join(old[key], value) if key in old else value for key, value in new.items()}

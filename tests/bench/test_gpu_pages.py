@@ -44,3 +44,7 @@ def test_a_result_stands_there_with_commit_and_device(tmp_path: Path) -> None:
         assert "a GPU" in filled and "0123456789ab" in filled and "old" not in filled
         assert filled.startswith("before\n") and filled.endswith("\nafter\n")
         assert gpu_pages.fill(filled, tmp_path) == filled
+    del merged["ncu"]
+    merged["parts"] = [{"name": "ncu", "state": "left out", "reason": "", "result": "ncu is not installed"}]
+    (tmp_path / "gpu.json").write_text(json.dumps(merged))
+    assert gpu_pages.fill(place("ncu"), tmp_path) == place("ncu", "Not measured: ncu is not installed.\n")

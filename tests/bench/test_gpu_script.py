@@ -138,6 +138,7 @@ def test_a_call_runs_its_parts(
 def call(folder: Path, commit: str = "abc", **files: object) -> Path:
     folder.mkdir()
     states = [{"name": "build", "state": "passed"}, {"name": folder.name, "state": "passed"}]
+    states.append({"name": "ncu", "state": "left out"})
     (folder / "gpu.json").write_text(json.dumps({"environment": {"commit": commit, "gpu": "H"}, "parts": states}))
     for name, content in files.items():
         (folder / f"{name}-cuda.json").write_text(json.dumps(content))
@@ -165,7 +166,7 @@ def test_calls_add_up(tmp_path: Path) -> None:
     file = tmp_path / "merged.json"
     assert gpu.main(["--merge", *map(str, (first, second, third)), "--out", str(file)]) == 0
     merged = json.loads(file.read_text())
-    assert [part["name"] for part in merged["parts"]] == ["build", "first", "second", "third"]
+    assert [part["name"] for part in merged["parts"]] == ["build", "first", "ncu", "second", "third"]
     assert [op["rows"] for op in merged["kernels"]["ops"]] == [[rows["native"], rows["triton"]], []]
     assert merged["federated"]["parts"]["gpu"]["series"] == [{"title": "t", "name": "graph", "at": 8, "seconds": 2}]
     with pytest.raises(SystemExit):
