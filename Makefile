@@ -124,7 +124,7 @@ test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the test
 test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'gpu_code and not slow'
 
-CXX_SOURCES := $(shell find csrc bench/variants -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
 check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
 	$(BIN)/ruff check .
@@ -206,7 +206,7 @@ wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the p
 
 # Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.
-gpu: ## build, test, sanitize and measure on a GPU in ten minutes; without one, the parts that need none. ARGS="--parts federated,triton"
+gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3, 4; without a GPU, the parts that need none
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
 clean: ## remove what was built; environments and runs stay

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,6 +82,20 @@ def commit() -> str:
 def command_line(module: str) -> str:
     """How this process was started, as one would type it."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
+def made_by(facts: Mapping[str, Any]) -> str:
+    """Return the line below a table: command, date, commit and device."""
+    device = ", ".join(facts["machine"].get("gpus", [])[:1]) or facts["machine"]["cpu"]
+    return f"Made by `{facts['command']}` on {facts['date'][:10]}, commit `{facts['commit'][:12]}`; {device}."
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record as JSON, so that a run that is stopped leaves the last complete file."""
+    part = path.with_name(f"part-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
 
 
 def _git(*arguments: str) -> str:

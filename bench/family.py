@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -183,8 +182,10 @@ def _ours_or_torchs(name: str) -> bool:
     return name.startswith(("fastsam::", "aten::"))
 
 
-def rich_table(result: dict[str, Any]) -> Table:
+def rich_table(result: dict[str, Any]) -> Any:
     """One size with one number of threads, for the terminal."""
+    from rich.table import Table  # here, because a machine that only has a GPU need not have it
+
     shown = Table(title=heading(result), title_justify="left")
     for name in COLUMNS:
         shown.add_column(name, justify="left" if name in ("variant", "quartiles") else "right")

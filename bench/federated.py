@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import environment
 from bench.environment import command_line, facts
 from bench.fed import on_gpu, report, share
 from bench.fed import overhead as costs
@@ -151,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         if part == "gpu":
             write = partial(_write_part, arguments.out, content, part)
             content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, write)
-            failed |= any(s["problem"] not in ("", "no time left") for s in content["parts"][part]["series"])
+            entries = content["parts"][part]["series"] + content["parts"][part]["jobs"]
+            failed |= any(entry["problem"] not in ("", "no time left") for entry in entries)
             continue
         if part == "share":
             content["parts"][part] = share.measure(options.device, 2 if options.quick else 10)
@@ -194,11 +195,7 @@ def _write_part(out: Path | None, content: dict[str, Any], part: str, found: dic
 def _write(out: Path | None, content: dict[str, Any]) -> None:
     """After every race, so that a run that is cut short leaves what it has."""
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        name = report.file_name(content)
-        part = out / f"part-{name}"
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(part, out / name)
+        environment.write(content, out / report.file_name(content))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -1,15 +1,13 @@
-"""Everything that a GPU can show, in one call: `make gpu OUT=DIR`, or `python bench/gpu.py --out DIR`.
+"""Everything that a GPU can show, in four calls: `make gpu ARGS="--call 1" OUT=DIR`, or `python bench/gpu.py`.
 
-Meant for a bare machine with torch, Triton and nvcc and no network, within ten minutes: it installs nothing and works
-in a copy of the sources, build/gpu, which stays, so that a later call compiles what changed. Parts come by what they
-are worth, those that look for errors before those that take times. Each is a process of its own with its share of the
-time; one that fails does not hide the others. Without a GPU the parts that need none are run, and the others are named
-with the reason: so this script is kept working.
+Meant for a bare machine with torch, Triton, numpy, pytest, safetensors, hypothesis and nvcc, without a network, and for
+ten minutes a call. It installs nothing and works in a copy of the sources, build/gpu, which stays, so that a later call
+on the same machine compiles only what changed. Each part is a separate process with a share of the call's time: a part
+that fails does not hide the rest. Without a GPU the parts that need none run, and the rest is named with the reason.
 
-Writes to DIR: summary.md (its first part also printed, last), gpu.json, log.txt (the output of every part), and the
-benchmarks' own files: at most eight, and no plot, which is drawn from them afterwards
-(`python -m bench.report FILE --plot DIR`). Standard library only, so that whatever is broken in the environment is
-reported instead of stopping the script.
+A call writes to DIR: summary.md (its first part is also printed), gpu.json, log.txt (the output of every part), and the
+benchmarks' files: at most eight. `python bench/gpu.py --merge DIR... --out FILE` makes one file of the calls' files,
+from which `python -m bench.gpu_pages` makes the pages. Standard library only: a broken environment is reported.
 """
 
 from __future__ import annotations
@@ -31,23 +29,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-if not __package__:  # started as a script, Python looks for modules beside this file; ours are named from the root
+if not __package__:  # Python looks for modules in the folder of a script; ours are named from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.gpu_facts import ROOT, facts
-from bench.gpu_report import Outcome, write
-from bench.variants import report as variants
+from bench.gpu_report import FILES, Outcome, merge, write
 
 # Copied as they are; kernels/ comes under its installed name. The last three are read by tests when they are collected.
 PACKAGES = ("fastsam", "csrc", "bench", "tests", "tools", "docs", "examples")
 NOT_SOURCES = ("__pycache__", "*.so", "native.json", "results")
 WORK = ROOT / "build" / "gpu"
-TOTAL_SECONDS = 570
+TOTAL_SECONDS = 570  # of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
-PATIENCE = (
-    5  # times as long for everything where there is no GPU: nobody waits for it, and the machine may be small or busy
-)
-LIMIT = "SECONDS"  # stands in a command for the time that the part has, less what it needs to end
+PATIENCE = 5  # times as long for everything where there is no GPU, because such a machine may be small or busy
+ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
+LIMIT = "SECONDS"  # replaced in a command by the seconds that the part has, less what it needs to end
 INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # what Python says of it
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
@@ -63,36 +59,41 @@ class Place:
     nvcc: str | None
     deadline: float
     commit: str = "unknown"
-    patience: int = 1  # times the limits of the parts
+
+
+WhyNot = Callable[[Place], "str | None"]
 
 
 @dataclass
 class Part:
-    """A command, what must be there for it, and its share of the time in seconds; None: what the parts before it did
-    not need."""
+    """A command, what must be there for it, and the weight of its share of the call's time.
+
+    is_test: the part has failed if no test passed.
+    """
 
     name: str
     title: str
     argv: Callable[[Place], Sequence[str]]
-    seconds: int | None
-    why_not: Callable[[Place], str | None] = lambda place: None
+    weight: int
+    why_not: WhyNot = lambda place: None
     env: dict[str, str] = field(default_factory=dict)
+    is_test: bool = False
 
 
 # --- the parts ---
 
 
 def needs_gpu(place: Place) -> str | None:
-    return None if place.gpu else "torch sees no CUDA device"
-
-
-def needs_nvcc(place: Place) -> str | None:
-    return None if place.nvcc else "nvcc is not installed"
+    return None if place.gpu else "no GPU: torch sees no CUDA device"
 
 
 def without_gpu(place: Place) -> str | None:
     """Parts that every machine can run are not given the time of a GPU."""
     return "runs where there is no GPU" if place.gpu else None
+
+
+def needs_nvcc_alone(place: Place) -> str | None:
+    return without_gpu(place) or (None if place.nvcc else "nvcc is not installed")
 
 
 def needs_sanitizer(place: Place) -> str | None:
@@ -112,9 +113,9 @@ def _build(place: Place) -> list[str]:
 def _pytest(*arguments: str) -> Callable[[Place], list[str]]:
     parallel = ["-n", str(min(os.cpu_count() or 1, 8))] if importlib.util.find_spec("xdist") else []
     options = ["--continue-on-collection-errors", *parallel]
-    # What one worker has compiled serves the others, and later runs in this folder.
+    # Verbose, so that the log of a killed part says which tests had ended. The cache serves workers and later runs.
     return lambda place: [
-        sys.executable, "-m", "pytest", "-q", "-ra", "-o", f"cache_dir={place.work / 'build' / 'pytest-cache'}",
+        sys.executable, "-m", "pytest", "-v", "-ra", "-o", f"cache_dir={place.work / 'build' / 'pytest-cache'}",
         *options, *arguments
     ]  # fmt: skip
 
@@ -142,38 +143,41 @@ def _kernels(*arguments: str) -> Callable[[Place], list[str]]:
     return _bench("kernels", "--device", "cuda", "--seconds", LIMIT, "--add", *arguments)
 
 
-def needs_gpu_and_nvcc(place: Place) -> str | None:
-    return needs_gpu(place) or needs_nvcc(place)
+def _tests(name: str, title: str, weight: int, *arguments: str, why_not: WhyNot = needs_gpu) -> Part:
+    return Part(name, title, _pytest(*arguments), weight, why_not, is_test=True)
 
 
 PARTS = (
-    Part("build", "build the libraries", _build, 120),
-    Part("native", "tests of the compiled kernels", _pytest(*GPU_TESTS, "-m", "gpu", "-k", "not triton"), 75,
-        needs_gpu),
-    Part("memcheck", "compute-sanitizer memcheck", _sanitize("memcheck"), 40, needs_sanitizer, OWN_ALLOCATIONS),
-    Part("steps", "whole steps, native, beside peers that nobody compiles",
-         _kernels("--parts", "steps", "--backends", "native", "--compile", "without"), 55, needs_gpu),
-    Part("ops", "every kernel, native", _kernels("--parts", "ops", "--backends", "native"), 60, needs_gpu),
-    Part("federated", "federated benchmark", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 80,
-        needs_gpu),
-    Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 30, needs_sanitizer),
-    Part("triton", "tests of the Triton kernels", _pytest(*GPU_TESTS, "-m", "gpu", "-k", "triton"), 45, needs_gpu),
-    Part("compiled", "whole steps, native, beside torch.compile",
-         _kernels("--parts", "steps", "--backends", "native", "--compile", "only"), 40, needs_gpu),
-    Part("variants", "kernel variants beside today's", _bench("variants", "--device", "cuda", "--seconds", LIMIT), 25,
-         needs_gpu_and_nvcc),
+    Part("build", "build the libraries", _build, 150),
+    _tests("smoke", "smoke test: every backend, graph and row program", 20, "tests/gpu/test_smoke.py"),
+    Part("memcheck", "compute-sanitizer memcheck", _sanitize("memcheck"), 80, needs_sanitizer, OWN_ALLOCATIONS),
+    _tests("native", "tests of the compiled kernels", 110, *GPU_TESTS, "-m", "gpu", "-k", "not triton"),
+    Part("steps", "whole steps, native, and peers that nobody compiles",
+         _kernels("--parts", "steps", "--backends", "native", "--compile", "without"), 90, needs_gpu),
+    Part("ops", "every kernel, native", _kernels("--parts", "ops", "--backends", "native"), 100, needs_gpu),
+    Part("federated", "federated rounds", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 400, needs_gpu),
+    Part("family", "variants of SAM", _bench("family_gpu", "--seconds", LIMIT), 120, needs_gpu),
+    Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 100, needs_sanitizer),
+    _tests("triton", "tests of the Triton kernels", 150, *GPU_TESTS, "-m", "gpu", "-k", "triton"),
+    Part("ncu", "Nsight Compute: throughput, occupancy, stalls", _bench("ncu"), 80, needs_gpu),
+    Part("compiled", "whole steps, native, and torch.compile",
+         _kernels("--parts", "steps", "--backends", "native", "--compile", "only"), 150, needs_gpu),
+    Part("triton-kernels", "every kernel, Triton", _kernels("--backends", "triton", "--compile", "without"), 150,
+         needs_gpu),
+    Part("synccheck", "compute-sanitizer synccheck", _sanitize("synccheck"), 80, needs_sanitizer),
     Part("bench-cpu", "the benchmark, on the CPU", _bench("kernels", "--device", "cpu", *SMALL), 120, without_gpu),
-    Part("compile", "machine code for every architecture",
-         _pytest("tests/cuda/test_cuda_compile.py", "tests/cuda/test_sass.py", "tests/bench/test_variants_compile.py"),
-         400,
-         lambda place: without_gpu(place) or needs_nvcc(place)),
-    Part("emulation", "CUDA kernels in the emulation",
-         _pytest("tests/cuda/test_cuda_emulated.py", "tests/bench/test_variants_emulated.py", "-m", "not slow"), 400,
-         without_gpu),
-    Part("triton-kernels", "every kernel, Triton", _kernels("--backends", "triton", "--compile", "without"), None,
-        needs_gpu),
-    Part("synccheck", "compute-sanitizer synccheck", _sanitize("synccheck"), None, needs_sanitizer),
+    _tests("compile", "machine code for every architecture", 400,
+           "tests/cuda/test_cuda_compile.py", "tests/cuda/test_sass.py", why_not=needs_nvcc_alone),
+    _tests("emulation", "CUDA kernels in the emulation", 400,
+           "tests/cuda/test_cuda_emulated.py", "-m", "not slow", why_not=without_gpu),
 )  # fmt: skip
+# What each call runs after the build.
+CALLS = {
+    1: ("smoke", "memcheck", "native", "steps", "ops"),
+    2: ("federated",),
+    3: ("family", "racecheck", "triton", "ncu"),
+    4: ("compiled", "triton-kernels", "synccheck", "bench-cpu", "compile", "emulation"),
+}
 
 
 # --- running them ---
@@ -181,7 +185,7 @@ PARTS = (
 
 @contextlib.contextmanager
 def alone_in(work: Path) -> Iterator[None]:
-    """Two runs never work in one folder at a time. Raises OSError where one does, or the folder cannot be written."""
+    """Lock the folder for one run. Raises OSError if another run has it, or if the folder cannot be written."""
     work.mkdir(parents=True, exist_ok=True)
     with open(work / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,17 +216,20 @@ def _copy(source: Path, target: Path) -> None:
         shutil.rmtree(target / name) if (target / name).is_dir() else (target / name).unlink()
 
 
-def run_part(part: Part, place: Place) -> Outcome:
-    """Runs it with its output appended to the log; never raises for what the part does. It gets its share, or what is
-    left where that is less."""
+def run_part(part: Part, place: Place, following: int = 0) -> Outcome:
+    """Run a part with its output appended to the log; never raises for what the part does.
+
+    Args:
+        following (int): sum of the weights of the parts that come later and share the remaining time.
+    """
     outcome = Outcome(part.name, part.title, LEFT_OUT)
     outcome.reason = part.why_not(place) or ""
     remaining = place.deadline - time.monotonic()
     if not outcome.reason and remaining < 10:
-        outcome.reason = f"no time left of {TOTAL_SECONDS * place.patience} s"
+        outcome.reason = "no time left"
     if outcome.reason:
         return outcome
-    limit = remaining if part.seconds is None else min(part.seconds * place.patience, remaining)
+    limit = max(remaining * part.weight / (part.weight + following), min(10.0, remaining))
     argv = [word.replace(LIMIT, str(int(0.8 * limit))) for word in part.argv(place)]
     words = [Path(argv[0]).name, *argv[1:]]
     outcome.command = shlex.join(words).replace(str(place.work), ".").replace(str(place.out), "OUT")
@@ -237,6 +244,8 @@ def run_part(part: Part, place: Place) -> Outcome:
     with open(log, errors="replace") as file:
         file.seek(offset)
         outcome.result = last_word(file.read())
+    if part.is_test and outcome.state == OK and not re.search(r"\b[1-9]\d* passed", outcome.result):
+        outcome.state, outcome.reason = FAILED, "no test passed"
     return outcome
 
 
@@ -257,6 +266,7 @@ def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: floa
         "PYTHONUNBUFFERED": "1",
         "NO_COLOR": "1",
         "FASTSAM_COMMIT": place.commit,
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # one queue of the device per stream; the default of 8 would be shared
     }
     environment = {**os.environ, **fixed, **arch, **env}
     with open(place.out / "log.txt", "a") as log:
@@ -273,7 +283,7 @@ def _execute(argv: Sequence[str], place: Place, env: dict[str, str], limit: floa
         except subprocess.TimeoutExpired:
             _stop(process, grace)
             return TIMED_OUT, f"stopped after {limit:.0f} s"
-    return (OK, "") if code == 0 else (FAILED, f"exit code {code}")
+    return {0: (OK, ""), ABSENT: (LEFT_OUT, "")}.get(code, (FAILED, f"exit code {code}"))
 
 
 def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
@@ -292,36 +302,46 @@ def _stop(process: subprocess.Popen[bytes], grace: float) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when nothing failed; parts that were left out do not count."""
     parser = argparse.ArgumentParser(prog="python bench/gpu.py", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="default: runs/gpu")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="folder of a call, default runs/gpu; file of --merge")
     parser.add_argument("--work", type=Path, default=WORK, metavar="DIR", help="default: build/gpu")
+    parser.add_argument("--seconds", type=float, help=f"limit of this call (default: {TOTAL_SECONDS} with a GPU)")
     names = [part.name for part in PARTS]
-    told = f"comma-separated, of {', '.join(names)}; build comes always"
-    parser.add_argument("--parts", default=",".join(names), help=told)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--call", type=int, choices=CALLS, help="the parts of one of the four calls (default: all)")
+    chosen.add_argument("--parts", help=f"comma-separated, of {', '.join(names)}; build always runs")
+    chosen.add_argument("--merge", type=Path, nargs="+", metavar="DIR", help="make one file of the calls' folders")
     options = parser.parse_args(argv)
-    chosen = {"build", *options.parts.split(",")}
-    if unknown := chosen.difference(names):
+    if options.merge:
+        try:
+            merge(options.merge, options.out or ROOT / "bench" / "results" / "gpu.json")
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        return 0
+    wanted = {"build", *(options.parts.split(",") if options.parts else CALLS.get(options.call, names))}
+    if unknown := wanted.difference(names):
         parser.error(f"there is no part {sorted(unknown)[0]!r}; there are {', '.join(names)}")
-    out = options.out.resolve()
+    out = (options.out or Path("runs/gpu")).resolve()
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
-    for old in (*out.glob("kernels-*.json"), *out.glob("federated*.json"), *out.glob(variants.FILE)):  # of another run
-        old.unlink()
+    for name in FILES:  # of another run
+        (out / name).unlink(missing_ok=True)
     start, environment = time.monotonic(), facts()
     outcomes: list[Outcome] = []
     gpu, capability, nvcc = (
         str(environment[name]) if environment[name] else None for name in ("gpu", "capability", "nvcc")
     )
-    patience = 1 if gpu else PATIENCE
+    seconds = options.seconds or TOTAL_SECONDS * (1 if gpu else PATIENCE)
     page = write(out, environment, outcomes)
     work = options.work.resolve()
     try:
         with alone_in(work):
-            commit, deadline = str(environment.get("commit", "unknown")), start + TOTAL_SECONDS * patience
-            place = Place(work, out, gpu, capability, nvcc, deadline, commit, patience)
+            place = Place(work, out, gpu, capability, nvcc, start + seconds, str(environment.get("commit", "unknown")))
             copy_tree(work)
-            for part in (part for part in PARTS if part.name in chosen):
+            parts = [part for part in PARTS if part.name in wanted]
+            for i, part in enumerate(parts):
                 print(f"{part.title} ...", flush=True)
-                outcomes.append(run_part(part, place))
+                following = sum(later.weight for later in parts[i + 1 :] if later.why_not(place) is None)
+                outcomes.append(run_part(part, place, following))
                 print(f"  {outcomes[-1].state} {outcomes[-1].reason} {outcomes[-1].result}", flush=True)
                 page = write(out, environment, outcomes)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What the pages say of a GPU, from the files that `make gpu` writes: `python -m bench.gpu_pages`, after they were
-copied to bench/results/.
+"""The pages' figures of a GPU, from the file that `python bench/gpu.py --merge DIR...` writes: `python -m
+bench.gpu_pages`.
 
-Between `<!-- gpu:FILE -->` and `<!-- /gpu -->` stands what that file says, with commit and device; "Not measured."
-until there is one. A test holds the pages to it.
+Between `<!-- gpu:NAME -->` and `<!-- /gpu -->` is what bench/results/gpu.json says under that name, with commit and
+device, or "Not measured.". A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import kernel_report, predictions
+from bench import family_gpu, kernel_report, ncu, predictions
 from bench.fed import report as federated
-from bench.variants import report as variants
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "kernels.md")
 UNMEASURED = "Not measured."
-PREDICTIONS = "predictions"  # beside what was measured of them: there before any file is
+PREDICTIONS = "predictions"  # is there before anything is measured
 _PLACE = re.compile(r"(<!-- gpu:(\S+) -->\n).*?(<!-- /gpu -->)", re.DOTALL)
 
 
@@ -30,30 +29,29 @@ def _kernels(record: dict[str, Any]) -> str:
     return "\n\n".join(kernel_report.sections(record).values())
 
 
-def _variants(record: dict[str, Any]) -> str:
-    e = record["environment"]
-    gpu = ", ".join(e["machine"].get("gpus", [])[:1])
-    made = f"Made by `{e['command']}` on {e['date'][:10]}, commit `{e['commit'][:12]}`; {gpu}."
-    return f"{variants.table(record)}\n\n{made}"
-
-
 TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "kernels-cuda.json": _kernels,
-    "federated-cuda.json": federated.page,
-    variants.FILE: _variants,
+    "kernels": _kernels,
+    "federated": federated.page,
+    "family": family_gpu.page,
+    "ncu": ncu.page,
 }
 
 
 def text(name: str, results: Path = RESULTS) -> str:
-    """What a file says, or the predictions. Raises KeyError for a name that is none of `TEXTS`."""
+    """Return the Markdown of one name. Raises KeyError for a name that is not in `TEXTS`."""
+    path = results / "gpu.json"
+    merged = json.loads(path.read_text()) if path.exists() else {}
     if name == PREDICTIONS:
-        return predictions.tables(results)
-    say, path = TEXTS[name], results / name
-    return say(json.loads(path.read_text())).strip() if path.exists() else UNMEASURED
+        return predictions.tables(merged)
+    page = TEXTS[name]
+    if name in merged:
+        return page(merged[name]).strip()
+    part = next((part for part in merged.get("parts", ()) if part["name"] == name), None)
+    return UNMEASURED if part is None else f"Not measured: {part['reason'] or part['result']}."
 
 
 def fill(page: str, results: Path = RESULTS) -> str:
-    """The page with what stands in its places replaced."""
+    """Return the page with the text in its places replaced."""
     return _PLACE.sub(lambda found: f"{found[1]}{text(found[2], results)}\n{found[3]}", page)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ import torch
 from bench import environment, kernel_report
 from bench.cases import choose
 from bench.clocks import Machine
+from bench.gpu_report import join
 from bench.kernel_cases import CPU_LEFT_OUT, KERNEL_SIZES, OPS, KernelCase, kernel_cases
 from bench.kernel_data import MAX_SETS, Operator
 from bench.timing import Summary, no_garbage_collection
@@ -123,25 +123,6 @@ def record_of(machine: Machine, arguments: argparse.Namespace) -> dict[str, Any]
     return earlier | {"environment": made["environment"] | {"command": command}}
 
 
-def enter(results: list[dict[str, Any]], result: dict[str, Any]) -> None:
-    """Adds the rows of a result to those of the same name that are there, or the result; of a row that was there, only
-    new figures count."""
-    there = next((r for r in results if r["name"] == result["name"]), None)
-    if there is None:
-        results.append(result)
-        return
-    rows = {row["name"]: row for row in there["rows"] if row["gate"] == "green"}
-    fresh = [row for row in result["rows"] if row["name"] not in rows]
-    replaced = {row["name"] for row in fresh}
-    there["rows"] = [row for row in there["rows"] if row["name"] not in replaced] + fresh
-    for row in result["rows"]:
-        if row["name"] in replaced:
-            continue
-        for how in kernel_report.HOW:
-            if how in row:
-                rows[row["name"]][how] = row[how] | rows[row["name"]].get(how, {})
-
-
 def told(record: dict[str, Any], out: Path) -> int:
     """Says what is missing, and the code with which the command ends."""
     red = [
@@ -164,23 +145,18 @@ def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def write(record: dict[str, Any], out: Path) -> None:
-    """`kernels-DEVICE.json`, replaced only by a complete one."""
-    name = kernel_report.file_name(record)
-    part = out / f"part-{name}"
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, out / name)
+    environment.write(record, out / kernel_report.file_name(record))
 
 
 def _ops(record: dict[str, Any], machine: Machine, arguments: argparse.Namespace, rounds: int, deadline: float) -> None:
-    for number, case in enumerate(kernel_cases(arguments.sizes, arguments.ops)):
+    for case in kernel_cases(arguments.sizes, arguments.ops):
         if time.monotonic() > deadline:
             record["left_out"].append(case.name)
             continue
         result = OpBench(case, machine, arguments.backends).run(rounds)
-        enter(record["ops"], result)
+        record["ops"] = join(record["ops"], [result])
         print(line(result), flush=True)
-        if number % 10 == 0:
-            write(record, arguments.out)
+        write(record, arguments.out)
 
 
 def _steps(
@@ -197,7 +173,7 @@ def _steps(
             record["left_out"].append(f"steps-{size.name}")
             continue
         result = StepBench(size, machine, compile_, arguments.backends).run(rounds)
-        enter(record["steps"], result)
+        record["steps"] = join(record["steps"], [result])
         print(line(result), flush=True)
         write(record, arguments.out)
 

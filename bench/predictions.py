@@ -8,16 +8,17 @@ nowhere fitted; H200 is the device that they are for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from bench.fed.workload import BATCH, SAMPLES
 from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelSize
-from bench.variants.cases import LAUNCH, Device
 
-H200 = Device(bandwidth=4.3e12, cache_bytes=60 << 20, multiprocessors=132)
+LAUNCH = 2e-6  # s that a kernel of a replayed graph takes in addition to its memory accesses: start and end
+BANDWIDTH = {"H100": 2.9e12, "H200": 4.3e12}  # bytes/s of a large copy, read plus written
+# s of dependent accesses to memory that no bandwidth shortens, 0.7 us each: the scalars, then the elements. A sum also
+# writes its partial sums, takes a ticket and reads the partial sums of the other blocks.
+LATENCY, SUM_LATENCY = 1.5e-6, 3e-6
 SIZES = ("resnet18", "100m", "50k", "rows100", "cut1000")
 # Segments that a launch holds, by its list operands: csrc/cuda/common.cuh, held to it by a test.
 LARGE = {lists: (32764 - 200 - 16) // (3 * 4 + 2 + 2 * 8 + 16 * lists) for lists in (1, 2, 3)}
@@ -49,11 +50,9 @@ STACKED = 2e-5  # the same for one of many stacked clients
 # Products of fewer than 1,024 elements load two numbers for each, the others five for four; a warp's load is a cycle,
 # its instructions half as long again. 18 instructions end with a barrier, about 250 cycles of latency each; 16 columns
 # of 10 classes, each in one thread.
-ROW_PASS = (1024 * 2 + 1024 * 1.25 + 480 * 2) * 1.5 + 18 * 250 + 3700
-ROW_NORM, ROW_UPDATE = (
-    4500,
-    1500,
-)  # norm and perturbation: 32 additions in a row; update and batch
+ROW_PRODUCTS = (1024 * 2 + 1024 * 1.25 + 480 * 2) * 1.5
+ROW_PASS = ROW_PRODUCTS + 18 * 250 + 3700
+ROW_NORM, ROW_UPDATE = 4500, 1500  # norm and perturbation: 32 additions in a row; update and batch
 CYCLE = 1 / 1.8e9  # s
 ROUND = 1e-3  # the server's step, records, the wait for numbers
 
@@ -63,38 +62,39 @@ def launches(function: str, tensors: int) -> int:
     return 1 if function not in LISTS else -(-tensors // LARGE[LISTS[function]])
 
 
-def kernel_seconds(op: str, size: KernelSize, device: Device = H200) -> float:
-    """A replayed call on operands that no cache holds."""
+def kernel_seconds(op: str, size: KernelSize, device: str = "H200") -> float:
+    """Return the time of a replayed call on operands that no cache holds: launches, latency and bytes."""
     entry = OPS[op]
-    return (
-        launches(entry.function, len(size.shapes)) * LAUNCH
-        + entry.bytes_per_parameter * size.parameters / device.bandwidth
-    )
+    fixed = launches(entry.function, len(size.shapes)) * LAUNCH + (SUM_LATENCY if entry.sums else LATENCY)
+    return fixed + entry.bytes_per_parameter * size.parameters / BANDWIDTH[device]
 
 
-def step_seconds(size: KernelSize, device: Device = H200) -> float:
-    """The optimizer part of a replayed step: norm, perturbation and update, 40 bytes per parameter."""
+def step_seconds(size: KernelSize, device: str = "H200") -> float:
+    """Return the time of the optimizer part of a replayed step: norm, perturbation, update, 40 bytes per parameter."""
     return sum(kernel_seconds(op, size, device) for op in STEP)
 
 
-def exchange_elements(device: Device = H200) -> float:
+def exchange_elements(device: str = "H200") -> float:
     """Elements per tensor from which an exchange of float32 parameters' memory (`exclusive=True`) is worth its time on
     the host: 4 bytes of each."""
-    return EXCHANGE * device.bandwidth / 4
+    return EXCHANGE * BANDWIDTH[device] / 4
 
 
-def foreach_seconds(size: KernelSize, device: Device = H200) -> float:
+def foreach_seconds(size: KernelSize, device: str = "H200") -> float:
     """That of torch's foreach functions and fused SGD, replayed: 52 bytes, and launches of at most 320 blocks of 65,536
-    elements or of 110, 64 and 48 tensors with one, two and three lists."""
+    elements or of 110, 64 and 48 tensors with one, two and three lists; each of its twelve kernels has a latency."""
     blocks = sum(-(-n // 65536) for n in size.lengths)
     calls = [max(-(-blocks // 320), -(-len(size.shapes) // held)) for held in (110, 64, 64, 64, 48)]
-    return (sum(calls) + 7) * LAUNCH + 52 * size.parameters / device.bandwidth  # 7: the norm of the norms and the rate
+    return (sum(calls) + 7) * (LAUNCH + LATENCY) + 52 * size.parameters / BANDWIDTH[
+        device
+    ]  # 7: the norm of the norms and the rate
 
 
 def round_seconds(executor: str, model: str, algorithm: str) -> float:
-    """A round of 100 clients, one epoch of 64 samples in batches of 16; FedAvg or FedSAM."""
+    """Return the time of a round of 100 clients, one epoch of 64 samples in batches of 16; FedAvg or FedSAM."""
     passes, ours = (2, 3) if algorithm == "fedsam" else (1, 1)
     steps = SAMPLES // BATCH
+    model, _, width = model.partition(":")
     by_hand = PARAMETERS[model] * (6 if passes == 2 else 1) + (4 if passes == 2 else 0)
     if executor == "bare loop":
         return CLIENTS * (steps * (passes * OPERATIONS[model] + by_hand) + 2 * PARAMETERS[model] + 4) * HOST
@@ -105,20 +105,25 @@ def round_seconds(executor: str, model: str, algorithm: str) -> float:
         replay = max(chain * LAUNCH, LANES * chain * NODE)
         return ROUND + CLIENTS * OPEN + groups * steps * (replay + LANES * HOST)
     if executor == "vmap" and model == "mlp":  # row programs: a launch
-        return ROUND + CLIENTS * STACKED + epoch_seconds(algorithm)
-    if executor == "vmap":
+        return ROUND + CLIENTS * STACKED + epoch_seconds(algorithm, int(width or 32))
+    if executor.startswith("vmap"):  # the host's time; the device's is shorter up to a width of 1,024
         return ROUND + CLIENTS * STACKED + steps * (passes * OPERATIONS[model] * HOST + ours * CALL)
     return round_seconds("vmap" if model == "mlp" else "graph", model, algorithm)  # what the rule of "auto" takes
 
 
-def epoch_seconds(algorithm: str) -> float:
-    """The device's time for a local epoch of up to 132 MLP clients by a row program: a block each, side by side; FedAvg
-    or FedSAM."""
-    step = (2 * ROW_PASS + ROW_NORM if algorithm == "fedsam" else ROW_PASS) + ROW_UPDATE
+def epoch_seconds(algorithm: str, width: int = 32) -> float:
+    """Return the device's time for a local epoch of up to 132 MLP clients by a row program: a block each, side by side;
+    FedAvg or FedSAM. Work on elements grows with the width of the hidden layer. From 500 on a row is larger than the
+    shared memory of a block, and the second-level cache gives a multiprocessor half as many bytes per cycle."""
+    growth = width / 32 * (2 if width >= 500 else 1)
+    once = ROW_PASS + ROW_PRODUCTS * (growth - 1)
+    step = (2 * once + ROW_NORM * growth if algorithm == "fedsam" else once) + ROW_UPDATE * growth
     return LAUNCH + SAMPLES // BATCH * step * CYCLE
 
 
 EXECUTORS = ("bare loop", "sequential", "streams", "graph", "vmap", "auto")
+STACKED_EXECUTORS = ("vmap", "vmap, without row programs")
+ROUND_EXECUTORS = {"mlp": EXECUTORS, "cnn": EXECUTORS, "mlp:200": STACKED_EXECUTORS, "mlp:1024": STACKED_EXECUTORS}
 UNMEASURED = "not measured"
 
 
@@ -136,7 +141,8 @@ def kernel_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
             layout = "flat" if entry.whole else "scattered"
             found = _us(measured.get(f"{op}-{name}-{layout}"))
             cells = f"{entry.bytes_per_parameter} | {launches(entry.function, len(size.shapes))}"
-            yield f"| `{op}` | {size.title} | {cells} | {_us(kernel_seconds(op, size))} | {found} |"
+            predicted = " | ".join(_us(kernel_seconds(op, size, device)) for device in BANDWIDTH)
+            yield f"| `{op}` | {size.title} | {cells} | {predicted} | {found} |"
 
 
 def step_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
@@ -145,26 +151,31 @@ def step_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
         size = KERNEL_SIZES[name]
         if size.rows > 1:
             continue
-        for who, seconds in (("fastsam_native", step_seconds(size)), ("foreach", foreach_seconds(size))):
+        for who, title, predict in (
+            ("fastsam_native", "step", step_seconds),
+            ("foreach", "step, foreach and fused SGD", foreach_seconds),
+        ):
             found = _us(_seconds(cases[name], who) if name in cases else None)
-            yield (
-                f"| {'step' if who != 'foreach' else 'step, foreach and fused SGD'} | {size.title} | {_us(seconds)} | "
-                f"{found} |"
-            )
+            predicted = " | ".join(_us(predict(size, device)) for device in BANDWIDTH)
+            yield f"| {title} | {size.title} | {predicted} | {found} |"
 
 
 def round_rows(content: Mapping[str, Any] | None) -> Iterator[str]:
     series = [] if content is None else content["parts"]["gpu"]["series"]
     measured = {(s["title"], s["name"]): s["seconds"] for s in series if s["at"] == CLIENTS}
-    for model in ("mlp", "cnn"):
+    for model, algorithm, executor in round_cases():
+        seconds = measured.get((f"{model.upper()}, {algorithm}, by clients", executor))
+        found = UNMEASURED if seconds is None else f"{seconds * 1e3:.1f}"
+        predicted = round_seconds(executor, model, algorithm) * 1e3
+        yield f"| {model.upper()}, {algorithm} | {executor} | {predicted:.1f} | {found} |"
+
+
+def round_cases() -> Iterator[tuple[str, str, str]]:
+    """Yield model, algorithm and executor of every round of which a time is predicted."""
+    for model, executors in ROUND_EXECUTORS.items():
         for algorithm in ("fedavg", "fedsam"):
-            for executor in EXECUTORS:
-                seconds = measured.get((f"{model.upper()}, {algorithm}, by clients", executor))
-                found = UNMEASURED if seconds is None else f"{seconds * 1e3:.1f}"
-                yield (
-                    f"| {model.upper()}, {algorithm} | {executor} | "
-                    f"{round_seconds(executor, model, algorithm) * 1e3:.1f} | {found} |"
-                )
+            for executor in executors:
+                yield model, algorithm, executor
 
 
 def _native(case: Mapping[str, Any]) -> float | None:
@@ -177,24 +188,20 @@ def _seconds(case: Mapping[str, Any], name: str) -> float | None:
     return row["replayed"]["seconds"]["median"] if "replayed" in row else None
 
 
-def tables(results: Path) -> str:
-    """The three tables, with what the files in `results` say in the last column, and where it was measured."""
-    kernels, rounds = (_read(results / name) for name in ("kernels-cuda.json", "federated-cuda.json"))
+def tables(merged: Mapping[str, Any]) -> str:
+    """Return the three tables, with what the merged file says in the last column, and where it was measured."""
+    kernels, rounds = merged.get("kernels"), merged.get("federated")
     made = [_made(content) for content in (kernels and kernels["environment"], rounds) if content]
     pieces = [
-        "| kernel | size | bytes per parameter | launches | predicted, µs | measured, µs "
-        "|\n|---|---|---:|---:|---:|---:|",
+        "| kernel | size | bytes per parameter | launches | H100, µs | H200, µs | measured, µs |\n"
+        "|---|---|---:|---:|---:|---:|---:|",
         *kernel_rows(kernels), "",
-        "| optimizer part of a step, replayed | size | predicted, µs | measured, µs |\n|---|---|---:|---:|",
+        "| optimizer part of a step, replayed | size | H100, µs | H200, µs | measured, µs |\n|---|---|---:|---:|---:|",
         *step_rows(kernels), "",
         f"| round of {CLIENTS} clients | executor | predicted, ms | measured, ms |\n|---|---|---:|---:|",
         *round_rows(rounds),
     ]  # fmt: skip
     return "\n".join(pieces + [f"\nMeasured on {m}." for m in made])
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _made(content: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -123,8 +122,7 @@ def _variants(arguments: argparse.Namespace, console: Console) -> int:
         console.print(family.rich_table(result))
         _warn_of_noise(result, console)
     out = (arguments.out or _new_directory()) / "family.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    environment.write(record, out)
     console.print(f"written: {out}", soft_wrap=True, highlight=False)
     return 0
 

@@ -24,6 +24,7 @@ TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradien
 MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
 PEERS = ("compiled", "foreach", "copied")
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
+COPIED_TENSORS = 400  # from so many on the copied class is left out: it has some ten launches per tensor and step
 HOST_STEPS = 50
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
 
@@ -57,6 +58,8 @@ def of_device(
         if peer.compiles and (compile_ == "without" or size.name not in COMPILED_SIZES):
             continue
         if not peer.compiles and compile_ == "only":
+            continue
+        if name == "copied" and len(size.shapes) >= COPIED_TENSORS:
             continue
         if name == "foreach" and machine.cuda:
             peer = Contender(name, "foreach and fused SGD, on the device", DeviceForeachStepper)

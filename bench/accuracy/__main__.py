@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for name in tasks:
         _measure(name, {n: known[n] for n in names}, record, given.out)
-    _write(record, given.out)
+    environment.write(record, given.out)
     return 0
 
 
@@ -74,7 +73,6 @@ def _begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """A new record, or the one that is there, to be added to. Raises ValueError for one with other settings."""
     facts = environment.facts(environment.command_line("bench.accuracy"))
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         return {"kind": KIND, "environment": facts, "continued": [], "settings": settings, "tasks": {}}
     record: dict[str, Any] = json.loads(path.read_text())
     if record.get("kind") != KIND or record["settings"] != settings:
@@ -104,7 +102,7 @@ def _measure(name: str, entrants: dict[str, Contender], record: dict[str, Any], 
         own = round(contender.share * steps)
         fewer = min(own, steps_in_equal_time(steps, costs[who]))
         found["variants"][who] = _entry(task, contender, settings, own, fewer)
-        _write(record, path)
+        environment.write(record, path)
         row = found["variants"][who]
         means = [statistics.fmean(row[protocol]["accuracy"]) for protocol in ("steps", "time")]
         best = row["grid"][0]
@@ -124,12 +122,6 @@ def _entry(task: Task, contender: Contender, settings: dict[str, Any], steps: in
         runs = [asdict(run(task, contender, trial, seed, count, sharp=True)) for seed in settings["seeds"]]
         made[count] = {"steps": count} | {key: [one[key] for one in runs] for key in ("accuracy", "sharpness")}
     return {"second": contender.second, "grid": grid, "steps": made[steps], "time": made[fewer]}
-
-
-def _write(record: dict[str, Any], path: Path) -> None:
-    part = path.with_name(f"part-{path.name}")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, path)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Federated rounds on one GPU, within a time: executors by number of clients, FedLESAM's Table 8 setting, how busy a
 round keeps the device, and where client states live.
 
-Everything runs in this process: a GPU's times are steady, and it is ours alone while it is lent. What decides comes
-first: most clients, and FedLESAM. A series that would not be done in time is left out, and named.
+Each executor and model is a process (`jobs`), so that a failed capture or an error that stays with the device costs one
+row. The process prints each series as it ends; what it has no time for is named.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,12 +29,17 @@ from bench.fed import bare
 from bench.fed.workload import BATCH, LR, Workload
 from fastsam import fed
 from fastsam.fed import models
+from fastsam.fed.executors import rowprograms
 from fastsam.fed.loop.determinism import repeatable
 
 TABLE8 = ("fedlesam", "fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
 CLIENTS = (100, 20, 8)
 TRACED = 20  # clients: a hundred make a trace that takes longer to read than to make
 STREAMS = 31  # of the 32 that torch deals out in turn; one is for graphs of all rows. More slots would share them
+WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
+MARK = "measured: "  # begins a line of a job's output that is a result
+MOST_TO_START = 10  # s that a process takes to import torch and to prepare the device
+SHARE = 3  # times the average share of the remaining time that a job may take
 STATES = "SCAFFOLD, states of 100 clients by parameters"
 STATE_WIDTHS = (32, 4096, 32768)  # of an MLP: 2 thousand, 300 thousand and 2 million parameters
 
@@ -57,30 +67,82 @@ class Until:
 
 
 def measure(device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """All of it. `write` is given what there is after every series, so that nothing is lost with a run that is cut
-    short."""
-    found: dict[str, Any] = {"series": [], "busy": []}
-    until = Until(seconds)
-
-    def enter(parts: Iterator[Series]) -> None:
-        for series in parts:
-            found["series"].append(asdict(series))
-            print(_line(series), flush=True)
+    """Run all jobs. `write` is called with the results so far after every series and job."""
+    found: dict[str, Any] = {"series": [], "busy": [], "jobs": []}
+    until, names = Until(seconds), list(jobs(device))
+    for i, name in enumerate(names):
+        share = min(until.left, max(SHARE * until.left / (len(names) - i), 2 * MOST_TO_START))
+        for kind, entry in run_job(name, device, share):
+            found[kind].append(entry)
+            print(_line(kind, entry), flush=True)
             write(found)
-
-    enter(by_clients(device, Until(until.left * 0.6)))
-    enter(table8(device, Until(until.left * 0.5)))
-    for executor in executors(device)[:-1]:
-        found["busy"].append(
-            {"executor": executor, "clients": TRACED} | _guarded(lambda e=executor: busy(device, e), until)
-        )
-        print(busy_line(found["busy"][-1]), flush=True)
-        write(found)
-    enter(client_states(device, until))
     return found
 
 
-def _line(series: Series) -> str:
+def run_job(name: str, device: str, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run one job in a process and yield what it prints, then how it ended."""
+    if seconds < MOST_TO_START:
+        yield "jobs", {"name": name, "problem": "no time left"}
+        return
+    command = [sys.executable, "-m", "bench.fed.on_gpu", name, device, str(seconds - MOST_TO_START)]
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **options) as process:
+        timer = threading.Timer(seconds + MOST_TO_START, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                kind, entry = json.loads(line.removeprefix(MARK))
+                yield kind, entry
+        timer.cancel()
+        problem = ""
+        if process.wait() != 0:
+            errors.seek(0)
+            said = ([line for line in errors.read().splitlines() if line.strip()] or ["nothing on stderr"])[-1]
+            problem = f"the process ended with code {process.returncode}: {said}"
+        yield "jobs", {"name": name, "problem": problem}
+
+
+def jobs(device: str) -> dict[str, Callable[[Until], Iterator[Series | dict[str, Any]]]]:
+    """Return what each process measures."""
+    found: dict[str, Callable[[Until], Iterator[Series | dict[str, Any]]]] = {}
+    for model in ("cnn", "mlp"):
+        for executor in ("bare loop", *executors(device)):
+            found[f"{model} {executor}"] = partial(by_clients, device, model, executor)
+    for model in ("mlp:200", "mlp:1024"):
+        for executor in ("vmap", WITHOUT_ROW_PROGRAMS):
+            found[f"{model} {executor}"] = partial(by_clients, device, model, executor)
+    for executor in ("bare loop", *executors(device)[:3]):
+        found[f"table 8 {executor}"] = partial(table8, device, executor)
+    for executor in executors(device)[:-1]:
+        found[f"busy {executor}"] = partial(busy_entry, device, executor)
+    for where in ("device", "host"):
+        found[f"states {where}"] = partial(client_states, device, where)
+    return found
+
+
+def busy_entry(device: str, executor: str, until: Until) -> Iterator[dict[str, Any]]:
+    yield {"executor": executor, "clients": TRACED} | _guarded(lambda: busy(device, executor), until)
+
+
+def main(argv: Sequence[str]) -> int:
+    name, device, seconds = argv
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # a queue of the device for each stream; CUDA has not started yet
+    for entry in jobs(device)[name](Until(float(seconds))):
+        found = ["series", asdict(entry)] if isinstance(entry, Series) else ["busy", entry]
+        print(f"{MARK}{json.dumps(found)}", flush=True)
+        # After an error that stays with the device every later call fails with the same words.
+        if isinstance(entry, Series) and "CUDA error" in entry.problem:
+            return 1
+    return 0
+
+
+def _line(kind: str, entry: dict[str, Any]) -> str:
+    if kind == "busy":
+        return busy_line(entry)
+    if kind == "jobs":
+        return f"{entry['name']}: {entry['problem'] or 'done'}"
+    series = Series(**entry)
     value = series.problem if series.seconds is None else f"{1e3 * series.seconds:.1f} ms a round"
     if series.title == STATES and series.seconds is not None:
         value += f", {100 / series.seconds:.0f} states/s"
@@ -98,7 +160,7 @@ def _guarded(work: Callable[[], dict[str, Any]], until: Until) -> dict[str, Any]
 
 
 def executors(device: str) -> tuple[str, ...]:
-    """Those that a device has; the rule that picks one of them comes last."""
+    """Return the executors of a device; the rule that picks one of them comes last."""
     return (
         ("sequential", "streams", "graph", "vmap", "auto")
         if device == "cuda"
@@ -106,21 +168,22 @@ def executors(device: str) -> tuple[str, ...]:
     )
 
 
-def by_clients(device: str, until: Until) -> Iterator[Series]:
-    """A round of n clients, beside the bare loop under the settings that give the same bits every time, as ours has
-    them."""
+def by_clients(device: str, model: str, executor: str, until: Until) -> Iterator[Series]:
+    """Measure a round of n clients by one executor, or by the bare loop under the settings that give the same bits
+    every time."""
+    if executor == WITHOUT_ROW_PROGRAMS:
+        rowprograms.maker = lambda setup: None  # type: ignore[assignment]
     for n in CLIENTS:
-        for model in ("cnn", "mlp"):
-            for algorithm in ("fedavg", "fedsam"):
-                load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-                title = f"{model.upper()}, {algorithm}, by clients"
-                yield _series(title, "bare loop", n, until, lambda load=load: _bare_rounds(load, 3))
-                for executor in executors(device):
-                    options = how(executor, n)
-                    yield _series(
-                        title, executor, n, until,
-                        lambda load=load, options=options: _rounds(*_parts(load), load.algorithm, 3, **options),
-                    )  # fmt: skip
+        for algorithm in ("fedavg", "fedsam"):
+            load = Workload(model, algorithm, clients=n, cohort=n, device=device)
+            options = how(executor.split(",")[0], n)
+
+            def work(load: Workload = load, options: dict[str, Any] = options) -> float:
+                if executor == "bare loop":
+                    return _bare_rounds(load, 3)
+                return _rounds(*_parts(load), load.algorithm, 3, **options)
+
+            yield _series(f"{model.upper()}, {algorithm}, by clients", executor, n, until, work)
 
 
 def how(executor: str, clients: int) -> dict[str, Any]:
@@ -131,26 +194,22 @@ def how(executor: str, clients: int) -> dict[str, Any]:
     return {"executor": executor, "slots": clients if executor == "vmap" else min(clients, STREAMS)}
 
 
-def client_states(device: str, until: Until) -> Iterator[Series]:
-    """A round of 100 clients of SCAFFOLD with their states on the device and in host memory, small and large models,
-    one step each.
+def client_states(device: str, where: str, until: Until) -> Iterator[Series]:
+    """Measure a round of 100 clients of SCAFFOLD with their states on the device or in host memory, small and large
+    models, one step each.
 
     One batch a client: as little work as there can be to hide the copies behind. A round reads and writes one state per
     client.
     """
+    options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
     for width in STATE_WIDTHS:
         model, data = _parts(Workload(f"mlp:{width}", clients=100, device=device))
         data = [(x[:BATCH], y[:BATCH]) for x, y in data]
         at = sum(p.numel() for p in model.parameters())
-        for where in ("device", "host"):
-            options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
-            yield _series(
-                STATES, where, at, until,
-                lambda model=model, data=data, options=options: _rounds(model, data, "scaffold", 4, **options),
-            )  # fmt: skip
+        yield _series(STATES, where, at, until, partial(_rounds, model, data, "scaffold", 4, **options))
 
 
-def table8(device: str, until: Until) -> Iterator[Series]:
+def table8(device: str, executor: str, until: Until) -> Iterator[Series]:
     """ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time taken
     five times.
 
@@ -162,15 +221,12 @@ def table8(device: str, until: Until) -> Iterator[Series]:
     labels = torch.randint(10, (5000,), generator=generator).to(device)
     data = [(images[i * 50 : i * 50 + 500], labels[i * 50 : i * 50 + 500]) for i in range(90)] * 2
     title, model = "ResNet-18-GN, one local epoch of five", model.to(device)
-    for algorithm in TABLE8:  # all executors of one, so that a short run compares them
-        if algorithm == "fedavg":
-            yield _series(title, "bare loop", algorithm, until, lambda: _bare_epoch(model, data[:10]))
-        for executor in executors(device)[:3]:
-            options = how(executor, 10) | {"batch": 50, "cohort": 0.1}
-            yield _series(
-                title, executor, algorithm, until,
-                lambda algorithm=algorithm, options=options: _rounds(model, data[:100], algorithm, 2, **options),
-            )  # fmt: skip
+    if executor == "bare loop":
+        yield _series(title, executor, "fedavg", until, lambda: _bare_epoch(model, data[:10]))
+        return
+    options = how(executor, 10) | {"batch": 50, "cohort": 0.1}
+    for algorithm in TABLE8:
+        yield _series(title, executor, algorithm, until, partial(_rounds, model, data[:100], algorithm, 2, **options))
 
 
 def _series(title: str, name: str, at: float | str, until: Until, work: Callable[[], float]) -> Series:
@@ -285,3 +341,7 @@ def busy_line(found: dict[str, Any]) -> str:
         f"with "
         f"{found['at_once']:.1f} kernels at once on average"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

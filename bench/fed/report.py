@@ -90,6 +90,8 @@ def gpu_tables(part: Mapping[str, Any]) -> str:
                 cells = f"{found['busy']:.0%} | {found['at_once']:.1f} | {found['streams']}"
                 lines.append(f"| {found['executor']} | {cells} |")
         lines.append("")
+    left_out = [job for job in part["jobs"] if job["problem"]]
+    lines += [f"- {job['name']}: {_failed(job['problem'])}" for job in left_out] + [""] * bool(left_out)
     return "\n".join(lines)
 
 

@@ -280,9 +280,8 @@ def test_a_series_that_fails_or_has_no_time_is_named() -> None:
 
 
 @pytest.mark.of_each_kind
-def test_the_end_that_matters_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most clients before fewer; every executor and the rule's own choice beside the bare loop; no more slots than
-    torch has streams."""
+def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
     taken: list[tuple[Any, ...]] = []
 
     def rounds(model: Any, data: Any, algorithm: str, rounds: int, **options: Any) -> float:
@@ -292,14 +291,31 @@ def test_the_end_that_matters_comes_first(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(on_gpu, "_rounds", rounds)
     monkeypatch.setattr(on_gpu, "_bare_rounds", lambda load, rounds: 1.0)
     monkeypatch.setattr(on_gpu, "_parts", lambda load: (None, None))
-    found = list(on_gpu.by_clients("cuda", on_gpu.Until(100)))
-    assert [series.at for series in found] == 24 * [100] + 24 * [20] + 24 * [8]
-    names = ["bare loop", "sequential", "streams", "graph", "vmap", "auto"]
-    assert [series.name for series in found[:6]] == names and found[0].title == "CNN, fedavg, by clients"
-    assert taken[:5] == [
-        ("fedavg", "sequential", None), ("fedavg", "streams", 31), ("fedavg", "graph", 31), ("fedavg", "vmap", 100),
-        ("fedavg", "auto", None),
-    ]  # fmt: skip
+    monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
+    jobs = on_gpu.jobs("cuda")
+    for model in ("cnn", "mlp"):
+        for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
+            found = list(jobs[f"{model} {executor}"](on_gpu.Until(100)))
+            assert [(s.at, s.name) for s in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
+            assert found[0].title == f"{model.upper()}, fedavg, by clients"
+    assert ("fedsam", "streams", 31) in taken and ("fedavg", "vmap", 100) in taken and ("fedavg", "auto", None) in taken
+    for width in (200, 1024):
+        assert next(jobs[f"mlp:{width} vmap"](on_gpu.Until(100))).title == f"MLP:{width}, fedavg, by clients"
+    assert on_gpu.rowprograms.maker is maker
+    assert next(jobs["mlp:200 vmap, without row programs"](on_gpu.Until(100))).seconds == 1.0
+    assert on_gpu.rowprograms.maker(None) is None
+
+
+@pytest.mark.of_each_kind
+def test_a_job_that_fails_costs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_gpu, "jobs", lambda device: dict.fromkeys(["no such job", "mlp vmap"]))
+    written: list[int] = []
+    found = on_gpu.measure("cpu", 60, lambda found: written.append(len(found["series"])))
+    failed, done = found["jobs"]
+    assert "ended with code 1: KeyError: 'no such job'" in failed["problem"] and not done["problem"]
+    assert [s["at"] for s in found["series"]] == [100, 100, 20, 20, 8, 8] and all(s["seconds"] for s in found["series"])
+    assert written == [0, 1, 2, 3, 4, 5, 6, 6], "what is measured is written at once"
+    assert list(on_gpu.run_job("mlp vmap", "cpu", 1)) == [("jobs", {"name": "mlp vmap", "problem": "no time left"})]
 
 
 def test_the_bare_loop_has_the_settings_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

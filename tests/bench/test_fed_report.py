@@ -65,6 +65,7 @@ def content() -> dict[str, Any]:
                     {"title": "t", "name": "graph", "at": 4, "seconds": None, "problem": "no time left"},
                     {"title": "t", "name": "graph", "at": 8, "seconds": 0.5, "problem": ""},
                 ],
+                "jobs": [{"name": "mlp graph", "problem": "code 1: an error"}, {"name": "cnn graph", "problem": ""}],
                 "busy": [
                     {"executor": "graph", "clients": 20, "kernels": 9, "streams": 5, "busy": 0.931, "at_once": 3.26},
                     {"executor": "vmap", "clients": 20, "problem": "RuntimeError: no profiler"},
@@ -88,6 +89,7 @@ def test_a_page_says_every_figure() -> None:
     assert "3.4% of a CNN round" in page
     assert "| 4 | 12.3 | – |" in page and "| 8 | – | 500.0 |" in page
     assert "| graph | 93% | 3.3 | 5 |" in page and "| vmap | failed: RuntimeError: no profiler | | |" in page
+    assert "- mlp graph: failed: code 1: an error" in page and "cnn graph" not in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {6, 5, 4}
 

@@ -29,32 +29,22 @@ def test_without_a_file_nothing_is_measured(tmp_path: Path) -> None:
     for name in gpu_pages.TEXTS:
         assert gpu_pages.fill(place(name), tmp_path) == place(name, "Not measured.\n")
     with pytest.raises(KeyError, match="kernel-cuda"):
-        gpu_pages.fill(place("kernel-cuda.json"), tmp_path)
+        gpu_pages.fill(place("kernel-cuda"), tmp_path)
 
 
 @pytest.mark.of_each_kind
-def test_a_file_is_told_with_commit_and_device(tmp_path: Path) -> None:
+def test_a_result_stands_there_with_commit_and_device(tmp_path: Path) -> None:
     record = record_of(device="cuda")
     e: dict[str, Any] = record["environment"]
-    run = {
-        "device": "cuda",
-        "machine": e["machine"],
-        "versions": e["versions"],
-        "commit": e["commit"],
-        "command": "c",
-        "parts": {},
-    }
-    made = {
-        "kernels-cuda.json": record,
-        "federated-cuda.json": run,
-        "variants.json": record | {"cases": [], "verdicts": {"one read": "drop"}},
-    }
-    for name, content in made.items():
-        (tmp_path / name).write_text(json.dumps(content))
+    run = {**e, "device": "cuda", "parts": {}}
+    merged = {"kernels": record, "federated": run, "family": record | {"results": []}, "ncu": record | {"rows": []}}
+    (tmp_path / "gpu.json").write_text(json.dumps(merged))
+    for name in gpu_pages.TEXTS:
         filled = gpu_pages.fill(place(name), tmp_path)
         assert "a GPU" in filled and "0123456789ab" in filled and "old" not in filled
-        assert (
-            filled.startswith("before\n")
-            and filled.endswith("\nafter\n")
-            and gpu_pages.fill(filled, tmp_path) == filled
-        )
+        assert filled.startswith("before\n") and filled.endswith("\nafter\n")
+        assert gpu_pages.fill(filled, tmp_path) == filled
+    del merged["ncu"]
+    merged["parts"] = [{"name": "ncu", "state": "left out", "reason": "", "result": "ncu is not installed"}]
+    (tmp_path / "gpu.json").write_text(json.dumps(merged))
+    assert gpu_pages.fill(place("ncu"), tmp_path) == place("ncu", "Not measured: ncu is not installed.\n")

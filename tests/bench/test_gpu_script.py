@@ -19,18 +19,26 @@ sys.path.insert(0, str(ROOT))
 from bench import gpu
 
 
-def part(name: str, code: str, seconds: int = 60, why_not: str | None = None) -> gpu.Part:
+def part(name: str, code: str, weight: int = 60, why_not: str | None = None, is_test: bool = False) -> gpu.Part:
     return gpu.Part(
-        name, f"the part {name}", lambda place: [sys.executable, "-c", code], seconds, lambda place: why_not
+        name,
+        f"the part {name}",
+        lambda place: [sys.executable, "-c", code],
+        weight,
+        lambda place: why_not,
+        is_test=is_test,
     )
 
 
 PARTS = (
     part("build", "print('made'); print('  in some folder')"),
     part("red", "print('1 failed, 2 passed'); raise SystemExit(1)"),
-    part("hangs", "import time; print('started', flush=True); time.sleep(60)", seconds=2),
-    part("deaf", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)", seconds=2),
+    part("hangs", "import time; print('started', flush=True); time.sleep(60)", 4),
+    part("deaf", "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)", 4),
     part("absent", "", why_not="there is no such tool"),
+    part("forbidden", f"print('not permitted'); raise SystemExit({gpu.ABSENT})"),
+    part("skips", "print('12 skipped')", is_test=True),
+    part("tests", "print('1 passed, 12 skipped')", is_test=True),
     gpu.Part("unknown", "the part unknown", lambda place: [str(place.work / "no-such-command")], 60),
     part("green", "import fastsam, fastsam_kernels; print('========= 3 passed =========')"),
 )
@@ -56,7 +64,7 @@ def test_a_part_does_not_hide_the_others(
     monkeypatch.setattr(gpu, "PARTS", PARTS)
     monkeypatch.setattr(gpu, "PATIENCE", 1)
     monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
-    code, printed, parts = run(tmp_path / "out", capsys)
+    code, printed, parts = run(tmp_path / "out", capsys, "--seconds", "80")
     assert code == 1
     assert [(p["name"], p["state"]) for p in parts] == [
         ("build", "passed"),
@@ -64,13 +72,17 @@ def test_a_part_does_not_hide_the_others(
         ("hangs", "timed out"),
         ("deaf", "timed out"),
         ("absent", "left out"),
+        ("forbidden", "left out"),
+        ("skips", "failed"),
+        ("tests", "passed"),
         ("unknown", "failed"),
         ("green", "passed"),
     ]
     by_name = {str(p["name"]): p for p in parts}
     assert by_name["build"]["result"] == "made" and by_name["green"]["result"] == "3 passed"
     assert by_name["red"]["reason"] == "exit code 1" and by_name["red"]["result"] == "1 failed, 2 passed"
-    assert by_name["hangs"]["reason"] == "stopped after 2 s" and by_name["hangs"]["result"] == "started"
+    assert str(by_name["hangs"]["reason"]).startswith("stopped after 10 s") and by_name["hangs"]["result"] == "started"
+    assert by_name["forbidden"]["result"] == "not permitted" and by_name["skips"]["reason"] == "no test passed"
     assert by_name["absent"]["reason"] == "there is no such tool"
     assert "cannot be started" in str(by_name["unknown"]["reason"])
     page = (tmp_path / "out" / "summary.md").read_text()
@@ -84,10 +96,9 @@ def test_what_has_no_time_left_is_named(
 ) -> None:
     monkeypatch.setattr(gpu, "PARTS", PARTS)
     monkeypatch.setattr(gpu, "PATIENCE", 1)
-    monkeypatch.setattr(gpu, "TOTAL_SECONDS", 5)
     monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
-    code, _, parts = run(tmp_path / "out", capsys, "--parts", "green")
-    assert code == 0 and [p["reason"] for p in parts] == ["no time left of 5 s"] * 2
+    code, _, parts = run(tmp_path / "out", capsys, "--parts", "green", "--seconds", "5")
+    assert code == 0 and [p["reason"] for p in parts] == ["no time left"] * 2
 
 
 def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,18 +119,58 @@ def test_the_real_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     place.gpu = "a GPU"
     left_out = {part.name for part in gpu.PARTS if part.why_not(place)}
     assert left_out == {"bench-cpu", "compile", "emulation"}
-    place.nvcc = None
-    assert {part.name for part in gpu.PARTS if part.why_not(place) == "nvcc is not installed"} == {"variants"}
     for entry in gpu.PARTS:
         assert all(isinstance(word, str) for word in entry.argv(place))
-    on_gpu = [part.name for part in gpu.PARTS if part.name not in left_out]
-    assert on_gpu == ["build", "native", "memcheck", "steps", "ops", "federated", "racecheck", "triton", "compiled",
-        "variants",
-                      "triton-kernels", "synccheck"]  # fmt: skip
-    shares = [part.seconds for part in gpu.PARTS if part.name in on_gpu and part.seconds is not None]
-    assert len(shares) == 10 and sum(shares) <= gpu.TOTAL_SECONDS < 10 * 60, (
-        "whoever takes long takes nobody's time but its own"
+    planned = [name for call in gpu.CALLS.values() for name in call]
+    assert ["build", *planned] == [part.name for part in gpu.PARTS], "each part is in one call, in the order of PARTS"
+
+
+def test_a_call_runs_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "run_part", lambda part, place, following: gpu.Outcome(part.name, "", "passed"))
+    monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
+    monkeypatch.setattr(gpu, "copy_tree", lambda work: None)
+    _, _, parts = run(tmp_path / "out", capsys, "--call", "3")
+    assert [part["name"] for part in parts] == ["build", "family", "racecheck", "triton", "ncu"]
+
+
+def call(folder: Path, commit: str = "abc", **files: object) -> Path:
+    folder.mkdir()
+    states = [{"name": "build", "state": "passed"}, {"name": folder.name, "state": "passed"}]
+    states.append({"name": "ncu", "state": "left out"})
+    (folder / "gpu.json").write_text(json.dumps({"environment": {"commit": commit, "gpu": "H"}, "parts": states}))
+    for name, content in files.items():
+        (folder / f"{name}-cuda.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.of_each_kind
+def test_calls_add_up(tmp_path: Path) -> None:
+    """A later result replaces an earlier one, a later failure does not; calls of two commits are refused."""
+    rows = {
+        "native": {"name": "native", "gate": "green", "eager": 1},
+        "worse": {"name": "native", "gate": "red"},
+        "triton": {"name": "triton", "gate": "green", "eager": 3},
+    }
+    first = call(tmp_path / "first", kernels={"ops": [{"name": "norm", "rows": [rows["native"]]}]})
+    second = call(
+        tmp_path / "second",
+        kernels={"ops": [{"name": "norm", "rows": [rows["worse"], rows["triton"]]}, {"name": "inner", "rows": []}]},
+        federated={"parts": {"gpu": {"series": [{"title": "t", "name": "graph", "at": 8, "problem": "failed"}]}}},
     )
+    third = call(
+        tmp_path / "third",
+        federated={"parts": {"gpu": {"series": [{"title": "t", "name": "graph", "at": 8, "seconds": 2}]}}},
+    )
+    file = tmp_path / "merged.json"
+    assert gpu.main(["--merge", *map(str, (first, second, third)), "--out", str(file)]) == 0
+    merged = json.loads(file.read_text())
+    assert [part["name"] for part in merged["parts"]] == ["build", "first", "ncu", "second", "third"]
+    assert [op["rows"] for op in merged["kernels"]["ops"]] == [[rows["native"], rows["triton"]], []]
+    assert merged["federated"]["parts"]["gpu"]["series"] == [{"title": "t", "name": "graph", "at": 8, "seconds": 2}]
+    with pytest.raises(SystemExit):
+        gpu.main(["--merge", str(first), str(call(tmp_path / "other", commit="def")), "--out", str(file)])
 
 
 @pytest.mark.of_each_kind
@@ -140,11 +191,11 @@ def test_the_tests_of_a_gpu_are_where_the_script_looks() -> None:
 
 def test_a_part_has_its_share_and_no_more(tmp_path: Path) -> None:
     place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
-    told = [sys.executable, "-c", "import sys; print(sys.argv[1])", gpu.LIMIT]
-    assert gpu.run_part(gpu.Part("share", "", lambda place: told, 20), place).result == "16"
-    assert int(gpu.run_part(gpu.Part("rest", "", lambda place: told, None), place).result) in range(40, 49)
+    told = gpu.Part("share", "", lambda place: [sys.executable, "-c", "import sys; print(sys.argv[1])", gpu.LIMIT], 20)
+    assert int(gpu.run_part(told, place, following=20).result) in range(20, 25)
+    assert int(gpu.run_part(told, place).result) in range(40, 49), "a part by itself has all of the time"
     place.deadline = gpu.time.monotonic() + 12
-    assert gpu.run_part(gpu.Part("late", "", lambda place: told, 100), place).result in ("8", "9")
+    assert gpu.run_part(told, place, following=1000).result in ("7", "8"), "ten seconds at least"
 
 
 def test_packages_of_the_machine_stay_in_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +239,10 @@ def test_two_runs_do_not_share_a_folder(work: Path, tmp_path: Path, capsys: pyte
 
 def test_the_tables_are_in_the_summary(tmp_path: Path) -> None:
     (tmp_path / "kernels-cuda.json").write_text(json.dumps(record_of(device="cuda")))
-    (tmp_path / "variants.json").write_text(json.dumps({"cases": [], "verdicts": {"one read": "drop"}}))
     printed = gpu.write(tmp_path, {}, [])
     page = (tmp_path / "summary.md").read_text()
     assert page.startswith(printed) and "Made by `python -m bench.kernels --made-up`" in page
-    assert "one read: drop." in page
-    assert "Made by" not in printed and "one read" not in printed
+    assert "Made by" not in printed
 
 
 def test_a_benchmark_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
@@ -214,7 +263,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     with open(tmp_path / "log.txt", "w") as log:
         argv = gpu._pytest("test_it.py")(place)
         process = subprocess.Popen(argv, cwd=tmp_path, stdout=log, start_new_session=True)
-    while process.poll() is None and "F" not in (tmp_path / "log.txt").read_text():  # until the driver has heard of it
+    while process.poll() is None and " FAILED " not in (tmp_path / "log.txt").read_text():
         time.sleep(0.1)
     gpu._stop(process, 60)
     said = (tmp_path / "log.txt").read_text()

@@ -16,6 +16,7 @@ import torch
 from bench import kernel_report, kernels, memory, whole_steps
 from bench.clocks import Machine
 from bench.contenders import contenders
+from bench.gpu_report import join
 from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelCase, KernelSize, cut, kernel_cases
 from bench.kernel_data import MAX_SETS, ROTATION, Operator
 from bench.kernels import OpBench, figures, rounds_of
@@ -238,16 +239,28 @@ def test_contenders_by_backend_and_by_whether_they_compile() -> None:
 
 
 @pytest.mark.of_each_kind
+def test_the_copied_class_is_left_out_of_many_tensors() -> None:
+    """It has some ten launches per tensor, and would take the time of everything else."""
+    names = {
+        size: [c.name for c in whole_steps.of_device(Small(), KERNEL_SIZES[size], "without")]
+        for size in ("cut100", "cut400", "cut1000")
+    }
+    assert {size for size, found in names.items() if "copied" in found} == {"cut100"}
+
+
+@pytest.mark.of_each_kind
 def test_results_of_a_later_run_join_those_that_are_there() -> None:
-    """New backends become rows, new comparisons figures; what was measured stays as it was."""
+    """New backends become rows, new comparisons figures; a row that failed does not replace one that was measured."""
 
     def row(name: str, **figures: Any) -> dict[str, Any]:
         return {"name": name, "gate": "green", "eager": figures}
 
+    failed = {"name": "native", "gate": "red", "reason": "wrong"}
     results = [{"name": "step-a", "rows": [row("native", seconds=1), {"name": "triton", "gate": "not run"}]}]
-    kernels.enter(results, {"name": "step-a", "rows": [row("native", seconds=2, faster=3), row("triton", seconds=4)]})
-    kernels.enter(results, {"name": "step-b", "rows": []})
+    results = join(results, [{"name": "step-a", "rows": [row("native", faster=3), row("triton", seconds=4)]}])
+    results = join(results, [{"name": "step-a", "rows": [failed]}, {"name": "step-b", "rows": []}])
     assert results == [
         {"name": "step-a", "rows": [row("native", seconds=1, faster=3), row("triton", seconds=4)]},
         {"name": "step-b", "rows": []},
     ]
+    assert join({"left_out": ["a"]}, {"left_out": ["b"]}) == {"left_out": ["a", "b"]}

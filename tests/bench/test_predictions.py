@@ -3,9 +3,7 @@ measured."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,12 +31,22 @@ def test_launches_are_those_of_the_table_that_a_kernel_takes() -> None:
     assert predictions.launches("update_", 1000) == 2 and predictions.launches("accumulate_", 1000) == 1
 
 
-def test_a_kernel_is_its_bytes_and_its_launches() -> None:
+def test_a_kernel_is_its_launches_its_latency_and_its_bytes() -> None:
     size = KERNEL_SIZES["100m"]
-    assert predictions.kernel_seconds("norm", size) == pytest.approx(4e8 / 4.3e12 + 2e-6)
-    assert predictions.step_seconds(size) == pytest.approx(40e8 / 4.3e12 + 6e-6)
+    assert predictions.kernel_seconds("norm", size) == pytest.approx(4e8 / 4.3e12 + 5e-6)
+    assert predictions.step_seconds(size, "H100") == pytest.approx(40e8 / 2.9e12 + 12e-6)
+    small = [1e6 * predictions.kernel_seconds(op, KERNEL_SIZES["50k"]) for op in ("norm", "perturb", "update")]
+    assert small == pytest.approx([5, 3.5, 3.5], abs=0.3)
     fraction = 4e8 / 4.3e12 / predictions.kernel_seconds("norm", size)
-    assert fraction > 0.95, "the goal for 100 M parameters is one that launches allow"
+    assert fraction > 0.94, "the goal for 100 M parameters is one that launches allow"
+
+
+def test_row_programs_of_wide_models_cost_the_device_more() -> None:
+    wide = {
+        w: [predictions.round_seconds(e, f"mlp:{w}", "fedsam") for e in predictions.STACKED_EXECUTORS]
+        for w in (200, 1024)
+    }
+    assert wide[200][0] < wide[200][1] == wide[1024][1] < wide[1024][0]
 
 
 @pytest.mark.of_each_kind
@@ -60,18 +68,16 @@ def test_operations_of_a_pass_are_counted(model: str) -> None:
 
 
 @pytest.mark.of_each_kind
-def test_the_last_column_is_what_the_files_say(tmp_path: Path) -> None:
-    assert predictions.tables(tmp_path).count("not measured") > 50
+def test_the_last_column_is_what_the_file_says() -> None:
+    assert predictions.tables({}).count("not measured") > 50
     row = {"name": "native", "replayed": {"seconds": {"median": 12.34e-6}}}
     case = {"name": "norm-100m-scattered", "rows": [row]}
     step = {"size": "resnet18", "rows": [row | {"name": "fastsam_native"}]}
-    (tmp_path / "kernels-cuda.json").write_text(json.dumps(record_of(device="cuda", ops=[case], steps=[step])))
     series = [{"title": "CNN, fedsam, by clients", "name": "graph", "at": 100, "seconds": 0.0125}]
     e = record_of()["environment"]
     run = {"machine": e["machine"], "commit": e["commit"], "command": "c", "parts": {"gpu": {"series": series}}}
-    (tmp_path / "federated-cuda.json").write_text(json.dumps(run))
-    filled = predictions.tables(tmp_path)
-    assert re.search(r"\| `norm` \| 100 M \| 4 \| 1 \| 95\.0 \| 12\.3 \|", filled)
-    assert re.search(r"\| step \| ResNet-18, 11\.2 M \| [\d.]+ \| 12\.3 \|", filled)
+    filled = predictions.tables({"kernels": record_of(device="cuda", ops=[case], steps=[step]), "federated": run})
+    assert re.search(r"\| `norm` \| 100 M \| 4 \| 1 \| 142\.9 \| 98\.0 \| 12\.3 \|", filled)
+    assert re.search(r"\| step \| ResNet-18, 11\.2 M \| [\d.]+ \| [\d.]+ \| 12\.3 \|", filled)
     assert re.search(r"\| CNN, fedsam \| graph \| [\d.]+ \| 12\.5 \|", filled)
     assert filled.count("Measured on a GPU, commit `0123456789ab`") == 2

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.variants import library
 from fastsam_kernels import toolchain
 from tests.helpers import emulated
 
 BUILDS: dict[str, Callable[[Path], object]] = {
     "the emulation": emulated.compile_library,
-    "the emulated variants": emulated.compile_variants,
-    "the variants": lambda folder: library.build("90", folder),
 }
 
 

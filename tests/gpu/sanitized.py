@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +16,6 @@ from fastsam import fed
 from fastsam_kernels import native
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from bench.variants import library
-from bench.variants.library import OneRead
 from tests.helpers.gpu_step import DEVICE, Step, hyper_of
 
 LAYOUTS = {
@@ -26,60 +25,52 @@ LAYOUTS = {
 }
 
 
-def every_op(step: Step, shift: int) -> None:
-    """All ops on the operands of `step`; with `shift` the gradients lie off every alignment."""
+def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
+    """Call all ops on the operands of `step` and return Adam's counts of steps, one each.
+
+    With `shift` the gradients lie off every alignment.
+    """
+    device = step.sumsq.device
     rows, table, hyper = step.sumsq.numel(), step.table, step.hyper
     grads = step.g2
     if shift:
         grads = [torch.cat([g.flatten()[:shift], g.flatten()])[shift:].view(g.shape) for g in grads]
-    adaptive = hyper_of(rows, ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
+    adaptive = hyper_of(rows, str(device), ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
     first, second, q = (torch.zeros_like(step.momentum) for _ in range(3))
-    steps = torch.zeros(rows, len(table), device=DEVICE)
-    native.norm_(step.sumsq, grads, [], table, hyper)
-    native.norm_(step.sumsq, grads, step.z, table, adaptive, accumulate=True)
-    native.perturb_(step.z, step.origin, grads, table, adaptive, step.sumsq, True)
-    native.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, False)
-    native.update_norm_(step.sumsq, step.z, step.origin, grads, table, adaptive, g1=step.g1, q=q)
-    native.update_(step.z, step.origin, grads, table, hyper, "sgd", [step.momentum], first=True)
+    steps = torch.zeros(rows, len(table), device=device)
+    kernels.norm_(step.sumsq, grads, [], table, hyper)
+    kernels.norm_(step.sumsq, grads, step.z, table, adaptive, accumulate=True)
+    kernels.perturb_(step.z, step.origin, grads, table, adaptive, step.sumsq, True)
+    kernels.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, False)
+    kernels.update_norm_(step.sumsq, step.z, step.origin, grads, table, adaptive, g1=step.g1, q=q)
+    kernels.update_(step.z, step.origin, grads, table, hyper, "sgd", [step.momentum], first=True)
     options = {"g1": step.g1, "q": q, "sumsq_v": step.sumsq, "keep": True}
-    native.update_(step.z, step.origin, grads, table, adaptive, "sgd", [step.momentum], **options)
-    adam = hyper_of(rows, BETA1=0.9, BETA2=0.99, EPS=1e-8)
+    kernels.update_(step.z, step.origin, grads, table, adaptive, "sgd", [step.momentum], **options)
+    adam = hyper_of(rows, str(device), BETA1=0.9, BETA2=0.99, EPS=1e-8)
     for found in (0.0, 1.0):
-        counted = {"steps": steps, "found_inf": torch.full((1,), found, device=DEVICE)}
-        native.update_(step.z, step.origin, grads, table, adam, "adam", [first, second], **counted)
-    federated_ops(step, grads, adaptive, q)
-    native.restore_(step.z, step.origin, table)
-    torch.cuda.synchronize()
-    assert (steps == 1).all()
-    assert all(z.isfinite().all() for z in step.z)
+        counted = {"steps": steps, "found_inf": torch.full((1,), found, device=device)}
+        kernels.update_(step.z, step.origin, grads, table, adam, "adam", [first, second], **counted)
+    federated_ops(kernels, step, grads, adaptive, q)
+    kernels.restore_(step.z, step.origin, table)
+    return steps
 
 
-def federated_ops(step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q: torch.Tensor) -> None:
+def federated_ops(kernels: Any, step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q: torch.Tensor) -> None:
     """The ops that federated training adds, and what it asks of the others."""
-    rows, table = step.sumsq.numel(), step.table
+    rows, table, device = step.sumsq.numel(), step.table, step.sumsq.device
     mu, s, eps = (torch.zeros_like(step.momentum) for _ in range(3))
-    native.dual_norm_(step.sumsq, grads, mu, s, table, hyper)
-    native.dual_perturb_(step.z, step.origin, mu, grads, s, table, hyper, step.sumsq, eps=eps)
-    native.inner_(torch.zeros(rows, 2, dtype=torch.float64, device=DEVICE), grads, step.g1, table)
-    native.update_(step.z, step.origin, grads, table, hyper, "sgd", q=q, shift=eps)
+    kernels.dual_norm_(step.sumsq, grads, mu, s, table, hyper)
+    kernels.dual_perturb_(step.z, step.origin, mu, grads, s, table, hyper, step.sumsq, eps=eps)
+    kernels.inner_(torch.zeros(rows, 2, dtype=torch.float64, device=device), grads, step.g1, table)
+    kernels.update_(step.z, step.origin, grads, table, hyper, "sgd", q=q, shift=eps)
     if step.z[0].element_size() == 2:
-        seed = torch.arange(rows, device=DEVICE)
-        native.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, True, seed=seed)
+        seed = torch.arange(rows, device=device)
+        kernels.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, True, seed=seed)
     elif rows > 1:
         high, low = (torch.zeros_like(step.origin[0], dtype=torch.int64) for _ in range(2))
-        native.accumulate_(high, low, step.origin, 0.5)
-        largest, base = torch.zeros(rows, dtype=torch.float64, device=DEVICE), step.origin[0, 1:]
-        native.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
-
-
-def variants(path: Path) -> None:
-    """The kernels of bench/variants, built at `path`: rows with every branch of the indexing."""
-    one_read = OneRead(path)
-    for rows in (1, 3):
-        step = Step(LAYOUTS["ragged"], rows)
-        one_read.norm_perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq)
-    torch.cuda.synchronize()
-    assert all(z.isfinite().all() for z in step.z)
+        kernels.accumulate_(high, low, step.origin, 0.5)
+        largest, base = torch.zeros(rows, dtype=torch.float64, device=device), step.origin[0, 1:]
+        kernels.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
 
 
 def row_programs() -> None:
@@ -89,7 +80,7 @@ def row_programs() -> None:
     clients[0][1][3] = -100
     for hidden in (32, 700):
         model = torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 10))
-        options = {"rounds": 3, "batch_size": 16, "participation": 1.0, "clip_norm": 1.0}
+        options: dict[str, Any] = {"rounds": 3, "batch_size": 16, "participation": 1.0, "clip_norm": 1.0}
         fed.run(model, clients, fed.FedSAM(), executor="vmap", device=DEVICE, momentum=0.5, **options)
 
 
@@ -101,14 +92,13 @@ def main() -> int:
     for name, lengths in LAYOUTS.items():
         for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
             for rows, shift in ((1, 0), (2, 1)):
-                every_op(Step(lengths, rows, dtype=dtype, master=rows == 2), shift)
+                step = Step(lengths, rows, dtype=dtype, master=rows == 2)
+                steps = every_op(native, step, shift)
+                torch.cuda.synchronize()
+                assert (steps == 1).all() and all(z.isfinite().all() for z in step.z)
         print(f"{name}: done", flush=True)
     row_programs()
     print("row programs: done", flush=True)
-    path = library.place("".join(map(str, torch.cuda.get_device_capability())))
-    if path.is_file():  # `python -m bench.variants` was here
-        variants(path)
-        print("variants: done", flush=True)
     return 0
 
 

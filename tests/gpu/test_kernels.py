@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
+from fastsam import FusedSAM
+from fastsam.fed.executors.cuda import Cuda
 from fastsam_kernels import native
 from tests.helpers import native_step
 from tests.helpers.gpu_step import DEVICE, Step, hyper_of, same
@@ -35,15 +37,33 @@ def test_three_launches_and_nothing_else(compiled: ModuleType) -> None:
     assert len(on_device) == 3 and all("fastsam" in name for name in on_device), on_device
 
 
-def test_no_step_waits_for_the_device(kernels: ModuleType) -> None:
-    step = Step([100_000, 33])
-    step.run(kernels)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step.run(kernels)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+def test_a_steady_step_is_three_launches_and_does_not_wait(backend: str) -> None:
+    """FusedSAM with a learning rate that changes in every step: a step puts three kernels on the device, and only the
+    learning rate is copied to it."""
+    params = [torch.nn.Parameter(torch.randn(n, device=DEVICE)) for n in RESNET_LIKE]
+    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, rho=0.05, backend=backend)
+    grads = [torch.randn_like(p) for p in params]
+
+    def step(i: int) -> None:
+        opt.param_groups[0]["lr"] = 0.1 / (i + 1)
+        for half in (opt.first_step, opt.second_step):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g
+            half()
+
+    for i in range(3):
+        step(i)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        with Cuda(torch.device(DEVICE)).no_wait():
+            for i in range(3, 8):
+                step(i)
+        torch.cuda.synchronize()
+    on_device = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    copies = [name for name in on_device if "Memcpy" in name]
+    assert all("HtoD" in name for name in copies) and len(copies) <= 5, copies
+    assert len(on_device) - len(copies) == 5 * 3, on_device
 
 
 @pytest.mark.parametrize("rows", [1, 3])

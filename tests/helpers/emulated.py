@@ -20,9 +20,8 @@ import torch
 
 from fastsam import backends
 from fastsam_kernels import build, libraries, native, raw_calls, toolchain
-from tests.helpers.places import HELPERS, ROOT
+from tests.helpers.places import HELPERS
 
-VARIANTS = ROOT / "bench" / "variants"
 SOURCES = (
     "norm.cu",
     "perturb.cu",
@@ -119,27 +118,6 @@ def copy_sources(sources: Path, folder: Path, changes: Changes = NONE) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         if not copy.exists() or copy.read_text() != text:  # ninja looks at dates
             copy.write_text(text)
-
-
-def compile_variants(folder: Path, changes: Changes = NONE, csrc_changes: Changes = NONE) -> Path:
-    """Builds the kernels of bench/variants in `folder` as `compile_library` does; `changes` are of that folder's
-    sources."""
-    changes = {**changes, "one_read.cu": [(SHARED, ON_HOST), *changes.get("one_read.cu", ())]}
-    with toolchain.locked(folder):
-        copy_sources(build.csrc(), folder / "csrc", csrc_changes)
-        copy_sources(VARIANTS, folder / "bench" / "variants", changes)
-        steps, cxx, copies = [], toolchain.find_cxx(), folder / "bench" / "variants"
-        for path in (
-            *(copies / path.name for path in sorted(VARIANTS.glob("*.cu"))),
-            HELPERS / "emulation/emulation.cpp",
-        ):
-            output, includes = f"{path.name}.o", (f"-I{HELPERS / 'emulation'}", "-iquote", str(folder / "csrc"))
-            argv = (*cxx, "-x", "c++", "-std=c++20", *FLAGS, *CHECKS, *includes, "-MD", "-MF", f"{output}.d")
-            steps.append(toolchain.Step(output, (str(path),), (*argv, "-c", str(path), "-o", output), f"{output}.d"))
-        objects = tuple(step.output for step in steps)
-        link = (*cxx, "-shared", *objects, "-o", LIBRARY, "-Wl,--no-undefined")
-        toolchain.execute([*steps, toolchain.Step(LIBRARY, objects, link)], folder)
-    return folder / LIBRARY
 
 
 def schemas() -> list[str]:

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_optimizer import Lookahead, ScheduleFreeSGD
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM
 from fastsam.optim.variants import LastGradient
 from tests.helpers.sam_cases import SGD, closure_of
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
+
+library = pytest.importorskip("pytorch_optimizer", reason="pytorch-optimizer is not installed")
+Lookahead, ScheduleFreeSGD = library.Lookahead, library.ScheduleFreeSGD
 
 
 class DPOptimizer(torch.optim.Optimizer):
@@ -26,7 +28,7 @@ class DPOptimizer(torch.optim.Optimizer):
     defaults = property(lambda self: self.original_optimizer.defaults, lambda self, defaults: None)
 
 
-def lookahead(groups: Any, **options: Any) -> Lookahead:
+def lookahead(groups: Any, **options: Any) -> Any:
     return Lookahead(SGD(groups, **options), k=2)
 
 
