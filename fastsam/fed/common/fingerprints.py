@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
@@ -39,6 +40,28 @@ def hyperparameters(algorithm: Any) -> dict[str, Any]:
         for name, value in sorted(getattr(algorithm, "__dict__", {}).items())
         if not name.startswith("_")
     }
+
+
+def references(function: Any) -> dict[str, Any]:
+    """Return the things that a callable refers to, by name: globals, closure, defaults and attributes, and those of
+    the functions among its attributes."""
+    if isinstance(function, partial):
+        arguments = {str(place): value for place, value in enumerate(function.args)} | function.keywords
+        return references(function.func) | arguments
+    if inspect.ismethod(function):
+        return references(function.__func__) | {"self": function.__self__}
+    if not inspect.isfunction(function):
+        found = {} if isinstance(function, type) else dict(getattr(function, "__dict__", {}))
+        for value in [value for value in found.values() if inspect.isfunction(value) or inspect.ismethod(value)]:
+            found |= references(value)
+        return found
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a closure that is not filled yet
+        return {}
+    signature = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
+    return {**variables.globals, **variables.nonlocals, **defaults}
 
 
 def structure(model: nn.Module) -> list[Any]:

@@ -101,6 +101,8 @@ def _comparable(value: object) -> object:
         return value.tobytes()
     if isinstance(value, (list, tuple)):
         return [_comparable(v) if isinstance(v, _PLAIN) else id(v) for v in value]
+    if isinstance(value, (nn.Module, torch.ScriptObject)):  # a scripted one raises if it is asked for its length
+        return id(value)
     return (id(value), len(value)) if hasattr(value, "__len__") else id(value)
 
 

@@ -219,6 +219,11 @@ def _client_model(model: nn.Module, layout: Layout, personal: ClientModels, stat
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
     """Raises ValueError for a place that would be found useless after the first round, or never."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ValueError(
+            "fed.run was called inside torch.autocast, which keeps casts of weights that change. Put the region into "
+            "the model's forward()"
+        )
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")
     if choice("resume", resume, (True, False)) and run_dir is None:
