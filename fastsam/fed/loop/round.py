@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -233,6 +234,8 @@ class Cohort:
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
         problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
+        # The cause before its symptoms: states and displacements follow from a loss.
+        problems |= {i: "the loss is not finite" for i, x in enumerate(numbers["loss"]) if not math.isfinite(x)}
         add_ = self.sums.add_rows_ if self.secure is None else partial(self.secure.add_rows_, ends.clients)
         problems = add_(weights, mean, upload.total, numbers, problems)
         if self.robust is not None:

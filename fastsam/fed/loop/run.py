@@ -22,7 +22,7 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler
 from fastsam.fed.clients.weights import Weighting
-from fastsam.fed.common.checks import choice
+from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
 from fastsam.fed.common.option import table, with_help
 from fastsam.fed.loop import personalise as personalising
@@ -197,7 +197,9 @@ def run(
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
         theirs = (
-            None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
+            None
+            if loop.personal is None
+            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.sizes))
         )
         result = Result(final, state.history, facts, None if directory is None else directory.path, tuned, theirs)
         if directory is not None and ranks.first:
@@ -211,8 +213,15 @@ def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
     return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
-def _client_model(model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, client: int) -> nn.Module:
-    """A copy of the user's model with a client's own weights."""
+def _client_model(
+    model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, clients: int, client: int
+) -> nn.Module:
+    """Return a copy of the user's model with the weights of `client`, one of so many `clients`.
+
+    Raises ValueError for another client.
+    """
+    if integer("client", client, at_least=0) >= clients:
+        raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
     own = state.clients.get(client)
     return export(model, layout, personal.row(state.server, own), personal.buffers(state.buffers, own))
 
