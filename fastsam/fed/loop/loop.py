@@ -14,6 +14,7 @@ from fastsam.fed.algorithms.base import Algorithm, Round, Sums
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
+from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import ClientStates
 from fastsam.fed.loop.contract import asked, check_finite, check_server, numbers
 from fastsam.fed.loop.evaluate import Evaluator
@@ -99,6 +100,7 @@ class Loop:
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
         settings, clients, t = self.settings, len(self.population.sizes), state.round
+        before = row_contract.attributes(self.algorithm) if t == 0 else None
         active = self._cohort(t)
         if callable(settings.sampler) or settings.available:  # they may draw what they like; the ranks need one cohort
             active = self.ranks.cohort(active, clients, state.server["w"])
@@ -146,6 +148,7 @@ class Loop:
         server = self._stepped(state, cohort, about)
         if t == 0:
             check_padding({"w": server["w"]}, self.rows, "the state that step_server returns")
+            row_contract.warn_changed(self.algorithm, before or {})
         check_finite(server, state.server, t + 1, about.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began
