@@ -66,7 +66,14 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
 
 
 def check_local_step(algorithm: Any, server: State, client: State, round: Round) -> None:
-    """Raise AlgorithmError if `local_step`, of a copy of the user's algorithm, of two clients with the state `client` differs from that of one."""
+    """Raise AlgorithmError if `local_step` of two clients with the state `client` differs from that of one.
+
+    Args:
+        algorithm: a copy of the user's.
+        server: the server's state.
+        client: state of a new client.
+        round: the round, as the algorithm sees it.
+    """
     together = algorithm.local_step(server, rows([client, client]), round)
     check_rows(algorithm, "local_step", together, [(server, rows([client]), round)], 2)
 
