@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from numbers import Real
+from types import CodeType
 from typing import Any
 
 import torch
@@ -62,6 +64,42 @@ def references(function: Any) -> dict[str, Any]:
     signature = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
     return {**variables.globals, **variables.nonlocals, **defaults}
+
+
+def behaviour(value: Any, depth: int = 2) -> Any:
+    """Return a description, as JSON has it, of what a function or a module computes: its code, and what it refers to.
+
+    Args:
+        value: function, module, or a thing that they refer to.
+        depth: how many functions are followed to functions that they call.
+    """
+    if isinstance(value, nn.Module):
+        own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
+        code = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}
+        return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(code.items()))}
+    if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    if isinstance(value, torch.Tensor):
+        return blake2b(repr(value).encode(), digest_size=8).hexdigest()
+    if not callable(value) or isinstance(value, type) or depth == 0 or value.__class__.__module__ == "torch":
+        return type(value).__qualname__
+    if (getattr(value, "__module__", None) or "").startswith("torch."):
+        return describe(value)
+    inner = inspect.unwrap(value.func if isinstance(value, partial) else value)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    known = {name: behaviour(part, depth - 1) for name, part in sorted(references(value).items())}
+    return {"code": None if code is None else _code(code), **known}
+
+
+def _code(code: CodeType) -> str:
+    """Return a hash of what a function does: its instructions, names and constants, not where it is written."""
+    made = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            made.update(_code(constant).encode())
+        else:
+            made.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
+    return made.hexdigest()
 
 
 def structure(model: nn.Module) -> list[Any]:

@@ -28,16 +28,15 @@ from fastsam.fed.common.option import table, with_help
 from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
-from fastsam.fed.loop.contract import (
-    check_algorithm,
-)
+from fastsam.fed.loop.concurrent_runs import registered, trials
+from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
-from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
+from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
 from fastsam.fed.measures import Measures
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
@@ -152,12 +151,14 @@ def run(
     tuned: list[dict[str, Any]] | None = None
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor, compile))
     keep_freed(place)
-    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
-        tried = (
-            trial_batch.attempt(trained, population, loss, batch_size)
-            if isinstance(loss, BatchLoss)
-            else trial_step.attempt(trained, population, loss, batch_size)
-        )
+    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
+        with trials:
+            tried = (
+                trial_batch.attempt(trained, population, loss, batch_size)
+                if isinstance(loss, BatchLoss)
+                else trial_step.attempt(trained, population, loss, batch_size)
+            )
+        registration.update(tried.draws is not None or population.reads_draw)
         trial_step.check_buffers(tried, settings.buffers)
         loop, state = assemble(
             model,
@@ -185,7 +186,9 @@ def run(
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
-            directory, state = open_directory(run_dir, resume, loop, state, identity, config, place, lock)
+            directory, state = open_directory(
+                run_dir, resume, loop, state, identity, config, place, lock, behaviours_of(model, settings, collate)
+            )
         exported = partial(_export, model, loop)
         listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), exported)
         state = loop.run(state, directory, listeners)

@@ -213,8 +213,9 @@ def _check_repeated(first: Tensor, repeated: Tensor, changed: str | None) -> Non
     if alike and not drawn:
         return
     raise ValueError(
-        f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, and "
-        f"it changes {changed or 'something that is not in the model'}. Results must depend only on weights, buffers and "
+        f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, "
+        "and it changes "
+        f"{changed or 'something that is not in the model'}. Results must depend only on weights, buffers and "
         "batch: draw random numbers with torch, and keep counters in buffers (register_buffer) that forward() writes "
         "in place"
     )
