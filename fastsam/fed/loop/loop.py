@@ -24,6 +24,7 @@ from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.loop.round import BUFFERS, Cohort
+from fastsam.fed.measures import NAMES
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -31,6 +32,11 @@ from fastsam.fed.step.model_copy import Replica, move_buffers
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
+
+_KEYS = (  # of a record, apart from those of evaluations and measures
+    *("round", "lr", "server_lr", "clients", "samples", "steps", "train_loss", "megabytes_down", "megabytes_up"),
+    *("backprops", "seconds_training", "seconds", "clip_update", "epsilon", "delta"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,13 @@ class Loop:
         """Bytes of what the server and the clients keep, on all ranks; collective."""
         clients = self.ranks.gather(replace(state, server={}).nbytes)
         return replace(state, clients={}).nbytes + sum(clients)
+
+    def record_keys(self) -> list[str] | None:
+        """Return the names of the numbers that a record may have, or None if measures of the user's add to them."""
+        if self.measures is not None and not type(self.measures).__module__.startswith("fastsam."):
+            return None
+        measured = [] if self.measures is None else [key for keys in NAMES.values() for key in keys]
+        return [*_KEYS, *self.evaluator.nothing(), *measured]
 
     @cached_property
     def sampler(self) -> sampling.Sampler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -24,7 +25,7 @@ from fastsam.fed.clients.sampling import Available, Sampler
 from fastsam.fed.clients.weights import Weighting
 from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
-from fastsam.fed.common.option import table, with_help
+from fastsam.fed.common.option import suggesting, table, with_help
 from fastsam.fed.loop import personalise as personalising
 from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
@@ -45,7 +46,10 @@ from fastsam.fed.step.memory_format import keep_freed, order, reorder
 from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
 
+log = logging.getLogger("fastsam.fed")
 
+
+@suggesting
 @with_help(Settings)
 @autograd_kept()
 def run(
@@ -142,6 +146,8 @@ def run(
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
     population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
+    if not population.test_size:
+        log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
     loss = cast(Loss, trial_batch.batch_loss(given, population))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
@@ -190,7 +196,9 @@ def run(
                 run_dir, resume, loop, state, identity, config, place, lock, behaviours_of(model, settings, collate)
             )
         exported = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), exported)
+        listeners.start(
+            ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()
+        )
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
         if settings.personalise is not None:
