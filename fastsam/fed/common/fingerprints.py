@@ -75,8 +75,8 @@ def behaviour(value: Any, depth: int = 2) -> Any:
     """
     if isinstance(value, nn.Module):
         own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
-        code = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}
-        return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(code.items()))}
+        forward = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}
+        return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(forward.items()))}
     if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
     if isinstance(value, torch.Tensor):
