@@ -41,12 +41,12 @@ def copied(algorithm: Any) -> Any:
 
 
 def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Sequence[Any]], n: int) -> None:
-    """Compare what a method returned for n clients with what it returns for each of them by itself.
+    """Compare the result of a method for n clients with its results for each client by itself.
 
     Args:
         algorithm: a copy of the user's.
         method: name of the method.
-        together: what it returned for all n.
+        together: its result for all n clients.
         alone: its arguments for each client by itself.
         n: number of clients.
 
@@ -66,7 +66,7 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
 
 
 def check_local_step(algorithm: Any, server: State, client: State, round: Round) -> None:
-    """Raise AlgorithmError if `local_step` of two clients with the state `client` differs from that of one.
+    """Raise AlgorithmError if `local_step` gives two clients with the state `client` another step than one client.
 
     Args:
         algorithm: a copy of the user's.
@@ -122,7 +122,7 @@ def warn_changed(algorithm: object, before: Mapping[str, object]) -> None:
     if changed:
         log.warning(
             "the first round changed attributes of %s (%s): a resumed run, other executors and other ranks do not have "
-            "them. Keep what changes in the states that its functions return",
+            "them. Keep such values in the states that its functions return",
             type(algorithm).__name__,
             ", ".join(changed),
         )

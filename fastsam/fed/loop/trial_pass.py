@@ -1,7 +1,7 @@
-"""One look at a training pass before round 1: which tensors it reads, and what it changes in addition to gradients.
+"""One look at a training pass before round 1: the tensors that it reads, and its side effects.
 
-`trial_step.attempt` and `trial_batch.attempt` call `look` with a copy of the model and one batch. Each check of what a
-model or a loss does in training is here.
+`trial_step.attempt` and `trial_batch.attempt` call `look` with a copy of the model and one batch. The checks of
+models and losses in training are here.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _check_loss(value: object) -> None:
 
 
 def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    # Of a scripted model's copy the parameters are no leaves: asking for their gradients would warn.
+    # The parameters of a scripted model's copy are not leaves, and reading their gradients would warn.
     gradients = [p.grad for p in parameters if p.is_leaf]
     if all(g is None for g in gradients):
         raise ValueError(
