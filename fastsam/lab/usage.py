@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import shutil
 import textwrap
-from typing import Any
+from typing import Any, NoReturn
 
 INDENT = 22  # columns before a meaning: what the longest key, and two blanks, leave free
 
@@ -20,6 +22,12 @@ class Parser(argparse.ArgumentParser):
 
         super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False)
         self.shows_keys = shows_keys
+
+    def error(self, message: str) -> NoReturn:
+        """End with the usage, the message, and the choice that was probably meant."""
+        found = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        close = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
+        super().error(message + "".join(f"; did you mean {name!r}?" for name in close))
 
     def format_help(self) -> str:
         return super().format_help() + (_keys() if self.shows_keys else "")

@@ -202,6 +202,7 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
         (["run", "small.toml", "extra"], 2, "unrecognized arguments: extra"),
         (["info", "--rounds", "3"], 2, "unrecognized arguments"),
         (["walk"], 2, "invalid choice: 'walk'"),
+        (["rnu"], 2, "did you mean 'run'?"),
     ],
 )
 def test_bad_input_is_one_clear_message_and_nothing_is_written(

@@ -217,6 +217,19 @@ def test_the_bars_of_an_ablation_are_the_deviation_of_a_sample(tmp_path: Path, m
     assert bar[:, 1].tolist() == pytest.approx([50 - 10 * 2**0.5, 50 + 10 * 2**0.5])
 
 
+@pytest.mark.parametrize("ends", [[1.0, 0.8], [0.0, 0.2]], ids=["top", "bottom"])
+def test_bands_and_bars_stay_between_0_and_100_percent(
+    ends: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = drawn(monkeypatch)
+    plots.curves({"": {"a": [records([end, end]) for end in ends]}}, tmp_path / "curves.png")
+    edges = seen.pop("figure").axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    plots.ablation({"": {"a": [plots.Point(0.1, ends)]}}, "rho", tmp_path / "a.png")
+    (bar,) = seen["figure"].axes[0].containers[0].lines[2][0].get_segments()
+    for heights in (edges, bar[:, 1]):
+        assert min(heights) >= 0 and max(heights) <= 100 and min(abs(heights - 100 * round(ends[0]))) < 1e-9
+
+
 @pytest.mark.slow
 def test_every_figure_is_there_for_a_paper_too_and_the_same_twice(tmp_path: Path) -> None:
     history = {"": {"fedavg": [records([0.5, 0.6])], "fedsam": [records([0.6, 0.7])]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,26 @@ def test_claims_are_the_papers_own_methods_ahead_of_others() -> None:
     last = found["fedlesam", "fedgamma"]
     assert last.ours == pytest.approx((-0.1, -0.3)) and not last.held
     assert found["fedlesam-s", "mofedsam"].ours == pytest.approx((0.9, -0.1))
+
+
+@pytest.mark.parametrize(
+    ("margin", "verdict"),
+    [(100 / 360, "undecided"), (-100 / 360, "undecided"), (0.0, "undecided"), (0.3, "held"), (-0.3, "failed")],
+)
+def test_a_margin_of_one_sample_is_undecided(margin: float, verdict: str) -> None:
+    claim = ordering.Claim("", "accuracy", "fedlesam", "fedsam", 1, 1.0, (margin, margin), 100 / 360)
+    assert (claim.undecided, claim.held) == (verdict == "undecided", verdict == "held")
+
+
+def test_the_size_of_the_test_set_decides_what_a_tie_is() -> None:
+    table = reproduce.load("fedlesam-table2", "digits")
+    numbers = {name: [0.8 + (0.0025 if name == "fedlesam" else 0)] for name in table.algorithms}
+    outcomes = {
+        part: replace(outcome, samples=360) for part, outcome in outcomes_of(table, numbers, "accuracy_final").items()
+    }
+    found = [c for c in ordering.claims(table, outcomes) if c.ahead == "fedlesam"]
+    assert found and all(c.undecided for c in found) and len(table.seeds) == 3
+    assert ordering.text_tables(table, outcomes)[0].title.startswith("Undecided, by one test sample or less: ")
 
 
 def test_what_did_not_hold_is_said_first() -> None:

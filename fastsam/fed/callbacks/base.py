@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class RunView:
 
     config: what was asked for, as JSON has it. rounds: how many the run shall have. run_dir: where it is written, or
     None. stopped: why it was stopped, None where it was not. error: what ended it, in `on_end` alone; None where it
-    ended well.
+    ended well. keys: names of the numbers that a record may have; None if measures of your own add to them.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class RunView:
         run_dir: Path | None,
         state: RunState,
         export: Callable[[RunState], nn.Module],
+        keys: Sequence[str] | None = None,
     ) -> None:
+        self.keys = keys
         self.config, self.rounds, self.run_dir = dict(config), rounds, run_dir
         self.stopped: str | None = None
         self.error: BaseException | None = None

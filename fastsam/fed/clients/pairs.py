@@ -41,7 +41,17 @@ def all_finite(x: Tensor) -> bool:
     return x.numel() == 0 or all(bool(value.isfinite()) for value in torch.aminmax(x))
 
 
+def check_unmasked(part: object, who: str) -> None:
+    """Raise ValueError for a masked array of numpy, whose mask a tensor does not have."""
+    if isinstance(part, np.ma.MaskedArray):
+        raise ValueError(
+            f"{who} is a masked array of numpy, and training would read what is masked. Replace those values "
+            "(array.filled(...)) or leave the samples out"
+        )
+
+
 def _tensor(part: Any, who: str) -> Tensor:
+    check_unmasked(part, who)
     if not isinstance(part, Tensor):
         try:
             part = torch.from_numpy(np.array(part, order="C"))  # a copy: torch warns of read-only arrays

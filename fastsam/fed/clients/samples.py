@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastsam.fed.clients.pairs import check_unmasked
+
 IGNORED = -100  # the label that torch's losses ignore unless they are told another
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
@@ -49,6 +51,7 @@ def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
     they are."""
 
     def put(leaf: Any) -> Any:
+        check_unmasked(leaf, "a part of the samples")
         if isinstance(leaf, np.ndarray) and leaf.dtype != object and leaf.dtype.kind not in "US":
             leaf = torch.from_numpy(np.array(leaf, order="C"))
         if not isinstance(leaf, Tensor):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from numbers import Real
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,6 +42,64 @@ def hyperparameters(algorithm: Any) -> dict[str, Any]:
         for name, value in sorted(getattr(algorithm, "__dict__", {}).items())
         if not name.startswith("_")
     }
+
+
+def references(function: Any) -> dict[str, Any]:
+    """Return the things that a callable refers to, by name: globals, closure, defaults and attributes, and those of
+    the functions among its attributes."""
+    if isinstance(function, partial):
+        arguments = {str(place): value for place, value in enumerate(function.args)} | function.keywords
+        return references(function.func) | arguments
+    if inspect.ismethod(function):
+        return references(function.__func__) | {"self": function.__self__}
+    if not inspect.isfunction(function):
+        found = {} if isinstance(function, type) else dict(getattr(function, "__dict__", {}))
+        for value in [value for value in found.values() if inspect.isfunction(value) or inspect.ismethod(value)]:
+            found |= references(value)
+        return found
+    try:
+        variables = inspect.getclosurevars(function)
+    except ValueError:  # a closure that is not filled yet
+        return {}
+    signature = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in signature if p.default is not inspect.Parameter.empty}
+    return {**variables.globals, **variables.nonlocals, **defaults}
+
+
+def behaviour(value: Any, depth: int = 2) -> Any:
+    """Return a description, as JSON has it, of what a function or a module computes: its code, and what it refers to.
+
+    Args:
+        value: function, module, or a thing that they refer to.
+        depth: how many functions are followed to functions that they call.
+    """
+    if isinstance(value, nn.Module):
+        own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
+        forward = {c.__qualname__: _code(c.forward.__code__) for c in own if inspect.isfunction(c.forward)}
+        return {"repr": re.sub(r" at 0x[0-9a-f]+", "", repr(value)), "forward": dict(sorted(forward.items()))}
+    if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    if isinstance(value, torch.Tensor):
+        return blake2b(repr(value).encode(), digest_size=8).hexdigest()
+    if not callable(value) or isinstance(value, type) or depth == 0 or value.__class__.__module__ == "torch":
+        return type(value).__qualname__
+    if (getattr(value, "__module__", None) or "").startswith("torch."):
+        return describe(value)
+    inner = inspect.unwrap(value.func if isinstance(value, partial) else value)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    known = {name: behaviour(part, depth - 1) for name, part in sorted(references(value).items())}
+    return {"code": None if code is None else _code(code), **known}
+
+
+def _code(code: CodeType) -> str:
+    """Return a hash of what a function does: its instructions, names and constants, not where it is written."""
+    made = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            made.update(_code(constant).encode())
+        else:
+            made.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())
+    return made.hexdigest()
 
 
 def structure(model: nn.Module) -> list[Any]:

@@ -4,6 +4,7 @@ its row."""
 from __future__ import annotations
 
 import functools
+import inspect
 import textwrap
 import types
 import typing
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
-from fastsam.fed.common.checks import choice, integer, number
+from fastsam.fed.common.checks import choice, integer, nearest, number
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -102,6 +103,20 @@ def check(options: object) -> None:
     made: Any = type(options)
     for name, row in table(made).items():
         object.__setattr__(options, name, row.check(getattr(options, name)))
+
+
+def suggesting(function: Function) -> Function:
+    """Raise TypeError for a keyword that `function` does not have, with the one that was probably meant."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                raise TypeError(f"{function.__name__}() has no option {name!r}{nearest(name, known)}")
+        return function(*arguments, **options)
+
+    return typing.cast(Function, called)
 
 
 def with_help(made: type) -> Callable[[Function], Function]:

@@ -98,6 +98,4 @@ def _not_captured(setup: Setup) -> str | None:
 def _hooked(model: nn.Module) -> bool:
     """Whether somebody looks on while the model runs. torch has no public name for a module's hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(m, kind, None) for m in model.modules() for kind in kinds) or any(
-        p._backward_hooks for p in model.parameters()
-    )
+    return any(getattr(m, kind, None) for m in model.modules() for kind in kinds)

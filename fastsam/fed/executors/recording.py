@@ -82,17 +82,18 @@ def python_state(module: nn.Module) -> dict[str, object]:
     """Python's side of a model, as far as it can be compared: numbers, words, lengths, which tensors; and the random
     generators."""
     found: dict[str, object] = {
-        f"{name}.{key}".lstrip("."): _comparable(value)
+        f"{name}.{key}".lstrip("."): comparable(value)
         for name, inner in module.named_modules()
         for held in (inner.__dict__, inner._buffers)
         for key, value in held.items()
     }
     found["Python's random numbers"] = random.getstate()
-    found["numpy's random numbers"] = [_comparable(v) for v in np.random.get_state()]
+    found["numpy's random numbers"] = [comparable(v) for v in np.random.get_state()]
     return found
 
 
-def _comparable(value: object) -> object:
+def comparable(value: object) -> object:
+    """Return what tells a value from the one that it was before: number, words, length, identity or version."""
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
     if isinstance(value, Tensor):
@@ -100,7 +101,9 @@ def _comparable(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tobytes()
     if isinstance(value, (list, tuple)):
-        return [_comparable(v) if isinstance(v, _PLAIN) else id(v) for v in value]
+        return [comparable(v) if isinstance(v, _PLAIN) else id(v) for v in value]
+    if isinstance(value, (nn.Module, torch.ScriptObject)):  # a scripted one raises if it is asked for its length
+        return id(value)
     return (id(value), len(value)) if hasattr(value, "__len__") else id(value)
 
 

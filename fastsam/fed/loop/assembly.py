@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
@@ -167,6 +167,11 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
     step = check_steps(made, state.server["w"], 1)[0][0]
     if getattr(algorithm, "own_models", False):
         own, w = asked(algorithm, "own_model", (state.server, client), None), state.server["w"]
-        check_server({"w": own}, w, "own_model")
+        if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
+            got = f"{own.dtype} {list(own.shape)} on {own.device}" if isinstance(own, Tensor) else type(own).__name__
+            raise ValueError(
+                f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
+                f"that it gets has no dimension for rows. Got {got}"
+            )
     check_padding_of_step(step, rows)
     return step

@@ -60,15 +60,17 @@ class Listeners:
         directory: RunDirectory | None,
         config: Callable[[], Mapping[str, Any]],
         export: Callable[[RunState], nn.Module],
+        keys: Sequence[str] | None = None,
     ) -> None:
-        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state.
+        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state;
+        keys: see `RunView`.
         Collective."""
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
         if self.callbacks and ranks.first:
             path = None if directory is None else directory.path
-            self._view = RunView(config(), self._rounds, path, state, export)
+            self._view = RunView(config(), self._rounds, path, state, export, keys)
             for callback in self.callbacks:
                 self._ask(callback, "on_start")
                 self._started.append(callback)

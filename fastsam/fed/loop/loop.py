@@ -14,6 +14,7 @@ from fastsam.fed.algorithms.base import Algorithm, Round, Sums
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
+from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import ClientStates
 from fastsam.fed.loop.contract import asked, check_finite, check_server, numbers
 from fastsam.fed.loop.evaluate import Evaluator
@@ -23,6 +24,7 @@ from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.loop.round import BUFFERS, Cohort
+from fastsam.fed.measures import NAMES
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -30,6 +32,11 @@ from fastsam.fed.step.model_copy import Replica, move_buffers
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
+
+_KEYS = (  # of a record, apart from those of evaluations and measures
+    *("round", "lr", "server_lr", "clients", "samples", "steps", "train_loss", "megabytes_down", "megabytes_up"),
+    *("backprops", "seconds_training", "seconds", "clip_update", "epsilon", "delta"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,13 @@ class Loop:
         clients = self.ranks.gather(replace(state, server={}).nbytes)
         return replace(state, clients={}).nbytes + sum(clients)
 
+    def record_keys(self) -> list[str] | None:
+        """Return the names of the numbers that a record may have, or None if measures of the user's add to them."""
+        if self.measures is not None and not type(self.measures).__module__.startswith("fastsam."):
+            return None
+        measured = [] if self.measures is None else [key for keys in NAMES.values() for key in keys]
+        return [*_KEYS, *self.evaluator.nothing(), *measured]
+
     @cached_property
     def sampler(self) -> sampling.Sampler:
         """Who takes part in a round."""
@@ -99,6 +113,7 @@ class Loop:
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
         began = time.perf_counter()
         settings, clients, t = self.settings, len(self.population.sizes), state.round
+        before = row_contract.attributes(self.algorithm) if t == 0 else None
         active = self._cohort(t)
         if callable(settings.sampler) or settings.available:  # they may draw what they like; the ranks need one cohort
             active = self.ranks.cohort(active, clients, state.server["w"])
@@ -144,6 +159,7 @@ class Loop:
         server = self._stepped(state, cohort, about)
         if t == 0:
             check_padding({"w": server["w"]}, self.rows, "the state that step_server returns")
+            row_contract.warn_changed(self.algorithm, before or {})
         check_finite(server, state.server, t + 1, about.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +13,15 @@ import torch
 from torch import nn
 
 from fastsam.fed.clients.population import Population
-from fastsam.fed.common.atomic_files import write_json
-from fastsam.fed.common.fingerprints import structure
+from fastsam.fed.common.atomic_files import read_bytes, write_json
+from fastsam.fed.common.fingerprints import behaviour, difference, structure
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunDirectoryError, RunState
 from fastsam.fed.rundir.environment import environment
 from fastsam.fed.rundir.lock import Lock
+
+log = logging.getLogger("fastsam.fed")
 
 
 def open_directory(
@@ -28,6 +33,7 @@ def open_directory(
     config: dict[str, Any] | None,
     place: torch.device,
     lock: Lock,
+    behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
     """The run directory, new or continued, and the state to go on from: `start`, or what is found there."""
     ranks = loop.ranks
@@ -39,6 +45,7 @@ def open_directory(
             identity if config is None else config,
             environment(place)
             | {
+                "behaviour": behaviours,
                 "executor": loop.chosen.record(),
                 "client_state": {"where": loop.states.where, "reason": loop.states.reason},
             },
@@ -49,10 +56,30 @@ def open_directory(
             f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
         )
     _check_rates(run_dir, found.history, loop.settings)
+    _warn_behaviours(directory.path, behaviours)
     directory.rewind()
     if ranks.first:
         write_json(directory.path / "config.json", identity if config is None else config)  # rounds, say, may be others
     return directory, found
+
+
+def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict[str, Any]:
+    """Return descriptions of the model and of the user's functions, whose names alone are in the identity of a run."""
+    names = ("loss", "sampler", "available", "weighting")
+    given = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
+    return {name: behaviour(value) for name, value in given.items() if callable(value)}
+
+
+def _warn_behaviours(path: Path, now: dict[str, Any]) -> None:
+    """Log a warning for a model or a function that is another one, under the same name, than when the run began."""
+    try:
+        stored = json.loads(read_bytes(path / "environment.json"))
+        before = stored["behaviour"] if stored["python"] == platform.python_version() else now
+        found = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
+    except (OSError, ValueError, KeyError, TypeError):  # written by an older version, or by somebody else
+        return
+    for what in filter(None, found):
+        log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *what)
 
 
 def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:

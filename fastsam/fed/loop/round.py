@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from fastsam.fed.aggregation.robust_sums import RobustSums
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
+from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
 from fastsam.fed.loop.contract import (
     Unwritten,
@@ -29,6 +31,7 @@ from fastsam.fed.loop.contract import (
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.loop.padding import check_padding
+from fastsam.fed.loop.row_contract import COMPARED
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.clip import shorten_
 from fastsam.fed.privacy.mechanism import Privacy
@@ -86,6 +89,8 @@ class Cohort:
             self.weights = {i: weights[i] for i in active}
         self.weighs = bool(getattr(algorithm, "weighs", False))
         self._looked = about.index > 0  # at what the algorithm makes of rows
+        own = about.index == 0 and row_contract.is_own(algorithm)
+        self._second = row_contract.copied(algorithm) if own else None  # whose rows are compared
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
         self.sums = RoundSums(len(active), max(self.weights.values()), places)
@@ -144,6 +149,8 @@ class Cohort:
             state = check_client(asked(self.algorithm, "init_client", (server,), self.about.index, new), "init_client")
             self.lent.lend("client", state)
             self._first = state, self._constants([state], new[:1])[0]
+            if len(clients) > 1 and self._second is not None:
+                row_contract.check_local_step(self._second, server, state, self.told)
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
         found: dict[int, tuple[LocalStep, int]] = {}
@@ -203,10 +210,16 @@ class Cohort:
         """Of clients whose states are alike."""
         server, client, lent = self.before.server, rows(states), Unwritten()
         lent.lend("client", client)
+        alone = []
+        if len(states) > 1 and self._second is not None:  # copies, because the ends may be written into
+            alone = [(server, rows([s]), ends.take([i]), self.told) for i, s in enumerate(states[:COMPARED])]
         given = (server, dict(client), ends, self.told)
         closed = asked(self.algorithm, "close_client", given, self.about.index, ends.clients)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
+        if alone:
+            row_contract.check_rows(self._second, "close_client", closed, alone, len(states))
+            self._second = None
         if not self._looked:
             self._looked = True
             check_padding({**upload.mean, **upload.total}, self.about.rows, "the Upload of close_client")
@@ -224,6 +237,8 @@ class Cohort:
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
         problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
+        # The cause before its symptoms: states and displacements follow from a loss.
+        problems |= {i: "the loss is not finite" for i, x in enumerate(numbers["loss"]) if not math.isfinite(x)}
         problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
         if self.robust is not None:
             if upload.total:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -22,21 +23,20 @@ from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
 from fastsam.fed.clients.sampling import Available, Sampler
 from fastsam.fed.clients.weights import Weighting
-from fastsam.fed.common.checks import choice
+from fastsam.fed.common.checks import choice, integer
 from fastsam.fed.common.fingerprints import describe, digest, hyperparameters
-from fastsam.fed.common.option import table, with_help
+from fastsam.fed.common.option import suggesting, table, with_help
 from fastsam.fed.loop import trial_batch, trial_step
 from fastsam.fed.loop.assembly import assemble
-from fastsam.fed.loop.contract import (
-    check_algorithm,
-)
+from fastsam.fed.loop.concurrent_runs import registered, trials
+from fastsam.fed.loop.contract import check_algorithm
 from fastsam.fed.loop.determinism import autograd_kept, pick_device, repeatable
 from fastsam.fed.loop.listeners import Listeners, Progress
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
-from fastsam.fed.loop.resumption import identity_of, open_directory, settings_of
+from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
 from fastsam.fed.measures import Measures
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
@@ -45,7 +45,10 @@ from fastsam.fed.step.memory_format import keep_freed, order, reorder
 from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
 
+log = logging.getLogger("fastsam.fed")
 
+
+@suggesting
 @with_help(Settings)
 @autograd_kept()
 def run(
@@ -138,6 +141,8 @@ def run(
     place = pick_device(device, trainable(model)[0].device)
     backend = backends.select(backend, place, dtype).name
     population = prepare(clients, test, dtype, place, isinstance(given, BatchLoss), collate, listeners.reading)
+    if not population.test_size:
+        log.warning("there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)")
     loss = cast(Loss, trial_batch.batch_loss(given, population))
     facts: dict[str, Any] = {
         "algorithm": type(algorithm).__name__,
@@ -146,12 +151,14 @@ def run(
     }
     trained = reorder(model, settings.memory_format, place, stacked=executors.stacks(executor))
     keep_freed(place)
-    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock:
-        tried = (
-            trial_batch.attempt(trained, population, loss, batch_size)
-            if isinstance(loss, BatchLoss)
-            else trial_step.attempt(trained, population, loss, batch_size)
-        )
+    with listeners, join_ranks() as ranks, repeatable(place), Lock() as lock, registered() as registration:
+        with trials:
+            tried = (
+                trial_batch.attempt(trained, population, loss, batch_size)
+                if isinstance(loss, BatchLoss)
+                else trial_step.attempt(trained, population, loss, batch_size)
+            )
+        registration.update(tried.draws is not None or population.reads_draw)
         trial_step.check_buffers(tried, settings.buffers)
         loop, state = assemble(
             model,
@@ -179,16 +186,22 @@ def run(
             here = {"weights": digest(model), "callbacks": listeners.names()}
             ranks.agree(identity | settings.of_this_call() | here)
         if run_dir is not None:
-            directory, state = open_directory(run_dir, resume, loop, state, identity, config, place, lock)
+            directory, state = open_directory(
+                run_dir, resume, loop, state, identity, config, place, lock, behaviours_of(model, settings, collate)
+            )
         exported = partial(_export, model, loop)
-        listeners.start(ranks, state, directory, lambda: config or settings_of(facts, settings), exported)
+        listeners.start(
+            ranks, state, directory, lambda: config or settings_of(facts, settings), exported, loop.record_keys()
+        )
         state = loop.run(state, directory, listeners)
         stored = loop.nbytes(state)
     with listeners:
         final = exported(state)
         facts |= _summary(loop) | {"stopped": listeners.stopped, "state_megabytes": stored / 1e6}
         theirs = (
-            None if loop.personal is None else partial(_client_model, model, loop.view.layout, loop.personal, state)
+            None
+            if loop.personal is None
+            else partial(_client_model, model, loop.view.layout, loop.personal, state, len(population.sizes))
         )
         result = Result(final, state.history, facts, None if directory is None else directory.path, settings, theirs)
         if directory is not None and ranks.first:
@@ -202,14 +215,26 @@ def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
     return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
-def _client_model(model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, client: int) -> nn.Module:
-    """A copy of the user's model with a client's own weights."""
+def _client_model(
+    model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, clients: int, client: int
+) -> nn.Module:
+    """Return a copy of the user's model with the weights of `client`, one of so many `clients`.
+
+    Raises ValueError for another client.
+    """
+    if integer("client", client, at_least=0) >= clients:
+        raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
     own = state.clients.get(client)
     return export(model, layout, personal.row(state.server, own), personal.buffers(state.buffers, own))
 
 
 def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
     """Raises ValueError for a place that would be found useless after the first round, or never."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise ValueError(
+            "fed.run was called inside torch.autocast, which keeps casts of weights that change. Put the region into "
+            "the model's forward()"
+        )
     if run_dir is not None and (not isinstance(run_dir, (str, PathLike)) or run_dir == ""):
         raise ValueError(f"run_dir must be a path, got {run_dir!r}")
     if choice("resume", resume, (True, False)) and run_dir is None:

@@ -10,23 +10,9 @@ from torch import Tensor, nn
 from fastsam.fed.clients.batch_loss import BatchLoss, PairLoss
 from fastsam.fed.clients.population import IGNORED, Loss, Population, check_labels
 from fastsam.fed.clients.samples import Samples, leaves
-from fastsam.fed.executors.drawing import Watch
-from fastsam.fed.loop.trial_step import (
-    Trial,
-    are_labels,
-    changed_buffers,
-    check_frozen,
-    check_function,
-    check_gradients,
-    check_loss,
-    check_outputs,
-    explain,
-    frozen_versions,
-    of_classes,
-    one_per_class,
-    random_state_kept,
-)
-from fastsam.fed.step.model_copy import copied, trainable
+from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
+from fastsam.fed.loop.trial_step import Trial, are_labels, check_function, check_outputs, of_classes, one_per_class
+from fastsam.fed.step.model_copy import copied
 
 
 def batch_loss(loss: Loss | BatchLoss, population: Population) -> Loss | BatchLoss:
@@ -47,16 +33,9 @@ def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_siz
     trial = copied(model).to(population.device)
     failed = f"a trial step on client {client} ({_about(batch)}) failed"
     with random_state_kept(population.device):
-        before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
-        watch = Watch(population.device)
-        with explain(failed), watch:
-            value = loss(trial.train(), batch)
-        check_loss(value)
-        with explain(failed):
-            value.backward()
-        check_gradients(trainable(trial))
-        check_frozen(trial, frozen)
-        draws, changed = watch.found(), changed_buffers(trial, before)
+        trial.train()
+        tensors = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+        draws, changed = look(model, trial, loss, tensors, lambda: loss(trial, batch), failed)
         classifies = _classifies(trial.eval(), population, loss, batch, failed)
         if population.test_samples is not None:
             first = _first(population.test_samples, "the test set", batch_size)

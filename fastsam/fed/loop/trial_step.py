@@ -4,8 +4,7 @@ reason."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fastsam.fed import executors
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import IGNORED, Augment, Loss, Population, augmented, check_labels
-from fastsam.fed.executors.drawing import Calls, Watch
-from fastsam.fed.executors.gradient_passes import check_scalar
+from fastsam.fed.executors.drawing import Calls
+from fastsam.fed.loop.trial_pass import explain, look, random_state_kept
 from fastsam.fed.step.model_copy import copied, trainable
 
 log = logging.getLogger("fastsam.fed")
@@ -47,7 +46,7 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
     """
     check_function(loss)
     client = max(range(len(population.sizes)), key=population.sizes.__getitem__)
-    x, y = (t[:batch_size] for t in population.clients[client])
+    x, y = (t[:batch_size].clone() for t in population.clients[client])  # the model may write into them
     trial = copied(model).to(x.device)
     failed = f"a trial step on client {client} ({_about(x, y)}) failed"
     with random_state_kept(x.device):
@@ -60,17 +59,9 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
         if labels and classes:
             check_outputs(output.shape[1], population.classes)
             check_labels(population, output.shape[1], getattr(loss, "ignore_index", IGNORED))
-        before, frozen = {name: b.detach().clone() for name, b in trial.named_buffers()}, frozen_versions(trial)
-        watch = Watch(x.device)
-        with explain(failed), watch:
-            value = loss(trial.train()(x), y)
-        check_loss(value)
-        with explain(failed):
-            value.backward()
-        check_gradients(trainable(trial))
-        check_frozen(trial, frozen)
+        trial.train()
+        draws, changed = look(model, trial, loss, (x, y), lambda: loss(trial(x), y), failed)
         classifies = labels and y.dim() == 1 and (classes or one_per_class(output, _all_labels(population), loss))
-        draws, changed = watch.found(), changed_buffers(trial, before)
         _check_others(trial.eval(), population, client, loss, batch_size)
     return Trial(classifies, changed, draws, (x, y))
 
@@ -79,19 +70,6 @@ def _all_labels(population: Population) -> list[Tensor]:
     """Those of the clients and of the test set."""
     own, test = population.labels_together(), population.test_labels
     return [*([] if own is None else [own[0]]), *([] if test is None else [test])]
-
-
-@contextmanager
-def explain(what: str) -> Iterator[None]:
-    """Whatever the model or the loss raises inside becomes a ValueError that says what failed."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
-
-
-def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def of_classes(loss: Loss) -> bool:
@@ -212,56 +190,6 @@ def check_function(loss: object) -> None:
     if isinstance(loss, nn.Module) and trainable(loss):
         names = ", ".join(name for name, p in loss.named_parameters() if p.requires_grad)
         raise ValueError(f"loss has trainable parameters ({names}), which no run trains; make them part of the model")
-
-
-def check_loss(value: object) -> None:
-    if not check_scalar(value).requires_grad:
-        if not torch.is_grad_enabled():
-            raise ValueError(
-                "gradients are switched off around the call (torch.no_grad, torch.inference_mode?); call outside of it"
-            )
-        raise ValueError("the loss does not depend on the model's trainable parameters (it has no gradient)")
-
-
-def check_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """What a backward pass left: nothing would be trained without gradients, nor with some that cannot be read."""
-    # Of a scripted model's copy the parameters are no leaves: asking for their gradients would warn.
-    gradients = [p.grad for p in parameters if p.is_leaf]
-    if all(g is None for g in gradients):
-        raise ValueError(
-            "no trainable parameter of the model gets a gradient (a torch.jit.script model?); hand over the module "
-            "that it was made of"
-        )
-    if any(g is not None and g.is_sparse for g in gradients):
-        raise ValueError(
-            "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
-        )
-
-
-def frozen_versions(trial: nn.Module) -> dict[str, int]:
-    """How often each parameter that is not trained was written."""
-    return {name: p._version for name, p in trial.named_parameters() if not p.requires_grad}
-
-
-def check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
-    """Raises ValueError for a training pass that writes a parameter that is not trained: all clients have it in
-    common."""
-    name = next((name for name, version in frozen_versions(trial).items() if before.get(name) != version), None)
-    if name is not None:
-        raise ValueError(
-            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for "
-            f"all clients; make it a "
-            "buffer (register_buffer), for which buffers='average', 'keep' or 'local' says what becomes of it"
-        )
-
-
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.shape == b.shape and torch.equal(a, b)
-
-
-def changed_buffers(trial: nn.Module, before: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The names of the buffers that are no longer what they were."""
-    return tuple(n for n, b in trial.named_buffers() if not _same(b, before.get(n)))
 
 
 def check_buffers(trial: Trial, buffers: str | None) -> None:

@@ -63,7 +63,7 @@ class Result:
         """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its
         own (Ditto, pFedMe, APFL).
 
-        Raises ValueError for a run in which clients have none.
+        Raises ValueError for a run in which clients have none, and for a client that the run does not have.
         """
         if self._own is None:
             raise ValueError(

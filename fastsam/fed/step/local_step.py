@@ -194,6 +194,11 @@ class LocalStep:
             raise ValueError(f"LocalStep: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
+        if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
+            raise ValueError(
+                "LocalStep: only must be a tuple of places, as Rows.places(...) returns them, got "
+                f"{type(self.only).__name__}"
+            )
         if self.only is not None and not self.only:
             raise ValueError("LocalStep: only=() trains nothing; leave the phase out")
         if self.then is not None and not (self.chains and self.then.chains):

@@ -113,7 +113,10 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
         return
     means = [100 * float(np.mean(a)) for _, a in points]
     spreads = [100 * float(deviation(a)) for _, a in points]
-    bars = spreads if any(spreads) else None
+    # An accuracy is at least 0 % and at most 100 %.
+    limits = [[min(s, m) for s, m in zip(spreads, means, strict=True)]]
+    limits += [[min(s, 100 - m) for s, m in zip(spreads, means, strict=True)]]
+    bars = limits if any(spreads) else None
     axes.errorbar([x for x, _ in points], means, bars, label=label, marker="o", markersize=3, capsize=2, **style)
 
 

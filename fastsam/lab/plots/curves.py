@@ -61,9 +61,9 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
         (lambda a: 100 * a, "test accuracy (%)", False),
         (lambda a: 100 - 100 * a, "test error (%)", True),
     ]
-    runs = _values(panels, "test_accuracy")
+    runs, limits = _values(panels, "test_accuracy"), (0.0, 100.0)
     if not any(values for lines in runs.values() for seeds in lines.values() for values in seeds):
-        runs, target = _values(panels, "train_loss"), None
+        runs, target, limits = _values(panels, "train_loss"), None, (-np.inf, np.inf)
         views = [(lambda loss: loss, "training loss of the active clients", log) for log in (False, True)]
     figure, grid = _grid(len(panels), len(views))
     for column, (name, lines) in zip(grid, runs.items(), strict=True):
@@ -72,6 +72,7 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
                 axes,
                 {label: [{r: view(v) for r, v in one.items()} for one in seeds] for label, seeds in lines.items()},
                 runs,
+                limits,
             )
             if target is not None:
                 axes.axhline(
@@ -157,10 +158,15 @@ def _share_range(row: Sequence[Any]) -> None:
             axes.set_ylabel("")
 
 
-def _lines(axes: Any, runs: Mapping[str, Sequence[Mapping[int, float]]], panels: Mapping[str, Iterable[str]]) -> None:
+def _lines(
+    axes: Any,
+    runs: Mapping[str, Sequence[Mapping[int, float]]],
+    panels: Mapping[str, Iterable[str]],
+    limits: tuple[float, float] = (-np.inf, np.inf),
+) -> None:
     """For each label the mean over its seeds at the rounds that all of them have, in a band of one standard deviation.
 
-    panels: title -> labels, of the whole figure: a label looks the same in all of them.
+    panels: title -> labels, of the whole figure: a label looks the same in all of them. limits: of the bands.
     """
     axes.locator_params(axis="x", integer=True)
     styles = figures.styles(dict.fromkeys(label for labels in panels.values() for label in labels))
@@ -174,4 +180,5 @@ def _lines(axes: Any, runs: Mapping[str, Sequence[Mapping[int, float]]], panels:
         axes.plot(rounds, mean, label=name, marker="o" if len(rounds) <= 5 else None, markersize=3, **style)
         if len(seeds) > 1:
             alpha = 0.18 if len(runs) <= 5 else 0.08  # many bands would hide the lines
-            axes.fill_between(rounds, mean - spread, mean + spread, color=style["color"], alpha=alpha, linewidth=0)
+            low, high = np.clip([mean - spread, mean + spread], *limits)
+            axes.fill_between(rounds, low, high, color=style["color"], alpha=alpha, linewidth=0)

@@ -34,7 +34,7 @@ Outcomes = Mapping[Part, Outcome]
 @dataclass(frozen=True)
 class Claim:
     """`ahead` is ahead of `other` in `columns` of the section's columns, on average by `paper`. ours: by seed, so much
-    here in the same columns."""
+    here in the same columns. sample: the margin of one test sample, 0 for numbers that are no accuracies."""
 
     section: str
     metric: str
@@ -43,11 +43,17 @@ class Claim:
     columns: int
     paper: float
     ours: tuple[float, ...]
+    sample: float = 0.0
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the mean margin over the seeds is one sample or less, in either direction."""
+        return bool(self.ours) and abs(float(np.mean(self.ours))) <= self.sample + 1e-9
 
     @property
     def held(self) -> bool:
         """Whether `ahead` is so here too, on the mean over the seeds."""
-        return bool(self.ours) and float(np.mean(self.ours)) > 0
+        return bool(self.ours) and not self.undecided and float(np.mean(self.ours)) > 0
 
 
 def number_of(text: str) -> float | None:
@@ -78,7 +84,10 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
                 seeds = zip(*(_margins(ours[c, ahead], ours[c, other]) for c in margins), strict=False)
                 means = tuple(float(np.mean(each)) for each in seeds if None not in each)
                 mean = float(np.mean(list(margins.values())))
-                found.append(Claim(section.title, metric, ahead, other, len(margins), mean, means))
+                parts = [part for column in margins for part in section.columns[column].parts if part in outcomes]
+                samples = min((outcomes[part].samples for part in parts), default=0)
+                sample = 100 / samples if samples and METRICS[metric].better > 0 else 0.0
+                found.append(Claim(section.title, metric, ahead, other, len(margins), mean, means, sample))
     return found
 
 
@@ -130,13 +139,18 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
         note += (
             f" {unknown} claim{'s' * (unknown > 1)} more: not told here, for a run failed or a target was not reached."
         )
-    failed, held = ([c for c in every if c.held is which] for which in (False, True))
+    undecided, held = [c for c in every if c.undecided], [c for c in every if c.held]
+    failed = [c for c in every if not c.held and not c.undecided]
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
     tables = [
         TextTable(
             f"{what}: {len(some)} of {len(every)} claims", head, [_row(claim, table) for claim in _by_size(some)], note
         )
-        for what, some in (("Did not hold", failed), ("Held", held))
+        for what, some in (
+            ("Did not hold", failed),
+            ("Undecided, by one test sample or less", undecided),
+            ("Held", held),
+        )
         if some
     ]
     taus = rank_correlations(table, outcomes)
@@ -154,7 +168,10 @@ def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
         {"section": section, "metric": metric, "tau": tau}
         for (section, metric), tau in rank_correlations(table, outcomes).items()
     ]
-    return {"claims": [{**asdict(c), "held": c.held} for c in claims(table, outcomes)], "rank_correlations": taus}
+    return {
+        "claims": [{**asdict(c), "held": c.held, "undecided": c.undecided} for c in claims(table, outcomes)],
+        "rank_correlations": taus,
+    }
 
 
 def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:

@@ -40,12 +40,14 @@ _NAMED = 4  # places that a change names before it counts the others
 
 @dataclass(frozen=True)
 class Outcome:
-    """The finished runs of a part, and what its figures need. failed: by run, why. counts: [clients, classes]."""
+    """The finished runs of a part, and what its figures need. failed: by run, why. counts: [clients, classes].
+    samples: of the test set, 0 for unknown."""
 
     runs: Sequence[FinishedRun]
     failed: Mapping[str, str]
     counts: np.ndarray
     surfaces: Mapping[str, np.ndarray]
+    samples: int = 0
 
 
 def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
@@ -113,7 +115,8 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
     grids: Mapping[str, np.ndarray] = {}
     if "surfaces" in table.figures and finished:
         grids = compare.surfaces(plan, data, finished, table.surface_points, directory)
-    return Outcome(finished, failed, shown.class_counts(), grids)
+    samples = len(shown.test[1]) if isinstance(shown.test, tuple) else 0
+    return Outcome(finished, failed, shown.class_counts(), grids, samples)
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:

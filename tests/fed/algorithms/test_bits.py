@@ -63,7 +63,7 @@ def test_the_perturbation_is_rho_over_the_whole_model(adaptive):
         batch_size=3,
         executor="sequential",
     )
-    steps = points[1:]  # the first is the trial step
+    steps = points[2:]  # the first two are of the trial
     assert len(steps) == 4
     for w, z in zip(steps[0::2], steps[1::2]):
         eps = z - w

@@ -53,10 +53,10 @@ class Spy(torch.nn.Module):
 
 
 def spied(algorithm, clients, **options):
-    """A run whose clients train one after the other: its final model, and the points after the trial step."""
+    """A run whose clients train one after the other: its final model, and the points after the two trial passes."""
     spy = Spy(oracle.smooth_model())
     final = fed.run(spy, clients, algorithm, executor="sequential", **options).model
-    return flat(spy), spy.points[1:], flat(final)
+    return flat(spy), spy.points[2:], flat(final)
 
 
 def flat(model):

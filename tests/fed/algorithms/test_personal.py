@@ -492,7 +492,7 @@ def test_an_own_model_must_be_a_row():
         def own_model(self, server, client):
             return client["v_i"][:-1]
 
-    with pytest.raises(ValueError, match="own_model must return 'w' as torch.float64"):
+    with pytest.raises(ValueError, match="own_model must return the weights of one client, torch.float64"):
         ran(oracle.smooth_model(), Short())
 
 

@@ -19,6 +19,8 @@ from tests.helpers.fed_runs import same_bits
 class View:
     """A run with these values of a metric so far."""
 
+    keys = None
+
     def __init__(self, *values: float | None) -> None:
         self.history = [{"round": i + 1, "score": value} for i, value in enumerate(values)]
         self.round = len(values)

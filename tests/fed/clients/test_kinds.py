@@ -104,8 +104,8 @@ def test_a_drawing_data_set_gives_other_numbers_in_another_epoch() -> None:
         shuffle=False,
         test=None,
     )
-    once, again = seen[1], seen[3]  # behind that of the trial; of a step's two passes the first
-    assert torch.equal(seen[1], seen[2]) and not torch.equal(once, again)
+    once, again = seen[2], seen[4]  # after the two of the trial; of a step's two passes the first
+    assert torch.equal(seen[2], seen[3]) and not torch.equal(once, again)
 
 
 def test_numbers_that_no_seed_reaches_are_refused() -> None:

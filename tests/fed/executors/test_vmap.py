@@ -184,25 +184,12 @@ class Branches(nn.Module):
         return self.inner(x) if x.sum() > 0 else self.inner(-x)
 
 
-class Counts(nn.Module):
-    """Not a function of its inputs: every forward pass is another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.calls = oracle.smooth_model(torch.float32), 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.inner(x) * self.calls
-
-
 @pytest.mark.parametrize(
     ("model", "words", "options"),
     [
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), "draws random numbers", {}),
         (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), "BatchNorm", {"buffers": "keep"}),
         (Branches, "torch.vmap cannot map.*data-dependent control flow", {}),
-        (Counts, "not a function of its inputs", {}),
     ],
 )
 def test_models_that_cannot_be_stacked_are_refused_with_the_reason(model, words, options):

@@ -206,7 +206,7 @@ class Explodes(nn.Module):
         return self.inner(x) * torch.where(x[:, :1] > 50, torch.inf, 1.0)
 
 
-@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(), fed.MoFedSAM()], ids=repr)
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(), fed.MoFedSAM(), fed.SCAFFOLD()], ids=repr)
 def test_a_bad_client_does_not_poison_the_round(algorithm, caplog):
     """It is left out and named; the others count as if it had not been sampled."""
     clients = oracle.ragged_clients(torch.float32)

@@ -160,3 +160,9 @@ def test_what_cannot_stay(options, words):
 def test_a_run_without_them_has_no_models_of_clients():
     with pytest.raises(ValueError, match="clients have models of their own where parameters stay with them"):
         start_small().client_model(0)
+
+
+@pytest.mark.parametrize("client", [99, -1, "0", True])
+def test_a_client_that_the_run_does_not_have(client):
+    with pytest.raises(ValueError, match="client must be"):
+        start_small(personal="0").client_model(client)

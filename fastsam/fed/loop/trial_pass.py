@@ -1,0 +1,237 @@
+"""One look at a training pass before round 1: the tensors that it reads, and its side effects.
+
+`trial_step.attempt` and `trial_batch.attempt` call `look` with a copy of the model and one batch. The checks of
+models and losses in training are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fastsam.fed.common.fingerprints import references
+from fastsam.fed.executors.drawing import Calls, Watch
+from fastsam.fed.executors.gradient_passes import check_scalar
+from fastsam.fed.executors.recording import difference, python_state
+from fastsam.fed.step.model_copy import trainable
+
+_GENERATORS = {"Python's random numbers", "numpy's random numbers"}  # keys of `python_state`
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative, of the loss of a repeated pass
+
+
+def look(
+    model: nn.Module,
+    trial: nn.Module,
+    loss: object,
+    batch: Sequence[Tensor],
+    compute: Callable[[], Tensor],
+    failed: str,
+) -> tuple[Calls | None, tuple[str, ...]]:
+    """Take one training pass of `trial`, and repeat its forward half from the same buffers and random state.
+
+    Args:
+        model: the user's model.
+        trial: the copy of it that is tried; afterwards its buffers are those after one pass.
+        loss: the user's loss, to name what it refers to.
+        batch: the tensors that the pass reads.
+        compute: returns the loss of `trial` on the batch.
+        failed: first words of the error if the model or the loss raises.
+
+    Returns:
+        The functions of torch that draw random numbers (see `Setup.draws`), and the names of the buffers that change.
+
+    Raises:
+        ValueError: the pass raises; the loss is not a scalar with a gradient, or depends on trainable tensors that are
+            not parameters of `trial`; gradients are missing or sparse; the pass changes its batch or a frozen
+            parameter, or replaces a buffer; the repeated pass has another loss, or draws from Python's or numpy's
+            generator; a parameter has hooks.
+    """
+    _check_hooks(model)
+    device = trainable(trial)[0].device
+    buffers = dict(trial.named_buffers())
+    before = {name: b.detach().clone() for name, b in buffers.items()}
+    frozen, versions = _frozen_versions(trial), [t._version for t in batch if not t.is_inference()]
+    copies, state = [t.clone() for t in batch], _python_state(trial)
+    with random_state_kept(device):
+        watch = Watch(device)
+        with explain(failed), watch:
+            value = compute()
+        _check_loss(value)
+        leaves = _leaves(value)
+        _check_own_model(model, trial, leaves)
+        with explain(failed):
+            value.backward()
+        draws = watch.found()
+    _check_gradients(trainable(trial))
+    changed_batch = versions != [t._version for t in batch if not t.is_inference()]
+    if changed_batch or not all(map(_same, batch, copies)):
+        raise ValueError(
+            "a training pass writes into its batch, so that the data themselves would change. Return new tensors: "
+            "torch.relu(x) in place of x.relu_(), inplace=False"
+        )
+    _check_frozen(trial, frozen)
+    changed = tuple(name for name, b in trial.named_buffers() if not _same(b, before.get(name)))
+    _check_replaced(trial, buffers, changed)
+    with torch.no_grad():
+        for name, b in buffers.items():
+            b.copy_(before[name])
+    with random_state_kept(device), explain(f"{failed} when it was repeated"):
+        repeated = compute()
+    _check_repeated(value, repeated, difference(state, _python_state(trial)))
+    foreign = leaves.keys() & _leaves(repeated).keys() - {*map(id, trial.parameters()), *map(id, batch)}
+    if foreign:
+        leaf = leaves[min(foreign)]
+        name = _name_of(leaf, loss) or f"a tensor of shape {list(leaf.shape)}"
+        raise ValueError(
+            f"the loss has a gradient for {name}, which is not a parameter of the model and would never be trained. "
+            "Make it a part of the model, or set requires_grad=False"
+        )
+    return draws, changed
+
+
+@contextmanager
+def explain(what: str) -> Iterator[None]:
+    """Raise ValueError, beginning with `what`, for any exception inside."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore torch's default generators at the end."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+def _python_state(trial: nn.Module) -> dict[str, object]:
+    buffers = dict(trial.named_buffers())
+    return {name: value for name, value in python_state(trial).items() if name not in buffers}
+
+
+def _leaves(value: Tensor) -> dict[int, Tensor]:
+    """Return the leaves of the graph of `value` by their id."""
+    found, seen, todo = dict[int, Tensor](), set[object](), [value.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        todo += [inner for inner, _ in node.next_functions]
+    return found
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"the parameter {name!r} has hooks, and clients train on copies without them. Remove the hooks; "
+                "a mask of gradients becomes a mask in forward(), or requires_grad=False, or a LocalStep of the "
+                "algorithm"
+            )
+
+
+def _check_own_model(model: nn.Module, trial: nn.Module, leaves: Mapping[int, Tensor]) -> None:
+    """Raise ValueError if the loss refers to parameters of the user's model.
+
+    The copy of a scripted model has no leaves of its own; `_check_gradients` refuses it.
+    """
+    if leaves.keys().isdisjoint(map(id, trial.parameters())):
+        return
+    name = next((name for name, p in model.named_parameters() if id(p) in leaves), None)
+    if name is not None:
+        raise ValueError(
+            f"the loss refers to the parameter {name!r} of your model, but clients train on copies: this term would "
+            "train nothing. Use loss=fed.BatchLoss(f): f(model, batch) gets the copy"
+        )
+
+
+def _check_loss(value: object) -> None:
+    if not check_scalar(value).requires_grad:
+        if not torch.is_grad_enabled():
+            raise ValueError(
+                "gradients are switched off around the call (torch.no_grad, torch.inference_mode?); call outside of it"
+            )
+        raise ValueError("the loss does not depend on the model's trainable parameters (it has no gradient)")
+
+
+def _check_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    # The parameters of a scripted model's copy are not leaves, and reading their gradients would warn.
+    gradients = [p.grad for p in parameters if p.is_leaf]
+    if all(g is None for g in gradients):
+        raise ValueError(
+            "no trainable parameter of the model gets a gradient (a torch.jit.script model?); hand over the module "
+            "that it was made of"
+        )
+    if any(g is not None and g.is_sparse for g in gradients):
+        raise ValueError(
+            "the model has sparse gradients (Embedding(sparse=True)?), which the kernels do not read; use dense ones"
+        )
+
+
+def _frozen_versions(trial: nn.Module) -> dict[str, int]:
+    return {name: p._version for name, p in trial.named_parameters() if not p.requires_grad}
+
+
+def _check_frozen(trial: nn.Module, before: Mapping[str, int]) -> None:
+    name = next((name for name, version in _frozen_versions(trial).items() if before.get(name) != version), None)
+    if name is not None:
+        raise ValueError(
+            f"a training pass writes the parameter {name!r}, which is not trained (requires_grad=False) and one for "
+            f"all clients; make it a "
+            "buffer (register_buffer), for which buffers='average', 'keep' or 'local' says what becomes of it"
+        )
+
+
+def _check_replaced(trial: nn.Module, buffers: Mapping[str, Tensor], changed: Sequence[str]) -> None:
+    now = dict(trial.named_buffers())
+    name = next((name for name in changed if name in buffers and now[name] is not buffers[name]), None)
+    if name is not None:
+        raise ValueError(
+            f"a training pass replaces the buffer {name!r} by another tensor, and clients' buffers are read from the "
+            f"registered one. Write into it: self.{name}.copy_(new)"
+        )
+
+
+def _check_repeated(first: Tensor, repeated: Tensor, changed: str | None) -> None:
+    """Raise ValueError if a pass depends on more than weights, buffers, batch and torch's generators.
+
+    Args:
+        first: loss of the pass.
+        repeated: loss of the same pass, repeated.
+        changed: state of Python that differs between them.
+    """
+    drawn = [name for name in _GENERATORS if name in (changed or "")]
+    a, b = first.item(), repeated.item()
+    alike = math.isclose(a, b, rel_tol=_ROUNDING.get(first.dtype, 1e-5)) or (math.isnan(a) and math.isnan(b))
+    if alike and not drawn:
+        return
+    raise ValueError(
+        f"a training pass, repeated from the same weights, batch and seed, gives the loss {b:.9g} after {a:.9g}, "
+        "and it changes "
+        f"{changed or 'something that is not in the model'}. Results must depend only on weights, buffers and "
+        "batch: draw random numbers with torch, and keep counters in buffers (register_buffer) that forward() writes "
+        "in place"
+    )
+
+
+def _name_of(leaf: Tensor, loss: object) -> str | None:
+    """Return the name of `leaf` among the things that `loss` refers to."""
+    for name, value in references(loss).items():
+        if value is leaf:
+            return repr(name)
+        for inner, p in value.named_parameters() if isinstance(value, nn.Module) else ():
+            if p is leaf:
+                return repr(f"{name}.{inner}")
+    return None
+
+
+def _same(a: Tensor, b: Tensor | None) -> bool:
+    """Return whether shapes and numbers are equal; NaN equals NaN."""
+    return b is not None and a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
