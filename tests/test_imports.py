@@ -73,7 +73,7 @@ EXECUTOR_NAMES = frozenset({"sequential", "threads", "streams", "graph", "vmap"}
 # imported inside the function that needs them
 LATE = frozenset(
     {
-        *("matplotlib", "jinja2", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
+        *("matplotlib", "markdown_it", "PIL", "sklearn", "triton", "pandas", "scipy", "rich"),
         *("lightning", "transformers", "accelerate", "tensorboard", "wandb", "mlflow", "dp_accounting"),
     }
 )

@@ -247,11 +247,12 @@ def test_comparison_files(tmp_path: Path) -> None:
         and "- clients: 4" in text
         and "fastsam compare x/config.json" in text
     )
-    assert "`b-seed1`" in text and "<td>62.50 ± 17.68</td>" in page and "<dd>4</dd>" in page and "<script" not in page
-    # Both hold their figures: every one of them is the file, and nothing is loaded from elsewhere.
+    assert "`b-seed1`" in text and "62.50 ± 17.68</td>" in page and "<li>clients: 4</li>" in page
+    assert "<script" not in page and "&lt;script&gt;" in page
+    # The text links its figures, the page holds them, and nothing is loaded from elsewhere.
     for name in ("curves", "classes"):
         data = base64.b64encode((tmp_path / f"{name}.png").read_bytes()).decode()
-        assert f"[{name}]: data:image/png;base64,{data}\n" in text and f"][{name}]" in text
+        assert f"](<{name}.png>)" in text
         assert f'src="data:image/png;base64,{data}"' in page
     assert "http" not in page and page.count("src=") == page.count('src="data:') == 2 and "<link" not in page
     stored = json.loads((tmp_path / "summary.json").read_text())

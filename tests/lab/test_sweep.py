@@ -138,8 +138,8 @@ def test_the_command_line_draws_it_all(
     assert "fedsam-rho=0.01-clients=6-seed0" in names
     page = (tmp_path / "cmp" / "report.html").read_text()
     assert page.count("data:image/png;base64,") == len(expected)
-    assert "<dt>clients, clients = 5</dt>" in page and "<dt>clients, clients = 6</dt>" in page
-    assert "<td>fedsam rho=0.1 clients=5</td>" in page and "<dt>swept clients</dt><dd>5, 6</dd>" in page
+    assert "<li>clients, clients = 5: " in page and "<li>clients, clients = 6: " in page
+    assert "<td>fedsam rho=0.1 clients=5</td>" in page and "<li>swept clients: 5, 6</li>" in page
     sizes = {
         name: json.loads((tmp_path / "cmp" / name / "config.json").read_text())["clients"]
         for name in names

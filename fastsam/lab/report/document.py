@@ -1,13 +1,17 @@
-"""A report as one Markdown or HTML file that needs no other: the figures are inside."""
+"""A report: `report.md`, which links its figures, and `report.html`, the same text in one file with its figures."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+import html
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastsam.fed.common.atomic_files import write_bytes
 from fastsam.lab.report.tables import Table
 
 
@@ -18,15 +22,18 @@ class Figure:
     path: Path
     caption: str
 
-    @property
-    def uri(self) -> str:
-        """The file as a data URI."""
-        return "data:image/png;base64," + base64.b64encode(self.path.read_bytes()).decode()
-
 
 @dataclass(frozen=True)
 class Document:
-    """What a report says. runs: a name and a directory for each run. command: repeats it all."""
+    """The content of a report.
+
+    Args:
+        title: first heading.
+        facts: listed below the title.
+        tables, figures: in this order.
+        runs: name and directory of each run.
+        command: repeats all of it.
+    """
 
     title: str
     facts: Mapping[str, Any]
@@ -35,30 +42,42 @@ class Document:
     runs: Sequence[tuple[str, str]]
     command: str
 
+    def write(self, directory: Path) -> None:
+        """Write `report.md` and `report.html` into the directory, which has the figures."""
+        text = self.markdown(directory)
+        write_bytes(directory / "report.md", text.encode())
+        write_bytes(directory / "report.html", page(self.title, text, directory).encode())
 
-def markdown(document: Document) -> str:
-    """The report in Markdown. The figures' data stand at the end, so that the text above can be read as it is."""
-    lines = [f"# {document.title}", "", *(f"- {key}: {value}" for key, value in document.facts.items()), ""]
-    for table in document.tables:
-        lines += [f"## {table.title}", "", _row(table.head), _row(["---", *["---:"] * (len(table.head) - 1)])]
-        lines += [*map(_row, table.rows), "", table.note, ""]
-    for figure in document.figures:
-        lines += [f"## {figure.caption}", "", f"![{figure.caption}][{figure.path.stem}]", ""]
-    lines += ["## Runs", "", *(f"- {name}: `{where}`" for name, where in document.runs), ""]
-    lines += ["Repeat with", "", f"    {document.command}", ""]
-    return "\n".join([*lines, *(f"[{figure.path.stem}]: {figure.uri}" for figure in document.figures), ""])
+    def markdown(self, directory: Path) -> str:
+        """Return the report in Markdown, for a file in `directory`."""
+        parts = [f"# {_escaped(self.title)}", "\n".join(f"- {_escaped(f'{k}: {v}')}" for k, v in self.facts.items())]
+        for table in self.tables:
+            parts += [f"## {_escaped(table.title)}", table.markdown(), _escaped(table.note)]
+        for figure in self.figures:
+            caption, path = _escaped(figure.caption), os.path.relpath(figure.path, directory)
+            parts += [f"## {caption}", f"![{caption}](<{path}>)"]
+        parts += ["## Runs", "\n".join(f"- {_escaped(name)}: `{where}`" for name, where in self.runs)]
+        parts += ["Repeat with", f"    {self.command}"]
+        return "\n\n".join(parts) + "\n"
 
 
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _escaped(text: str) -> str:
+    """Return the text without characters that Markdown would take for markup."""
+    return re.sub(r"([\\`*\[\]<>])", r"\\\1", text)
 
 
-def html(document: Document) -> str:
-    """The report as a web page that loads nothing."""
-    from jinja2 import Environment, StrictUndefined
+def page(title: str, text: str, directory: Path) -> str:
+    """Return Markdown as a web page that loads nothing: the figures in `directory` become data URIs."""
+    from markdown_it import MarkdownIt
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(_PAGE).render(document=document)
+    def embedded(match: re.Match[str]) -> str:
+        from urllib.parse import unquote
+
+        data = (directory / unquote(html.unescape(match[1]))).read_bytes()
+        return f'src="data:image/png;base64,{base64.b64encode(data).decode()}"'
+
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    return _PAGE.format(title=html.escape(title), body=re.sub(r'src="([^"]*)"', embedded, body))
 
 
 _PAGE = """\
@@ -67,54 +86,20 @@ _PAGE = """\
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ document.title }}</title>
+<title>{title}</title>
 <style>
-  body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
-  h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
-  .wide { overflow-x: auto; }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-  th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-  th { border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }
-  th:first-child, td:first-child { text-align: left; }
-  .note, figcaption { color: #555; font-size: .9rem; }
-  figure { margin: 1rem 0; } img { max-width: 100%; }
-  dt { font-weight: 600; float: left; clear: left; min-width: 9rem; margin-right: 1rem; }
-  dd { margin: 0 0 .2rem 10rem; }
-  @page { size: A4 landscape; } @media print { body { font-size: 10px; margin: 0; } }
-  code, pre { background: #f4f4f4; padding: .1rem .3rem; } pre { padding: .6rem; overflow-x: auto; }
+  body {{ font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }}
+  h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem; }}
+  table {{ display: block; overflow-x: auto; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+  th, td {{ padding: .3rem .7rem; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+  th {{ border-bottom: 2px solid #888; white-space: normal; vertical-align: bottom; }}
+  table + p {{ color: #555; font-size: .9rem; }}
+  img {{ max-width: 100%; }}
+  @page {{ size: A4 landscape; }} @media print {{ body {{ font-size: 10px; margin: 0; }} }}
+  code, pre {{ background: #f4f4f4; padding: .1rem .3rem; }} pre {{ padding: .6rem; overflow-x: auto; }}
 </style>
 </head>
 <body>
-<h1>{{ document.title }}</h1>
-<dl>
-{% for key, value in document.facts.items() %}
-  <dt>{{ key }}</dt><dd>{{ value }}</dd>
-{% endfor %}
-</dl>
-{% for table in document.tables %}
-<h2>{{ table.title }}</h2>
-<div class="wide"><table>
-  <thead><tr>{% for cell in table.head %}<th>{{ cell }}</th>{% endfor %}</tr></thead>
-  <tbody>
-  {% for row in table.rows %}
-    <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-  {% endfor %}
-  </tbody>
-</table></div>
-<p class="note">{{ table.note }}</p>
-{% endfor %}
-{% for figure in document.figures %}
-<h2>{{ figure.caption }}</h2>
-<figure><img src="{{ figure.uri }}" alt="{{ figure.caption }}"></figure>
-{% endfor %}
-<h2>Runs</h2>
-<ul>
-{% for name, where in document.runs %}
-  <li>{{ name }}: <code>{{ where }}</code></li>
-{% endfor %}
-</ul>
-<p>Repeat with</p>
-<pre>{{ document.command }}</pre>
-</body>
+{body}</body>
 </html>
 """

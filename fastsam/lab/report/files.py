@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from fastsam.fed.common.atomic_files import write_bytes, write_json
+from fastsam.fed.common.atomic_files import write_json
 from fastsam.fed.measures.surface import RADIUS
 from fastsam.lab import plots
 from fastsam.lab.plots.curves import NAMES
-from fastsam.lab.report.document import Document, Figure, html, markdown
+from fastsam.lab.report.document import Document, Figure
 from fastsam.lab.report.finished import (
     FinishedRun,
     by_label,
@@ -57,9 +57,7 @@ def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: P
         *ablations(runs, directory, context.title),
     ]
     where = [(f"{run.label}, seed {run.seed}", os.path.relpath(run.run_dir, directory)) for run in runs]
-    document = Document(context.title, context.facts, all_tables(runs), figures, where, context.command)
-    write_bytes(directory / "report.md", markdown(document).encode())
-    write_bytes(directory / "report.html", html(document).encode())
+    Document(context.title, context.facts, all_tables(runs), figures, where, context.command).write(directory)
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:

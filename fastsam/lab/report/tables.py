@@ -28,6 +28,12 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str
 
+    def markdown(self) -> str:
+        """Return head and rows as a Markdown table, the first column left, the others right."""
+        rows = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
+        cells = ([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)
+        return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
 
 def table(runs: Sequence[FinishedRun]) -> tuple[list[str], list[list[str]]]:
     """The short table for a terminal: heads (of two lines, so that it is narrow) and rows, one per label.

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastsam.fed.common.atomic_files import make_directory, write_bytes, write_json
+from fastsam.fed.common.atomic_files import make_directory, write_json
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.lab import compare
 from fastsam.lab.config import ConfigError
-from fastsam.lab.report.document import Document, html, markdown
+from fastsam.lab.report.document import Document
 from fastsam.lab.reproduce import ordering, runner, tuning
 from fastsam.lab.reproduce.page import algorithm_name, document, record
 from fastsam.lab.reproduce.table import load, names
@@ -70,8 +70,7 @@ def reproduce(
         raise KeyboardInterrupt(f"Continue with:\n  {again} --run-dir {shlex.quote(str(directory))} --resume") from None
     beside = tuning.text_tables(tuned, grid, algorithm_name) if grid else []
     made = document(table, plans, outcomes, directory, again, beside)
-    write_bytes(directory / "report.md", markdown(made).encode())
-    write_bytes(directory / "report.html", html(made).encode())
+    made.write(directory)
     found = {"cells": record(table, outcomes), "ordering": ordering.record(table, outcomes)}
     found |= {"tuning": tuning.record(tuned, grid)} if grid else {}
     write_json(directory / "summary.json", {**asked, "title": made.title, **found})
