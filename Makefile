@@ -112,14 +112,20 @@ SEED ?= 0
 attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
 	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
 
-test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets
-	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m slow
-	@$(MAKE) test-sanitize
-	@$(MAKE) test-malloc TRAINING=tests
-	@set -e; for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
-	  FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done
-	@set -e; for isa in $(ONEDNN_SETS); do echo "ONEDNN_MAX_CPU_ISA=$$isa: $(TRAINING)"; \
-	  ONEDNN_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done
+# Four shards of some twenty minutes: a fourth of the slow tests each, and one more kind of run.
+test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets. SHARD=1/4
+	@set -e; for shard in $(or $(firstword $(subst /, ,$(SHARD))),1 2 3 4); do $(MAKE) slow-shard-$$shard; done
+
+slow-shard-%:
+	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m slow --shard $*/4
+	@set -e; case $* in \
+	  1) $(MAKE) test-sanitize ;; \
+	  2) $(MAKE) test-malloc TRAINING=tests ;; \
+	  3) for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
+	    FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done ;; \
+	  4) for isa in $(ONEDNN_SETS); do echo "ONEDNN_MAX_CPU_ISA=$$isa: $(TRAINING)"; \
+	    ONEDNN_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done ;; \
+	esac
 
 test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'gpu_code and not slow'
