@@ -67,7 +67,7 @@ $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 
 # --- using it ---
 
-demo: $(VENV)/.has-fastsam ## FedSAM beside FedAvg on handwritten digits, eight seeds: a table and plots
+demo: $(VENV)/.has-fastsam ## five federated algorithms on handwritten digits, eight seeds: a table, a sentence each, plots
 	@$(BIN)/fastsam compare examples/showcase.toml
 
 $(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt

@@ -266,6 +266,9 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     report.write_comparison(finished, context, directory)
     clients = " or ".join(dict.fromkeys(str(len(one)) for one in shown.values()))
     console.print(report.rich_table(finished, f"{title}, {clients} clients", console.width))
+    for sentence in report.sentences(finished):
+        console.print(sentence, highlight=False, soft_wrap=True, markup=False)
+    console.print()
     files = {name: directory / file for name, file in report.COMPARISON_FILES.items()}
     _say(console, files | {"run directory": directory})
     return 1 if failed else 0

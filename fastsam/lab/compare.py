@@ -286,11 +286,17 @@ Data = Mapping[str, FederatedData]
 
 
 def train(
-    built: Experiment, directory: Path, resume: bool, console: Console, label: str, resume_command: str
+    built: Experiment,
+    directory: Path,
+    resume: bool,
+    console: Console,
+    label: str,
+    resume_command: str,
+    every: int | None = None,
 ) -> FinishedRun:
-    """One run. Ctrl-C, and a disk that is full, leave with the command that continues it."""
+    """One run. Ctrl-C, and a disk that is full, leave with the command that continues it. every: see `RunProgress`."""
     try:
-        with RunProgress(console, label, built.config.rounds) as progress:
+        with RunProgress(console, label, built.config.rounds, every) as progress:
             result = experiment.start(built, directory, resume, progress)
     except KeyboardInterrupt:
         begun = (directory / "config.json").exists()
@@ -332,7 +338,8 @@ def train_all(
         done = (directory / name / "summary.json").exists()
         built = experiment.build(planned.config, data[data_key(planned.config)])
         try:
-            finished = train(built, directory / name, resume, console, left + name, resume_command)
+            rounds = planned.config.rounds
+            finished = train(built, directory / name, resume, console, left + name, resume_command, rounds)
         except RunDirectoryError:
             raise
         except (RuntimeError, ValueError) as error:  # it diverged, say, or cannot be run so: the other runs go on

@@ -87,7 +87,8 @@ def test_the_demo_is_what_it_says_it_is() -> None:
     plan = compare.plan(config.read(EXAMPLES / "showcase.toml"), None)
     data = experiment.load_data(plan.configs[0])
     assert (len(data), data.name, plan.configs[0].split, plan.configs[0].alpha) == (50, "digits", "dirichlet", 0.1)
-    assert len(plan.configs) == 16 and {c.algorithm for c in plan.configs} == {"fedavg", "fedsam"}
+    family = {"fedavg", "fedsam", "mofedsam", "fedlesam-d", "fedsmoo"}
+    assert len(plan.configs) == 40 and {c.algorithm for c in plan.configs} == family
 
 
 def test_fused_sam_learns() -> None:

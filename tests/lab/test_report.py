@@ -84,6 +84,18 @@ def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
     assert rows[1][4] == "1 / –"
 
 
+def test_one_sentence_per_algorithm_says_what_came_out() -> None:
+    base = [finished("fedavg", seed, [0.25, 0.5], 2, 0.5) for seed in (0, 1)]
+    sam = [finished("fedsam", 0, [0.5, 0.75], 1, 0.5), finished("fedsam", 1, [0.25, 0.25], None, 0.5)]
+    assert report.sentences([*base, *sam, finished("fedprox", 5, [0.125], None, 0.5)]) == [
+        "fedavg: 50.00 ± 0.00 % test accuracy, 50 % after 2.0 rounds.",
+        "fedsam: 50.00 ± 35.36 % test accuracy, +0.00 points against fedavg (higher in 1 of 2 seeds), 50 % after"
+        " 1.0 rounds (in 1 of 2 seeds).",
+        "fedprox: 12.50 % test accuracy, 50 % not reached.",
+    ]
+    assert report.sentences([finished("a", 0, [0.25], target=None)]) == ["a: 25.00 % test accuracy."]
+
+
 def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
     runs = [finished("a", seed, [0.5], reached) for seed, reached in enumerate((1, 2, 9))]
     assert report.table(runs)[1][0][4] == "4.0"

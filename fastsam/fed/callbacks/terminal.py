@@ -19,11 +19,11 @@ _PATIENCE = 1.0  # seconds before what goes on without a word is shown
 class RunProgress:
     """Shows one run; call it with each round's metrics record. A context manager.
 
-    On a terminal one line that moves; elsewhere (a file, CI) a line for the first, the last and every tenth part of
-    the rounds, so that logs stay short.
+    On a terminal one line that moves; elsewhere (a file, CI) a line for the first and the last round and for each
+    `every` rounds, so that logs stay short. every: default a tenth of the rounds; `rounds`: only the last line.
     """
 
-    def __init__(self, console: Console, label: str, rounds: int) -> None:
+    def __init__(self, console: Console, label: str, rounds: int, every: int | None = None) -> None:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -34,7 +34,7 @@ class RunProgress:
         )
 
         self.console, self.label, self.rounds = console, label, rounds
-        self.every = max(1, rounds // 10)
+        self.every = every or max(1, rounds // 10)
         self.shown = False
         columns = (
             TextColumn("{task.description:<12}"),
@@ -66,7 +66,7 @@ class RunProgress:
         if self.console.is_terminal:
             narrow = self.console.width < 110  # then the spread over clients would push the times off the line
             self.bar.update(self.task, completed=done, state=state.partition("  clients")[0] if narrow else state)
-        elif done == 1 or done % self.every == 0 or done == self.rounds:
+        elif done % self.every == 0 or done == self.rounds or (done == 1 and self.every < self.rounds):
             self._line(f"round {done}/{self.rounds}  {state}")
 
     def end(self, stopped: str | None, directory: Path | None) -> None:

@@ -13,7 +13,7 @@ from fastsam.lab.report.files import (
 )
 from fastsam.lab.report.finished import FinishedRun, by_label, title
 from fastsam.lab.report.surface import loss_surfaces
-from fastsam.lab.report.tables import Table, all_tables, rich_table, table
+from fastsam.lab.report.tables import Table, all_tables, rich_table, sentences, table
 
 __all__ = [
     "COMPARISON_FILES",
@@ -27,6 +27,7 @@ __all__ = [
     "draw_plots",
     "loss_surfaces",
     "rich_table",
+    "sentences",
     "summary",
     "table",
     "title",

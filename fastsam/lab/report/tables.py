@@ -82,6 +82,27 @@ def rich_table(runs: Sequence[FinishedRun], title: str, width: int = 120) -> Ric
     return made
 
 
+def sentences(runs: Sequence[FinishedRun]) -> list[str]:
+    """Return what came out in one sentence per label: final accuracy, its difference to the baseline, rounds to the
+    target."""
+    groups, target, found = by_label(runs), target_of(runs), []
+    for label, group in groups.items():
+        text = f"{label}: {percent(group, 'accuracy_final')} % test accuracy"
+        base = baseline(groups, label)
+        own = {run.seed: run.summary["accuracy_final"] for run in group if run.summary["accuracy_final"] is not None}
+        others = {run.seed: run.summary["accuracy_final"] for run in groups[base]} if base not in (None, label) else {}
+        gains = [100 * (own[seed] - others[seed]) for seed in own if others.get(seed) is not None]
+        if gains:
+            better = sum(gain > 0 for gain in gains)
+            text += f", {np.mean(gains):+.2f} points against {base} (higher in {better} of {len(gains)} seeds)"
+        if target is not None:
+            reached = values(group, "rounds_to_target")
+            text += f", {100 * target:g} % " + (f"after {np.mean(reached):.1f} rounds" if reached else "not reached")
+            text += f" (in {len(reached)} of {len(group)} seeds)" if 0 < len(reached) < len(group) else ""
+        found.append(text + ".")
+    return found
+
+
 def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
     """The columns of a terminal that a table takes: three between two of its own, one at each edge."""
     widths = [

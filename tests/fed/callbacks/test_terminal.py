@@ -26,6 +26,13 @@ def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.Capture
     assert lines[0] == "fedsam: round 1/40  loss 0.5000  test 25.00 %  clients 30.00 ± 10.00 %"
 
 
+def test_progress_of_one_run_among_many_is_its_last_line(capsys: pytest.CaptureFixture) -> None:
+    with RunProgress(Console(force_terminal=False, width=60), "fedsam", 40, every=40) as progress:
+        for i in range(1, 41):
+            progress({"round": i, "train_loss": 0.5, "test_accuracy": None})
+    assert capsys.readouterr().out.splitlines() == ["fedsam: round 40/40  loss 0.5000"]
+
+
 def test_progress_on_a_terminal_moves_a_bar(capsys: pytest.CaptureFixture) -> None:
     with RunProgress(Console(force_terminal=True, width=110), "fedsam", 4) as progress:
         progress({"round": 4, "train_loss": 0.5, "test_accuracy": None, "client_accuracy_mean": None})
