@@ -20,6 +20,7 @@ from .raw_calls import CudaCalls, RawCalls
 from .rule import all_fields
 
 _increment_version = torch._C._increment_version
+_ops = torch.ops.fastsam
 
 
 def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
@@ -43,7 +44,7 @@ def _function(name: str, writes_weights: bool) -> Callable[..., None]:
     """Return the op `name` as a function of `reference`'s arguments."""
 
     def call(*operands: Any, **options: Any) -> None:
-        getattr(torch.ops.fastsam, name).default(*operands, **options)
+        getattr(_ops, name).default(*operands, **options)
         if writes_weights:
             _wrote(operands[0])
 
@@ -69,7 +70,7 @@ def update_norm_(
     accumulate: bool = False,
 ) -> None:
     """See `reference.update_norm_`."""
-    torch.ops.fastsam.update_norm_.default(sumsq, z, origin, grads, table, hyper, g1 or (), q, grad_scale, accumulate)
+    _ops.update_norm_.default(sumsq, z, origin, grads, table, hyper, g1 or (), q, grad_scale, accumulate)
 
 
 def update_(
@@ -87,7 +88,7 @@ def update_(
 ) -> None:
     """See `reference.update_`."""
     operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
-    torch.ops.fastsam.update_.default(*operands, **options)
+    _ops.update_.default(*operands, **options)
     _wrote(z)
 
 
@@ -112,4 +113,4 @@ def update_calls(
     operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
     options = None, None, grad_scale, found_inf, first, keep, None
     # The overload itself is Python around `_op`, where an interrupt would come after the update was made.
-    return [partial(torch.ops.fastsam.update_.default._op, *operands, *options), partial(_increment_version, z)]
+    return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, z)]

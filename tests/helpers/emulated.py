@@ -149,7 +149,9 @@ class Emulation:
         # The Python side of the compiled backend, with the ops of this namespace.
         module = ModuleType(namespace, native.__doc__)
         module.__dict__.update(__package__=native.__package__, __file__=native.__file__)
-        code = Path(str(native.__file__)).read_text().replace("torch.ops.fastsam.", f"torch.ops.{namespace}.")
+        code = Path(str(native.__file__)).read_text()
+        assert code.count("torch.ops.fastsam") == 1, "every op must be found by the one name that is replaced here"
+        code = code.replace("torch.ops.fastsam", f"torch.ops.{namespace}")
         exec(compile(code, str(native.__file__), "exec"), module.__dict__)
         self.backend = _Backend("cuda-emulated", "cpu", "native", lambda: None, kernels=module)
 
