@@ -23,7 +23,7 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
+.PHONY: help demo docs pictures test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -77,6 +77,9 @@ $(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt
 docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site, a warning being an error: build/docs/index.html
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo build/docs/index.html
+
+pictures: $(VENV)/.has-fastsam ## the pictures of README and of the site's first page, from bench/results
+	@$(BIN)/python tools/pictures.py
 
 # A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is done and takes half of
 # what another has left. WORKERS=0: one process.

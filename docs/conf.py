@@ -32,6 +32,7 @@ autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
+html_logo = "pictures/logo.svg"
 html_title = f"fastsam {release}"
 html_show_copyright = False
 templates_path = ["_templates"]
