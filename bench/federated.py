@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import environment
+from bench import environment, report, tables
 from bench.environment import command_line, facts
-from bench.fed import on_gpu, report, share
+from bench.fed import on_gpu, share
 from bench.fed import overhead as costs
 from bench.fed.race import Entry, Figure, Result, race
 from bench.fed.worker import PEERS
@@ -31,7 +31,6 @@ from bench.fed.workload import Workload
 # of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
 ROUNDS = {"mlp": 100, "cnn": 2}
 LONGER = 10  # times as many of the MLP for those that need half a millisecond
-EXACT = ("sequential", "threads")
 
 
 @dataclass(frozen=True)
@@ -66,20 +65,17 @@ def _race(options: Options, entries: list[Entry], model: str) -> Result:
 def speed(options: Options) -> Iterator[Case]:
     """Everybody on the workload, one thread, and ours with all processors beside the bare loop on one thread."""
     cuda = options.device == "cuda"
-    executors = ["sequential", "streams", "graph", "vmap"] if cuda else [*EXACT, "vmap"]
+    executors = ("sequential", "streams", "graph", "vmap") if cuda else ("sequential", "vmap")
     for model in ("mlp", "cnn"):
         for algorithm in ("fedavg", "fedsam"):
             load = Workload(model, algorithm, device=options.device)
-            longer = {e: LONGER for e in ("vmap", "auto") if model == "mlp"}
             entries = [Entry("bare loop", "bare", load), Entry("bare loop, flat", "bare-flat", load)]
             if model == "cnn":
                 entries += [Entry("bare loop, channels_last", "bare-channels-last", load)]
-            entries += [
-                Entry(f"fastsam, {e}", f"fastsam-{e}", load, longer=longer.get(e, 1))
-                for e in executors
-                if e != "threads"
-            ]
-            entries += [Entry("fastsam, auto", "fastsam", load, longer=longer.get("auto", 1))]
+            for executor in (*executors, "auto"):
+                longer = LONGER if model == "mlp" and executor in ("vmap", "auto") else 1
+                name = "fastsam" if executor == "auto" else f"fastsam-{executor}"
+                entries += [Entry(f"fastsam, {executor}", name, load, longer=longer)]
             if not cuda:
                 entries += [Entry("fastsam, threads", "fastsam-threads", load, threads=2)]
             if algorithm == "fedavg" and not cuda:  # the others have no SAM
@@ -88,7 +84,7 @@ def speed(options: Options) -> Iterator[Case]:
 
 
 def overhead(options: Options) -> Iterator[costs.Costs]:
-    """What an algorithm costs beside FedAvg, per local step and per round."""
+    """Yield what an algorithm costs next to FedAvg, per local step and per round."""
     yield from costs.measure(options.device, options.chunks + 3)
 
 
@@ -143,29 +139,34 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     peers = dict(pair.split("=", 1) for pair in arguments.peer)
     options = Options(arguments.device, peers, 3 if arguments.quick else arguments.chunks, arguments.quick)
-    content: dict[str, Any] = {**facts(command_line("bench.federated")), "device": options.device, "parts": {}}
+    content: dict[str, Any] = {"kind": tables.FEDERATED, **facts(command_line("bench.federated"))}
+    content |= {"device": options.device, "parts": {}}
     if arguments.again is not None:
         content = joined(arguments.again, content, arguments.parts)
-    failed = False
+    parts, problems = content["parts"], []
+
+    def write(part: str, found: Any) -> None:
+        """After every race, so that a run that is cut short leaves what it has."""
+        parts[part] = found
+        if arguments.out is not None:
+            environment.write(content, arguments.out / tables.file_name(content))
+
     for part in arguments.parts:
         if part == "gpu":
-            write = partial(_write_part, arguments.out, content, part)
-            content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, write)
-            entries = content["parts"][part]["series"] + content["parts"][part]["jobs"]
-            failed |= any(entry["problem"] not in ("", "no time left") for entry in entries)
-            continue
-        if part == "share":
-            content["parts"][part] = share.measure(options.device, 2 if options.quick else 10)
-            print(report.share_line(content["parts"][part]), flush=True)
-            continue
-        cases = content["parts"].setdefault(part, [])
-        for case in PARTS[part](options):
-            cases.append(asdict(case))
-            print(report.table(cases[-1]), flush=True)
-            failed |= any(f.problem for f in case.figures if f.label not in PEERS)
-            _write(arguments.out, content)
-    _write(arguments.out, content)
-    return int(failed)
+            write(part, on_gpu.measure(options.device, arguments.seconds, partial(write, part)))
+            entries = parts[part]["series"] + parts[part]["jobs"]
+            problems += [e["problem"] for e in entries if e["problem"] not in ("", "no time left")]
+        elif part == "share":
+            write(part, share.measure(options.device, 2 if options.quick else 10))
+            print(report.share_line(parts[part]), flush=True)
+        else:
+            cases: list[Any] = []
+            for case in PARTS[part](options):
+                cases.append(asdict(case))
+                print(report.race_table(cases[-1]), flush=True)
+                problems += [f.problem for f in case.figures if f.problem and f.label not in PEERS]
+                write(part, cases)
+    return int(bool(problems))
 
 
 def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
@@ -185,17 +186,6 @@ def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, A
         content["parts"][part] = []  # in its place
         content.setdefault("again", {})[part] = {key: own[key] for key in ("command", "date", "commit")}
     return content
-
-
-def _write_part(out: Path | None, content: dict[str, Any], part: str, found: dict[str, Any]) -> None:
-    content["parts"][part] = found
-    _write(out, content)
-
-
-def _write(out: Path | None, content: dict[str, Any]) -> None:
-    """After every race, so that a run that is cut short leaves what it has."""
-    if out is not None:
-        environment.write(content, out / report.file_name(content))
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

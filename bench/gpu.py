@@ -7,7 +7,7 @@ that fails does not hide the rest. Without a GPU the parts that need none run, a
 
 A call writes to DIR: summary.md (its first part is also printed), gpu.json, log.txt (the output of every part), and the
 benchmarks' files: at most eight. `python bench/gpu.py --merge DIR... --out FILE` makes one file of the calls' files,
-from which `python -m bench.gpu_pages` makes the pages. Standard library only: a broken environment is reported.
+from which `python -m bench.report --publish` makes the pages. Standard library only: a broken environment is reported.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ PARTS = (
          _kernels("--parts", "steps", "--backends", "native", "--compile", "without"), 90, needs_gpu),
     Part("ops", "every kernel, native", _kernels("--parts", "ops", "--backends", "native"), 100, needs_gpu),
     Part("federated", "federated rounds", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 400, needs_gpu),
-    Part("family", "variants of SAM", _bench("family_gpu", "--seconds", LIMIT), 120, needs_gpu),
+    Part("family", "variants of SAM", _bench("family", "--seconds", LIMIT), 120, needs_gpu),
     Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 100, needs_sanitizer),
     _tests("triton", "tests of the Triton kernels", 150, *GPU_TESTS, "-m", "gpu", "-k", "triton"),
     Part("ncu", "Nsight Compute: throughput, occupancy, stalls", _bench("ncu"), 80, needs_gpu),

@@ -10,16 +10,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
-from bench.clocks import Machine
 from bench.contenders import SGD_OPTIONS, OptimizerStepper
 from bench.kernel_cases import KERNEL_SIZES
-from bench.problem import RHO, Gradients, initial_weights
+from bench.problem import RHO, Gradients, Size, initial_weights
+from bench.tables import table
+from bench.timing import Machine, Summary, interleave
 from bench.whole_steps import Fleet
 from fastsam import FusedSAM, backends
 from fastsam_kernels.raw_calls import CudaCalls
@@ -46,32 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     emulation = emulated.Emulation(library, "fastsam_host")
     ctypes.CDLL(str(library)).emulation_idle(1)
-    print("| size | tensors | gradients | ops, us | direct, us |\n|---|---:|---|---:|---:|")
+    rows = []
     with emulated.direct(library):
-        for name in options.sizes:
-            size = KERNEL_SIZES[name]
-            fleets = {way: _fleet(name, emulation, way) for way in WAYS}
-            for changed in (False, True):
-                # in turn, so that a busy moment of the machine hits both
-                taken = [{way: fleet.host_seconds(changed) for way, fleet in fleets.items()} for _ in range(ROUNDS)]
-                cells = " | ".join(f"{sorted(t[way] for t in taken)[ROUNDS // 2] * 1e6:.1f}" for way in WAYS)
-                where = "elsewhere every time" if changed else "where they were"
-                print(f"| {size.title} | {len(size.shapes)} | {where} | {cells} |", flush=True)
+        for size in (KERNEL_SIZES[name] for name in options.sizes):
+            fleets = {way: _fleet(size, emulation, way) for way in WAYS}
+            for changed, where in ((False, "where they were"), (True, "elsewhere every time")):
+                samples = {way: partial(fleet.host_seconds, changed) for way, fleet in fleets.items()}
+                taken = interleave(samples, ROUNDS, warm=False).seconds
+                cells = [f"{Summary.of(seconds).median * 1e6:.1f}" for seconds in taken.values()]
+                rows.append([size.title, len(size.shapes), where, *cells])
+    print(table(["size", "tensors", "gradients", "ops, us", "direct, us"], rows, "lrlrr"))
     return 0
 
 
-def _fleet(name: str, emulation: emulated.Emulation, way: str) -> Fleet:
-    """A stepper of one size, made by the backend whose kernels stand in for CUDA's, after two steps."""
+def _fleet(size: Size, emulation: emulated.Emulation, way: str) -> Fleet:
+    """Return a stepper of one size, made by the backend whose kernels stand in for CUDA's, after two steps."""
     kernels: Any = emulation.backend.load()
     kernels.raw_calls = WAYS[way]
     before = backends.BACKENDS
     backends.BACKENDS = (cast(backends.Backend, emulation.backend),)
     try:
-        shapes = KERNEL_SIZES[name].shapes
         make: Callable[..., FusedSAM] = lambda p: FusedSAM(p, torch.optim.SGD, rho=RHO, **SGD_OPTIONS)  # noqa: E731
-        stepper = OptimizerStepper(initial_weights(shapes), make)
+        stepper = OptimizerStepper(initial_weights(size.shapes), make)
         machine = cast(Machine, SimpleNamespace(wait=lambda: None))
-        fleet = Fleet(machine, [stepper], [Gradients(shapes)])
+        fleet = Fleet(machine, [stepper], [Gradients(size.shapes)])
         for _ in range(2):
             fleet.steps()
         return fleet

@@ -13,12 +13,13 @@ import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import environment
 from bench.gpu import ABSENT
+from bench.tables import NCU
 
 FILE = "ncu.json"
 SIZES = ("50k", "resnet18", "100m")
@@ -79,16 +80,6 @@ def refusal(output: str) -> str:
     return ""
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """Return the table as Markdown."""
-    columns = [*list(METRICS.values())[1:3], *STALLS]
-    lines = [f"| kernel | duration | {' | '.join(columns)} |", "|---|---:|" + "---:|" * len(columns)]
-    for row in record["rows"]:
-        cells = [f"{row.get('duration', '')} {row.get('unit', '')}", *(str(row.get(name, "")) for name in columns)]
-        lines.append(f"| {' '.join([row['label'], '`' + row['kernel'][:60] + '`']).strip()} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", environment.made_by(record["environment"])])
-
-
 def left_out(reason: str) -> int:
     print(reason)
     return ABSENT
@@ -113,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
         return 1
     facts = environment.facts(environment.command_line("bench.ncu"))
-    record = {"environment": facts, "rows": rows}
+    record = {"kind": NCU, "environment": facts, "rows": rows}
     environment.write(record, arguments.out / FILE)
-    print(page(record))
+    print(f"{len(rows)} kernels measured")
     return 0
 
 

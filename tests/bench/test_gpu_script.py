@@ -16,7 +16,7 @@ from tests.helpers.bench_machine import record_of
 from tests.helpers.places import ROOT
 
 sys.path.insert(0, str(ROOT))
-from bench import gpu
+from bench import gpu, ncu
 
 
 def part(name: str, code: str, weight: int = 60, why_not: str | None = None, is_test: bool = False) -> gpu.Part:
@@ -273,7 +273,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
 def test_the_tests_run_as_the_script_calls_them(tmp_path: Path) -> None:
     """With its workers and a cache of its own, under the settings of this folder."""
     place = gpu.Place(ROOT, tmp_path, None, None, None, gpu.time.monotonic() + 120)
-    some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_lines.py"), 120)
+    some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_commands.py"), 120)
     outcome = gpu.run_part(some, place)
     assert outcome.state == "passed" and re.match(r"\d+ passed", outcome.result), outcome
 
@@ -293,3 +293,41 @@ def test_half_written_files_do_not_stay(tmp_path: Path) -> None:
     place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
     gpu.run_part(part("half", f"open({str(tmp_path / 'part-kernels-cuda.json')!r}, 'w').write('{{')"), place)
     assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+
+
+# ---- Nsight Compute
+
+FAKE = """#!{python}
+import sys
+rows = ['==PROF== a line of progress', '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+assert sys.argv[sys.argv.index("--clock-control") + 1] == "none"
+for i in range(10):
+    rows += [f'"{{i}}","void fastsam::kernel{{i}}(int, float)","{{m}}","usecond","{{i}}.5"' for m in metrics]
+print("\\n".join(rows))
+{more}
+"""
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        ("", 0, "10 kernels measured"),
+        ("print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)", gpu.ABSENT, "does not permit"),
+        ("print('out of memory'); raise SystemExit(3)", 1, "out of memory"),
+        (None, gpu.ABSENT, "not installed"),
+    ],
+)
+def test_nsight_compute_is_read_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: str, code: int, said: str
+) -> None:
+    program = tmp_path / "ncu"
+    program.write_text(FAKE.format(python=sys.executable, more=more))
+    program.chmod(0o755)
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(program) if more is not None else None)
+    assert ncu.main(["--out", str(tmp_path)]) == code and said in capsys.readouterr().out
+    if code == 0:
+        row = json.loads((tmp_path / ncu.FILE).read_text())["rows"][4]
+        assert (row["label"], row["kernel"]) == ("perturb resnet18", "void fastsam::kernel4(int, float)")
+        assert (row["duration"], row["unit"], row["DRAM, %"]) == ("4.5", "usecond", "4.5")
