@@ -13,7 +13,7 @@ import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +73,6 @@ def rows_of(output: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def refusal(output: str) -> str:
-    """Return why ncu may not measure here; empty if it may."""
-    if "ERR_NVGPUCTRPERM" in output:
-        return "the driver does not permit this user to read performance counters (ERR_NVGPUCTRPERM)"
-    return ""
-
-
-def left_out(reason: str) -> int:
-    print(reason)
-    return ABSENT
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ncu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
@@ -95,11 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
     if ncu is None:
-        return left_out("Nsight Compute (ncu) is not installed")
-    done = subprocess.run(command(ncu, METRICS), capture_output=True, text=True, check=False)
+        print("Nsight Compute (ncu) is not installed")
+        return ABSENT
+    names = ["--kernel-name-base", "demangled", "--kernel-name", "regex:fastsam"]
+    options = ["--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), *names]
+    command = [ncu, *options, sys.executable, "-m", "bench.ncu", "--target"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        print("the driver does not permit this user to read performance counters (ERR_NVGPUCTRPERM)")
+        return ABSENT
     rows = rows_of(done.stdout)
-    if reason := refusal(done.stdout + done.stderr):
-        return left_out(reason)
     if done.returncode or not rows:
         print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
         return 1
@@ -108,12 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment.write(record, arguments.out / FILE)
     print(f"{len(rows)} kernels measured")
     return 0
-
-
-def command(ncu: str, metrics: Iterable[str]) -> list[str]:
-    names = ["--kernel-name-base", "demangled", "--kernel-name", "regex:fastsam"]
-    options = ["--clock-control", "none", "--csv", "--metrics", ",".join(metrics), *names]
-    return [ncu, *options, sys.executable, "-m", "bench.ncu", "--target"]
 
 
 if __name__ == "__main__":

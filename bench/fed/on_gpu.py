@@ -187,22 +187,32 @@ def how(executor: str, clients: int) -> Entry:
     return {"executor": executor, "slots": clients if executor == "vmap" else min(clients, STREAMS)}
 
 
+class Ticks:
+    """Called after every round, when the device is done. seconds: of a round, the median; the first is left out."""
+
+    def __init__(self, device: str | torch.device) -> None:
+        self.cuda, self.at = torch.device(device).type == "cuda", list[float]()
+
+    def __call__(self, record: Any = None) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.at.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        return median(b - a for a, b in pairwise(self.at))
+
+
 def _rounds(
     model: nn.Module, data: Sequence[Any], algorithm: str, rounds: int, batch: int = BATCH, cohort: float = 1.0,
     **how: Any,
 ) -> float:  # fmt: skip
-    """Return the median seconds of a round, the first left out."""
-    ticks: list[float] = []
-
-    def tick(record: Any = None) -> None:
-        _wait(model)
-        ticks.append(time.perf_counter())
-
+    ticks = Ticks(next(model.parameters()).device)
     fed.run(
         model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10,
-        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=tick, **how,
+        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=ticks, **how,
     )  # fmt: skip
-    return median(b - a for a, b in pairwise(ticks))
+    return ticks.seconds
 
 
 def _load_rounds(load: Workload, rounds: int, **how: Any) -> float:
@@ -210,38 +220,26 @@ def _load_rounds(load: Workload, rounds: int, **how: Any) -> float:
 
 
 def _bare_rounds(load: Workload, rounds: int) -> float:
-    ticks: list[float] = []
-    model = load.make_model()
-
-    def tick() -> None:
-        _wait(model)
-        ticks.append(time.perf_counter())
-
+    ticks = Ticks(load.device)
     with repeatable(torch.device(load.device)):
-        bare.train(load, rounds + 1, tick, "tensors")
-    return median(b - a for a, b in pairwise(ticks))
+        bare.train(load, rounds + 1, ticks, "tensors")
+    return ticks.seconds
 
 
 def _bare_epoch(model: nn.Module, data: Sequence[Any]) -> float:
     """Return the seconds of ten clients' local epochs in a bare loop; the first client, taken once before, warms up."""
+    ticks = Ticks(next(model.parameters()).device)
     with repeatable(next(model.parameters()).device):
         local = bare.Tensors(model, sharp=False)
         start = local.weights()
-        since = 0.0
         for number, (x, y) in enumerate([data[0], *data]):
             if number == 1:
-                _wait(model)
-                since = time.perf_counter()
+                ticks()
             local.load(start)
             for part in torch.randperm(len(y)).to(y.device).split(50):
                 local.step(x[part], y[part])
-        _wait(model)
-        return time.perf_counter() - since
-
-
-def _wait(model: nn.Module) -> None:
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
+        ticks()
+    return ticks.seconds
 
 
 def _profiled(device: str, executor: str) -> Entry:

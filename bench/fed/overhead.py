@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from bench.fed import ours
+from bench.fed.worker import Chunks
 from bench.fed.workload import BATCH, CLASSES, SAMPLES, Workload
 from bench.timing import Summary, Usage, interleave
 
@@ -66,13 +66,13 @@ class Costs:
         return self.costs
 
 
-def measure(device: str, turns: int) -> Iterator[Costs]:
+def measure(turns: int) -> Iterator[Costs]:
     """MLP and CNN, each on the plain executor with one thread and on the default one."""
     for model in CLIENTS:
         for executor in EXECUTORS:
             before = Usage.now()
-            loads = {name: Workload(model, name, device=device, lr=LR) for name in ALGORITHMS}
-            loads |= {n: Workload(model, UNIT, device=device, lr=LR, options=o) for n, o in PROTECTED.items()}
+            loads = {name: Workload(model, name, lr=LR) for name in ALGORITHMS}
+            loads |= {n: Workload(model, UNIT, lr=LR, options=o) for n, o in PROTECTED.items()}
             costs = [compare(label, load, executor, turns) for label, load in loads.items()]
             yield Costs(f"{model.upper()}, {executor}", costs, Usage.now().others_since(before))
 
@@ -107,6 +107,10 @@ def compare(label: str, load: Workload, executor: str, turns: int) -> Cost:
     return Cost(label, Summary.of_ratios(own, unit), whole, Summary.of([seconds / steps for seconds in own]))
 
 
+class Left(Exception):
+    """A run was ended before its last turn."""
+
+
 class Run:
     """A run in a thread, which trains a chunk of rounds when it is told to and only then.
 
@@ -114,10 +118,9 @@ class Run:
     """
 
     def __init__(self, load: Workload, executor: str, chunk: int, turns: int) -> None:
-        self.load, self.executor, self.chunk, self.total = load, executor, chunk, chunk * turns
-        alone = executor == "sequential" and load.device == "cpu"
-        self.clock = time.process_time if alone else time.perf_counter
-        self.done, self.since, self.seconds, self.leave = 0, 0.0, 0.0, False
+        self.load, self.executor, self.leave, self.seconds = load, executor, False, 0.0
+        clock = time.process_time if executor == "sequential" else time.perf_counter
+        self.chunks = Chunks(turns, chunk, self._say, self._wait, clock=clock)
         self.model: nn.Module | None = None
         self.error: BaseException | None = None
         self._go, self._told = threading.Semaphore(0), threading.Semaphore(0)
@@ -131,37 +134,32 @@ class Run:
             self._told.acquire()
         if self.error is not None:
             raise RuntimeError(f"{self.load.algorithm}: {type(self.error).__name__}: {self.error}")
-        return self.seconds / self.chunk
+        return self.seconds
 
     def close(self) -> str | None:
-        """End the run. If it has taken all turns it trains a last round, which is evaluated. Return what is wrong."""
-        self.leave = self.done < self.total
+        """End the run, which may have turns left. Return what is wrong with it."""
+        self.leave = True
         self._go.release()
         self._thread.join()
         if self.model is None:
-            return None if self.leave else f"{self.load.algorithm}: {self.error}"
+            return None if isinstance(self.error, Left) else f"{self.load.algorithm}: {self.error}"
         loss, guess = self.load.loss_of(self.model), math.log(CLASSES)
         return None if loss <= guess else f"it did not train: loss {loss:.3g}, at most {guess:.3g} was expected"
 
     def _train(self) -> None:
         try:
             self._wait()
-            self.model = ours.train(self.load, self.total + 1, self._tick, self.executor)
+            self.chunks.since = self.chunks.clock()
+            self.model = ours.train(self.load, self.chunks.total + 1, self.chunks.tick, self.executor)
         except BaseException as error:
             self.error = error
         self._told.release()
 
-    def _tick(self) -> None:
-        self.done += 1
-        if self.done % self.chunk == 0 and self.done <= self.total:
-            if self.load.device == "cuda":
-                torch.cuda.synchronize()
-            self.seconds = self.clock() - self.since
-            self._told.release()
-            self._wait()
+    def _say(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._told.release()
 
     def _wait(self) -> None:
         self._go.acquire()
         if self.leave:
-            raise RuntimeError("it was left in the middle")
-        self.since = self.clock()
+            raise Left

@@ -21,7 +21,7 @@ from bench.fed import bare, on_gpu, overhead, share
 from bench.fed import race as races
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
-from bench.fed.worker import CONTENDERS, PEERS, Chunks
+from bench.fed.worker import PEERS, Chunks
 from bench.fed.workload import Workload
 from bench.timing import Summary
 from fastsam import fed
@@ -130,21 +130,18 @@ def test_another_workload_than_the_units_must_only_beat_a_guess(pretender: str, 
     assert (figure.problem is None) == good
 
 
-def test_a_worker_times_chunks_of_rounds_and_the_first_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    orders = iter(["\n", "\n", ""])
-    monkeypatch.setattr("sys.stdin", type("Orders", (), {"readline": staticmethod(lambda: next(orders))}))
-    chunks = Chunks(chunks=3, rounds=2, say=said.append, wait=lambda: None)
-    for _ in range(5):
+def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
+    said: list[float] = []
+    orders = iter([None, None])
+    clock = iter([0.0, 10.0, 12.0, 20.0, 22.0, 26.0, 30.0])
+    chunks = Chunks(3, 2, said.append, lambda: next(orders), clock=lambda: next(clock))
+    for _ in range(7):
         chunks.tick()
-    assert said[0] == "ready" and len(said) == 2 and 0 < said[1] < 0.1
-    with pytest.raises(SystemExit, match="driver is gone"):
-        chunks.tick()
-    assert chunks.total == 8
+    assert said == [5.0, 4.0, 2.0] and chunks.total == 6 and list(orders) == []
 
 
 def test_one_real_race() -> None:
-    names = ("bare", "fastsam-sequential")
+    names = ("bare:tensors", "ours:sequential")
     result = race([Entry(name, name, LOAD) for name in names], 1, 1)
     assert [f.problem for f in result.figures] == [None, None]
     assert all(
@@ -222,9 +219,8 @@ def test_the_bare_loop_in_channels_last_is_the_bare_loop_in_another_order() -> N
 
 @pytest.mark.of_each_kind
 def test_every_contender_has_a_module_and_every_peer_its_requirements() -> None:
-    for module, _ in CONTENDERS.values():
+    for peer, module in PEERS.items():
         assert (ROOT / "bench" / "fed" / f"{module}.py").exists()
-    for peer in PEERS:
         pinned = (ROOT / "bench" / "fed" / "requirements" / f"{peer}.txt").read_text()
         assert "torch==" in pinned
 
@@ -234,8 +230,8 @@ def test_every_contender_has_a_module_and_every_peer_its_requirements() -> None:
 
 def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [getattr(owner, name) for owner, name in share.INSIDE]
-    monkeypatch.setattr(share, "Workload", lambda model, device: Workload("mlp", clients=4, cohort=4))
-    found = share.measure("cpu", 1)
+    monkeypatch.setattr(share, "Workload", lambda model: Workload("mlp", clients=4, cohort=4))
+    found = share.measure(1)
     assert found["seconds"] > 0 and 0 < found["own_share"] < 1
     assert [getattr(owner, name) for owner, name in share.INSIDE] == before
 
@@ -418,7 +414,7 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
 def test_a_part_measured_again_is_joined_to_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = Summary(1, 1, 1)
     costs = [overhead.Costs("MLP, auto", [overhead.Cost("fedcm", one, one, one)], 0.0)]
-    monkeypatch.setattr(overhead, "measure", lambda device, turns: costs)
+    monkeypatch.setattr(overhead, "measure", lambda turns: costs)
     command, path = ["--parts", "overhead", "--out", str(tmp_path)], tmp_path / "federated.json"
     assert federated.main(command) == 0
     before = json.loads(path.read_text())
