@@ -15,7 +15,7 @@ from bench.accuracy import report
 from bench.accuracy.contenders import contenders
 from bench.accuracy.report import Difference
 from bench.accuracy.tasks import TASKS, corrupted
-from bench.accuracy.training import Trial, run, steps_in_equal_time, tune
+from bench.accuracy.training import Trial, run, tune
 from fastsam import variants
 
 pytestmark = pytest.mark.of_each_kind
@@ -73,18 +73,6 @@ def test_paired_differences_by_hand() -> None:
 )
 def test_a_difference_within_two_errors_is_none(mean: float, verdict: str) -> None:
     assert Difference(mean, 1.0).verdict == verdict
-
-
-@pytest.mark.parametrize("others", [[1.0], [1.0, 2.0, 3.0]])
-def test_unpaired_runs_are_refused(others: list[float]) -> None:
-    with pytest.raises(ValueError):
-        Difference.of(others[:1] if len(others) == 1 else [1.0, 2.0], others)
-
-
-def test_steps_that_fit() -> None:
-    assert steps_in_equal_time(100, cost=2.0) == 50
-    assert steps_in_equal_time(100, cost=0.9) == 100  # nobody trains longer than SGD
-    assert steps_in_equal_time(3, cost=9.0) == 1
 
 
 def test_every_variant_takes_part_with_as_many_trials() -> None:

@@ -101,13 +101,6 @@ def test_what_has_no_time_left_is_named(
     assert code == 0 and [p["reason"] for p in parts] == ["no time left"] * 2
 
 
-def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path / "out"), "--parts", "memchek"])
-    assert "there is no part 'memchek'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.of_each_kind
 def test_the_real_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a GPU what needs one is left out with that reason; with one, everything but what runs elsewhere."""
@@ -198,15 +191,6 @@ def test_a_part_has_its_share_and_no_more(tmp_path: Path) -> None:
     assert gpu.run_part(told, place, following=1000).result in ("7", "8"), "ten seconds at least"
 
 
-def test_packages_of_the_machine_stay_in_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
-    says = part("says", "import os; print(os.environ['PYTHONPATH'])")
-    monkeypatch.setenv("PYTHONPATH", "/some/site")
-    assert gpu.run_part(says, place).result == f"{tmp_path}:/some/site"
-    monkeypatch.delenv("PYTHONPATH")
-    assert gpu.run_part(says, place).result == str(tmp_path)
-
-
 @pytest.mark.of_each_kind
 def test_what_is_the_same_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a compiler would think that all of it had changed. What was compiled stays; what the checkout has no more
@@ -245,14 +229,6 @@ def test_the_tables_are_in_the_summary(tmp_path: Path) -> None:
     assert "Made by" not in printed
 
 
-def test_a_benchmark_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    """On a machine with a GPU a run without one of its parts must not look complete."""
-    place = gpu.Place(tmp_path, tmp_path, "a GPU", None, None, gpu.time.monotonic() + 60)
-    absent = gpu.Part("absent", "a benchmark", gpu._bench("no_such_benchmark"), 60, gpu.needs_gpu)
-    outcome = gpu.run_part(absent, place)
-    assert outcome.state == "failed" and "No module named" in outcome.result
-
-
 def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pathlib, time\n"
@@ -287,12 +263,6 @@ def test_what_the_tests_read_is_copied(tmp_path: Path) -> None:
     collected = gpu.Part("collected", "", gpu._pytest(*gpu.GPU_TESTS, "-m", "gpu", "--collect-only"), 300)
     outcome = gpu.run_part(collected, place)
     assert outcome.state == "passed" and "error" not in outcome.result, (tmp_path / "log.txt").read_text()[-2000:]
-
-
-def test_half_written_files_do_not_stay(tmp_path: Path) -> None:
-    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
-    gpu.run_part(part("half", f"open({str(tmp_path / 'part-kernels-cuda.json')!r}, 'w').write('{{')"), place)
-    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
 
 
 # ---- Nsight Compute

@@ -17,7 +17,6 @@ import torch
 
 from bench import kernels, memory, report, tables, whole_steps
 from bench.contenders import contenders
-from bench.gpu_report import join
 from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelCase, cut, kernel_cases
 from bench.kernel_data import MAX_SETS, Operator
 from bench.kernels import OpBench
@@ -131,13 +130,6 @@ def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest
     assert tables.reasons(record_of(ops=[result])) == [f"Not measured: native: {bad['reason']}."]
 
 
-def test_an_op_that_a_backend_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "table", lambda: (backends.Backend("native", "cpu", "reference", lambda: None),))
-    monkeypatch.setattr(backends.Backend, "load", lambda self: wrong_kernels("none"))
-    (row,) = OpBench(KernelCase(OPS["inner"], TINY, "flat"), Small()).run(3, 10.0)["rows"]
-    assert row["gate"] == "not run" and row["reason"] == "this backend has no inner_"
-
-
 # ---- what is measured
 
 
@@ -172,18 +164,6 @@ def test_whole_steps_on_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -
     assert rows["fastsam_triton"]["gate"] == "not run"
 
 
-def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Machine, body: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(memory, "peak_extra_bytes", lambda *arguments: 0)
-    monkeypatch.setattr(Small, "capture", refuse)
-    rows = whole_steps.on_size(TINY, Small(cuda=True), 3, 10.0, "without")["rows"]
-    copied = next(row for row in rows if row["name"] == "copied")
-    assert copied["not_replayed"] == "operation not permitted when stream is capturing"
-    assert "eager" in copied and "replayed" not in copied
-
-
 def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
     """The same perturbation without reading the norm on the host."""
     weights, gradients = initial_weights(TINY.shapes), Gradients(TINY.shapes)
@@ -208,32 +188,40 @@ def test_contenders_by_backend_and_by_whether_they_compile() -> None:
     assert {"compiled", "foreach", "fastsam_triton"} < set(names())
 
 
-@pytest.mark.of_each_kind
-def test_the_copied_class_is_left_out_of_many_tensors() -> None:
-    """It has some ten launches per tensor, and would take the time of everything else."""
-    names = {
-        size: [c.name for c in whole_steps.of_device(Small(), KERNEL_SIZES[size], "without")]
-        for size in ("cut100", "cut400", "cut1000")
-    }
-    assert {size for size, found in names.items() if "copied" in found} == {"cut100"}
+# ---- the clock of a GPU
 
 
 @pytest.mark.of_each_kind
-def test_results_of_a_later_run_join_those_that_are_there() -> None:
-    """New backends become rows, new comparisons figures; a row that failed does not replace one that was measured."""
+def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device: a queue with a time, in microseconds, which the host fills and does not wait for."""
+    log, now = [], {"host": 0.0, "device": 0.0}
 
-    def row(name: str, **figures: Any) -> dict[str, Any]:
-        return {"name": name, "gate": "green", "eager": figures}
+    def queue(what: str, microseconds: float, call: float = 10.0) -> float:
+        log.append(what)
+        now["host"] += call
+        now["device"] = max(now["device"], now["host"]) + microseconds
+        return now["device"]
 
-    failed = {"name": "native", "gate": "red", "reason": "wrong"}
-    results = [{"name": "step-a", "rows": [row("native", seconds=1), {"name": "triton", "gate": "not run"}]}]
-    results = join(results, [{"name": "step-a", "rows": [row("native", faster=3), row("triton", seconds=4)]}])
-    results = join(results, [{"name": "step-a", "rows": [failed]}, {"name": "step-b", "rows": []}])
-    assert results == [
-        {"name": "step-a", "rows": [row("native", seconds=1, faster=3), row("triton", seconds=4)]},
-        {"name": "step-b", "rows": []},
-    ]
-    assert join({"left_out": ["a"]}, {"left_out": ["b"]}) == {"left_out": ["a", "b"]}
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record = lambda: setattr(self, "at", queue("event", 0.0, call=1.0))
+
+        def elapsed_time(self, last: Any) -> float:
+            return (last.at - self.at) / 1e3  # type: ignore[attr-defined,no-any-return]
+
+    def read(name: str) -> Any:
+        return types.SimpleNamespace(max=lambda: queue(name, 250.0))
+
+    machine: Any = object.__new__(Machine)
+    machine.cuda, machine._source, machine._sweep = True, read("read"), read("sweep")
+    machine.wait = lambda: now.update(host=max(now.values()))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device
+    assert machine.sample(replay, queued=True) == pytest.approx(5e-6)
+    assert machine.sample(replay) > 100e-6, "what an idle device would do to a replay too"
+    assert machine.sample(replay, cold=True, queued=True) == pytest.approx(5e-6)
+    timed = ["event", "body", "event"]
+    assert log == ["read", "read", *timed, *timed, "read", "read", "sweep", *timed]
 
 
 # ---- the command
