@@ -7,9 +7,8 @@ that `FusedSAM` takes (`fastsam_kernels.raw_calls`).
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,20 +36,15 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", nargs="+", choices=KERNEL_SIZES, default=list(SIZES))
-    parser.add_argument("--build", type=Path, default=Path("build/host"), help="folder of the compiled library")
-    options = parser.parse_args(argv)
+def main() -> None:
     torch.set_num_threads(1)
-    library = emulated.compile_library(
-        options.build.resolve(), emulated.ONLY_FLOAT, namespace="fastsam_host", fast=True
-    )
+    build = Path("build/host").resolve()
+    library = emulated.compile_library(build, emulated.ONLY_FLOAT, namespace="fastsam_host", fast=True)
     emulation = emulated.Emulation(library, "fastsam_host")
     ctypes.CDLL(str(library)).emulation_idle(1)
     rows = []
     with emulated.direct(library):
-        for size in (KERNEL_SIZES[name] for name in options.sizes):
+        for size in (KERNEL_SIZES[name] for name in SIZES):
             fleets = {way: _fleet(size, emulation, way) for way in WAYS}
             for changed, where in ((False, "where they were"), (True, "elsewhere every time")):
                 samples = {way: partial(fleet.host_seconds, changed) for way, fleet in fleets.items()}
@@ -58,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cells = [f"{Summary.of(seconds).median * 1e6:.1f}" for seconds in taken.values()]
                 rows.append([size.title, len(size.shapes), where, *cells])
     print(table(["size", "tensors", "gradients", "ops, us", "direct, us"], rows, "lrlrr"))
-    return 0
 
 
 def _fleet(size: Size, emulation: emulated.Emulation, way: str) -> Fleet:
@@ -80,4 +73,4 @@ def _fleet(size: Size, emulation: emulated.Emulation, way: str) -> Fleet:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

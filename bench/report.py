@@ -192,7 +192,7 @@ def _family(record: Record) -> dict[str, str]:
     e, parts = record["environment"], []
     if record.get("device") == "cuda":
         for result in record["results"]:
-            parts += [f"{result['title']}:", "", _family_gpu(result), ""]
+            parts += [f"{result['title']}:", "", _family_table(result, gpu=True), ""]
         return {"family:cuda": "\n".join([*parts, on_device(e)])}
     from bench.family import ENTRIES
 
@@ -206,26 +206,23 @@ def _family(record: Record) -> dict[str, str]:
     return {"family:last": "\n".join([*parts, made])}
 
 
-def _family_table(result: Row) -> str:
-    heads = ("variant", "time, SAM = 1", "quartiles", "bytes", "of the floor", "kernels", "calls of torch",
-             "pytorch-optimizer's, ours = 1")  # fmt: skip
+def _family_table(result: Row, gpu: bool = False) -> str:
+    """Return a row per variant; on a GPU seconds in place of the bytes, the calls and the peer."""
     rows = []
     for row in result["variants"]:
-        sam, peer = row["to_sam"], row.get("peer_to_own")
-        cells = [two(sam["median"]), f"{sam['q1']:.2f}–{sam['q3']:.2f}", f"{row['floor_bytes']:.0f}"]
-        cells += [two(row["floor_fraction"]["median"]), f"{row['kernels']:.1f}", f"{row['torch_calls']:.1f}"]
-        rows.append([f"`{row['name']}`", *cells, f"{peer['median']:.1f}" if peer else ""])
-    return table(heads, rows, "lrlrrrrr")
-
-
-def _family_gpu(result: Row) -> str:
-    rows = []
-    for row in result["variants"]:
-        cells = [f"not measured: {row['problem']}", "", ""] if "problem" in row else [
-            f"{row['seconds']['median'] * 1e6:.1f}", two(row["to_sam"]["median"]), two(row["floor_fraction"]["median"])
-        ]  # fmt: skip
-        rows.append([row["name"], *cells])
-    return table(["variant", "us a step", "SAM = 1", "of the floor"], rows)
+        sam, peer, floor = row.get("to_sam"), row.get("peer_to_own"), median("floor_fraction")(row)
+        if sam is None:
+            rows.append([row["name"], f"not measured: {row['problem']}", "", ""])
+        elif gpu:
+            rows.append([row["name"], f"{row['seconds']['median'] * 1e6:.1f}", two(sam["median"]), two(floor)])
+        else:
+            cells = [*quartiles(sam), f"{row['floor_bytes']:.0f}", two(floor)]
+            cells += [f"{row['kernels']:.1f}", f"{row['torch_calls']:.1f}", f"{peer['median']:.1f}" if peer else ""]
+            rows.append([f"`{row['name']}`", *cells])
+    if gpu:
+        return table(["variant", "us a step", "SAM = 1", "of the floor"], rows)
+    heads = ["variant", "time, SAM = 1", "quartiles", "bytes", "of the floor", "kernels", "calls of torch"]
+    return table([*heads, "pytorch-optimizer's, ours = 1"], rows, "lrlrrrrr")
 
 
 # --- federated rounds ---

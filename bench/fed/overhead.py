@@ -82,7 +82,8 @@ def compare(label: str, load: Workload, executor: str, turns: int) -> Cost:
     noisy = "noise_multiplier" in dict(load.options) and load.model == "mlp"
     chunk, turns = (BLOCK, OFTEN * turns) if noisy else (ROUNDS[load.model], turns)
     few = {"cohort": CLIENTS[load.model]}
-    lengths = {"round": {}, **({} if load.options else {"short": few, "long": few | {"epochs": LONG}})}
+    short = "round" if load.cohort == few["cohort"] else "short"
+    lengths = {"round": {}} if load.options else {"round": {}, short: few, "long": few | {"epochs": LONG}}
     runs = {
         f"{who} {name}": Run(replace(one, **changed), executor, chunk, turns + 1)
         for name, changed in lengths.items()
@@ -100,7 +101,7 @@ def compare(label: str, load: Workload, executor: str, turns: int) -> Cost:
     if load.options:
         return Cost(label, round=whole)
     own, unit = (
-        [long - short for long, short in zip(taken[f"{who} long"], taken[f"{who} short"], strict=True)]
+        [long - short for long, short in zip(taken[f"{who} long"], taken[f"{who} {short}"], strict=True)]
         for who in ("own", "unit")
     )
     steps = CLIENTS[load.model] * (SAMPLES // BATCH) * (LONG - 1)
