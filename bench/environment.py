@@ -1,4 +1,4 @@
-"""What a measurement was made on and with: machine, versions, commit, command."""
+"""The facts of a measurement: machine, versions, commit, command."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The optimizer part of a step of every variant next to SAM's, to its own bytes and to pytorch-optimizer's classes:
 `make bench ARGS="--variants"`; on a GPU `python -m bench.family --seconds N --out DIR`, a part of `make gpu`.
 
-A step is what a training loop makes of it: as many passes as the variant takes, whose gradients are prepared. Where not
-every step perturbs, a figure is of a whole interval. On the CPU calls are counted by torch's profiler: kernels of ours,
+A step is made as in a training loop: as many passes as the variant takes, whose gradients are prepared. If not every
+step perturbs, a figure is the mean over a whole interval. torch's profiler counts calls on the CPU: our kernels,
 and calls of torch that read or write tensors. On a GPU a variant has a figure only if its steps agree with the steps of
 the CPU on the client CNN.
 """

@@ -1,4 +1,4 @@
-"""What the host needs for the optimizer part of a step on CUDA, measured without a GPU: `python -m bench.host`.
+"""The host's time for the optimizer part of a step on CUDA, measured without a GPU: `python -m bench.host`.
 
 The host's side of the CUDA library, compiled as plain C++ (tests/helpers/emulation), with launches that copy their
 argument and run nothing: all but what a driver takes for its three launches. As ops of torch, and by the direct way
@@ -29,7 +29,7 @@ from tests.helpers import emulated
 SIZES = ("50k", "resnet18", "cut1000")
 ROUNDS = 7
 
-_WATCHED = SimpleNamespace(watched=lambda: True)  # whom nobody takes the direct way past
+_WATCHED = SimpleNamespace(watched=lambda: True)  # a watched call is never replaced by the direct way
 WAYS: dict[str, Callable[..., Any]] = {
     "ops": lambda *operands: _WATCHED,
     "direct": lambda z, origin, table, hyper, apart=None: CudaCalls(z, origin, table, hyper),

@@ -229,7 +229,7 @@ def _family_table(result: Row, gpu: bool = False) -> str:
 
 
 def race_table(case: Row) -> str:
-    """Return a race: speed relative to its first line; or what algorithms cost next to FedAvg."""
+    """Return a race: speed relative to its first line; or the costs of algorithms next to FedAvg."""
     if "costs" in case:
         heads = ["", "seconds of a local step, FedAvg = 1", "quartiles", "of a round", "quartiles"]
         entries, cells = case["costs"], lambda f: [*quartiles(f["step"], 3), *quartiles(f["round"], 3)]
@@ -246,7 +246,7 @@ def share_line(found: Row) -> str:
 
 
 def _gpu_rounds(part: Row) -> str:
-    """Return milliseconds of a round, a table per series with what was measured in columns; and what keeps it busy."""
+    """Return milliseconds of a round, a table per series; and how busy rounds keep the device."""
     parts = []
     for title in dict.fromkeys(s["title"] for s in part["series"]):
         series = [s for s in part["series"] if s["title"] == title]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # started as a script, Python looks for modules beside this file; ours are named from the root
+if not __package__:  # started as a script, Python looks for modules next to this file; ours are named from the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch

@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def median(*keys: str) -> Callable[[Row], Any]:
-    """Return a function for the median of a summary deep in a row, or a plain number; None where it is missing."""
+    """Return a function for the median of a summary deep in a row, or a plain number; None if it is missing."""
 
     def get(row: Row) -> Any:
         value: Any = row
@@ -108,7 +108,7 @@ def threads_of(number: int) -> str:
 
 
 def best(row: Row) -> Any:
-    """Return the figures to show of an op: replayed, else eager; None if it has none."""
+    """Return the figures to show of an op: the replayed ones, else the eager ones, else None."""
     return row.get("replayed") or row.get("eager")
 
 

@@ -20,12 +20,12 @@ import torch
 
 T = TypeVar("T")
 
-COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # of each of the two buffers: far beyond any cache
+COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # size of each of the two buffers: far beyond any cache
 DEFAULT_CACHE = 32 << 20  # where the system does not say
-# Sets of operands add up to so many times the last-level cache, so that none is still in it when its turn comes.
+# Sets of operands add up to four times the last-level cache, so that none is still in it when its turn comes.
 ROTATION = 4
-# of a gigabyte, before what is queued after them: half a millisecond at 4 TB/s, in which the host launches the largest
-# graph
+# Reads of a gigabyte that keep the device busy for half a millisecond at 4 TB/s, while the host launches the largest
+# graph.
 READS = 2
 FEWEST = 3  # rounds, also if they take longer than they may
 
@@ -74,7 +74,7 @@ class Rounds:
         return {"seconds": asdict(Summary.of(own)), "fraction": asdict(Summary.of_ratios(floors, own))}
 
     def ratio(self, name: str, other: str) -> dict[str, float]:
-        """Return the seconds of one contender over those of another in the same round."""
+        """Return the seconds of one contender over the seconds of another in the same round."""
         return asdict(Summary.of_ratios(self.seconds[name], self.seconds[other]))
 
 
@@ -128,7 +128,7 @@ class Machine:
         """Run `body` and return a function that says, after `wait`, how many seconds it took.
 
         Args:
-            cold (bool): read as much memory before as the caches hold.
+            cold (bool): read a multiple of the caches' size before.
             queued (bool): launch the body while the device is busy with something else. On an idle device the first
                 event is over at once, and the launch is on the clock: for a graph ten microseconds or more.
         """

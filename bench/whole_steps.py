@@ -116,7 +116,11 @@ class Fleet:
 
 
 class StepBench:
-    """Contenders on one list of shapes. steps: of a sample; before several, one that refills the caches."""
+    """Contenders on one list of shapes.
+
+    steps: number of steps of a sample. A sample of several steps begins with a step that is not timed and refills the
+    caches.
+    """
 
     def __init__(
         self, contenders: Sequence[Contender], shapes: Shapes, machine: Machine, rotate: bool = True, steps: int = 1

@@ -2,7 +2,7 @@
 round keeps the device, and where client states live.
 
 Each executor and model is a process (`jobs`), so that a failed capture or an error that stays with the device costs one
-row. The process prints each result as it is measured; what it has no time for is named.
+row. The process prints each result as it is measured, and names the results that it has no time for.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 MARK = "measured: "  # begins a line of a job's output that is a result
 MOST_TO_START = 10  # s that a process takes to import torch and to prepare the device
 SHARE = 3  # times the average share of the remaining time that a job may take
-STATE_WIDTHS = (32, 4096, 32768)  # of an MLP: 2 thousand, 300 thousand and 2 million parameters
+STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 
 Entry = dict[str, Any]
 # A list of the results ("series", "busy", "jobs"), and an entry of it.
@@ -84,13 +84,13 @@ def run_job(name: str, device: str, seconds: float) -> Found:
 
 
 class Job:
-    """What one process measures, until a time."""
+    """The measurements of one process, until a time."""
 
     def __init__(self, device: str, seconds: float) -> None:
         self.device, self.end = device, time.monotonic() + seconds
 
     def guarded(self, work: Callable[[], Any]) -> tuple[Any, str]:
-        """Return the result and "", or None and the problem: what fails does not hide the rest."""
+        """Return the result and "", or None and the problem. A failure does not hide the other results."""
         if time.monotonic() > self.end - 2:
             return None, "no time left"
         try:
@@ -188,7 +188,7 @@ def how(executor: str, clients: int) -> Entry:
 
 
 class Ticks:
-    """Called after every round, when the device is done. seconds: of a round, the median; the first is left out."""
+    """Called after every round, when the device is done. seconds: median of the rounds after the first."""
 
     def __init__(self, device: str | torch.device) -> None:
         self.cuda, self.at = torch.device(device).type == "cuda", list[float]()

@@ -1,8 +1,8 @@
 """The cost of an algorithm next to FedAvg: of a local step, and of a round. Both train in this process and take turns.
 
-A local step's cost is a marginal one: the time of a round with `LONG` local epochs less the time of a round with one,
-over the steps between. What a round costs besides (constants, states, uploads, sums, the server's step) cancels in that
-difference, and counts in the round's.
+A local step's cost is a marginal cost: the time of a round with `LONG` local epochs less the time of a round with one,
+over the steps between. The other costs of a round (constants, states, uploads, sums, the server's step) cancel in that
+difference, and count in the round's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.timing import Summary, Usage, interleave
 
 UNIT = "fedavg"
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
-# What protects clients, in FedAvg: its options. It costs nothing in a local step, so these have rounds alone.
+# Options of FedAvg that protect clients. They cost nothing in a local step, so only rounds are compared.
 PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {
     # Most are clipped; with epsilon; and it still trains.
     "fedavg, noise_multiplier": (("clip_update", 0.15), ("noise_multiplier", 0.5)),
@@ -34,16 +34,17 @@ LR = 0.05  # with the workload's, five epochs of so few clients diverge under SC
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
 ROUNDS = {"mlp": 5, "cnn": 1}  # of each run in a turn
-# Of the MLP with noise: as many as it is made for at once, and more turns, for its cost is as small as what the machine
-# adds.
+# Rounds and turns of the MLP with noise: noise is drawn for 64 rounds at once, and its cost is as small as the
+# machine's disturbances.
 BLOCK, OFTEN = 64, 4
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of an algorithm relative to FedAvg's. step: None where rounds alone are looked at.
+    """Seconds of an algorithm relative to FedAvg's.
 
-    seconds: of one of its local steps. problem: why there is none of this.
+    step: ratio of local steps; None if only rounds are compared. seconds: duration of one local step. problem: reason
+    why nothing was measured.
     """
 
     label: str
@@ -113,7 +114,7 @@ class Left(Exception):
 
 
 class Run:
-    """A run in a thread, which trains a chunk of rounds when it is told to and only then.
+    """A run in a thread, which trains one chunk of rounds per call of `sample`.
 
     Clock: CPU seconds of the process if one thread trains, because they leave out other processes; else wall time.
     """
