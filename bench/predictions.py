@@ -134,7 +134,7 @@ def _us(seconds: float | None) -> str:
 
 
 def _replayed(case: Mapping[str, Any] | None, name: str) -> str:
-    row = next((r for r in case["rows"] if r["name"] == name), {}) if case else {}
+    row: dict[str, Any] = next((r for r in case["rows"] if r["name"] == name), {}) if case else {}
     return _us(row["replayed"]["seconds"]["median"] if "replayed" in row else None)
 
 

@@ -289,7 +289,7 @@ def _federated(record: Record) -> dict[str, str]:
 def _accuracy(record: Record) -> dict[str, str]:
     from bench.accuracy.report import table as tables
 
-    return {"accuracy:last": tables(record)}
+    return {"accuracy:last": tables(dict(record))}
 
 
 def _ncu(record: Record) -> dict[str, str]:
