@@ -203,7 +203,8 @@ test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM
 bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and five simulators: tables, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench.federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
-	@$(BIN)/python -m bench.fed.report $(or $(OUT),runs/bench-fed)/federated.json
+	@$(BIN)/python -m bench.report $(or $(OUT),runs/bench-fed)/federated.json --plot $(or $(OUT),runs/bench-fed) \
+	  > $(or $(OUT),runs/bench-fed)/federated.md
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.
 wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one. PLAT=manylinux_2_28_x86_64

@@ -1,2 +1,2 @@
-"""Benchmarks: one registry of cases (`bench.cases`), measured by `python -m bench.step` and by
+"""Benchmarks: one harness (`bench.timing`, `bench.gate`, `bench.report`), started by `python -m bench.step` and by
 `pytest bench/ --benchmark-only`."""

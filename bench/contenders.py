@@ -6,12 +6,13 @@ not timed), `first()` (gradients in place -> perturbed weights), `take(gradients
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from bench.copied_sam import CopiedSAM
 from bench.problem import LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
 from fastsam import backends
 
+T = TypeVar("T")
 SGD_OPTIONS: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
 
 
@@ -30,6 +32,10 @@ class Stepper(Protocol):
     def first(self) -> None: ...
     def second(self) -> None: ...
     def weights(self) -> Sequence[Tensor]: ...
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        """Return the optimizer's parts of the next step, one after each pass."""
+        return self.first, self.second
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ def parameters(weights: Iterable[Tensor]) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(w.detach().clone()) for w in weights]
 
 
-class OptimizerStepper:
+class OptimizerStepper(Stepper):
     """A SAM optimizer with `first_step` and `second_step`, whoever wrote it."""
 
     def __init__(self, weights: Sequence[Tensor], make: Callable[[list[torch.nn.Parameter]], Any]) -> None:
@@ -93,7 +99,7 @@ class ForeachStepper(OptimizerStepper):
         self.sgd.step()
 
 
-class FlatStepper:
+class FlatStepper(Stepper):
     """One flat parameter whose gradients were flat to begin with, and torch's fused SGD: 52 bytes per parameter, and no
     lists at all.
 
@@ -144,7 +150,7 @@ def _compiled_update(
     torch._foreach_copy_(weights, torch._foreach_add(saved, momenta, alpha=-LR))
 
 
-class CompiledStepper:
+class CompiledStepper(Stepper):
     """The whole arithmetic in two functions under `torch.compile`, which fuses it to 40 bytes per parameter."""
 
     _compiled_for: tuple[Any, ...] | None = None
@@ -177,15 +183,10 @@ class CompiledStepper:
 
 
 def _ours(backend: str, exclusive: bool = False) -> Callable[[Sequence[Tensor]], Stepper]:
-    def build(weights: Sequence[Tensor]) -> Stepper:
-        from fastsam.optim import FusedSAM
+    from fastsam.optim import FusedSAM
 
-        return OptimizerStepper(
-            weights,
-            lambda p: FusedSAM(p, torch.optim.SGD, rho=RHO, backend=backend, exclusive=exclusive, **SGD_OPTIONS),
-        )
-
-    return build
+    own: dict[str, Any] = {"rho": RHO, "backend": backend, "exclusive": exclusive, **SGD_OPTIONS}
+    return lambda weights: OptimizerStepper(weights, lambda p: FusedSAM(p, torch.optim.SGD, **own))
 
 
 def _ours_why_not(entry: backends.Backend) -> Callable[[], str | None]:
@@ -199,14 +200,12 @@ def _copied(weights: Sequence[Tensor]) -> Stepper:
 
 
 def _library(foreach: bool | None) -> Callable[[Sequence[Tensor]], Stepper]:
-    def build(weights: Sequence[Tensor]) -> Stepper:
+    def make(params: list[torch.nn.Parameter]) -> Any:
         from pytorch_optimizer import SAM
 
-        return OptimizerStepper(
-            weights, lambda p: SAM(p, torch.optim.SGD, rho=RHO, perturb_eps=NU, foreach=foreach, **SGD_OPTIONS)
-        )
+        return SAM(params, torch.optim.SGD, rho=RHO, perturb_eps=NU, foreach=foreach, **SGD_OPTIONS)
 
-    return build
+    return lambda weights: OptimizerStepper(weights, make)
 
 
 def _library_why_not() -> str | None:
@@ -215,12 +214,8 @@ def _library_why_not() -> str | None:
 
 
 def _compiler_why_not() -> str | None:
-    names = [name for name in (os.environ.get("CXX"), "g++", "clang++") if name]
-    return (
-        None
-        if any(shutil.which(name) for name in names)
-        else "torch.compile needs a C++ compiler on the CPU; none of g++, clang++ is here"
-    )
+    found = any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
+    return None if found else "torch.compile needs a C++ compiler on the CPU; none of g++, clang++ is here"
 
 
 def contenders(device: str = "cpu") -> dict[str, Contender]:
@@ -246,3 +241,20 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         Contender("copied", "the copied per-tensor SAM", _copied),
     ]
     return {contender.name: contender for contender in ours + peers}
+
+
+def choose(table: Mapping[str, T], names: Iterable[str], what: str) -> list[T]:
+    """Return the entries of `table` under `names`. Raises ValueError for an unknown name, with the nearest and all."""
+    chosen = []
+    for name in names:
+        if name not in table:
+            near = difflib.get_close_matches(name, table, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"there is no {what} {name!r}; {hint}there are {', '.join(table)}")
+        chosen.append(table[name])
+    return chosen
+
+
+def split(text: str | None) -> list[str]:
+    """Return the parts of a comma-separated option."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]

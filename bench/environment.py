@@ -1,10 +1,11 @@
-"""What a measurement was made on and with: machine, versions, commit, command."""
+"""The facts of a measurement: machine, versions, commit, command."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,57 +20,45 @@ import torch
 from fastsam import backends
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("torch", "triton", "numpy", "fastsam", "pytorch-optimizer")
+PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
 
 
 def facts(command: str) -> dict[str, Any]:
-    """All of it, ready for JSON. `command` reproduces the measurement from the repository's root."""
+    """Return all of it, ready for JSON. `command` reproduces the measurement from the repository's root."""
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
-        "versions": versions(),
+        "versions": {"python": platform.python_version(), **{package: _version(package) for package in PACKAGES}},
         "backends": {f"{b.name}/{b.device}": b.reason or "available" for b in backends.table()},
     }
 
 
 def machine() -> dict[str, Any]:
-    """Processor, caches, memory, load; GPUs where torch sees any."""
+    """Return processor, caches of its first core and memory; GPUs where torch sees any."""
+    cpu = re.search(r"^model name\s*: (.*)", _read("/proc/cpuinfo"), re.M)
+    caches = {}
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = (_read(str(index / name)) for name in ("level", "type", "size"))
+        if kind != "Instruction" and size:
+            caches[f"L{level}"] = size
     found: dict[str, Any] = {
         "system": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu[1] if cpu else platform.processor() or "unknown",
         "cores": os.cpu_count(),
-        "caches": _caches(),
+        "caches": caches,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "transparent_huge_pages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
-        "load_average": [round(x, 2) for x in os.getloadavg()],
     }
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return found
 
 
-def versions() -> dict[str, str]:
-    """Python, the packages and torch's build."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
 def commit() -> str:
-    """The commit of the working tree, with "+changes" when tracked files differ from it; what FASTSAM_COMMIT says,
-    where it is set.
-
-    "unknown" outside git.
-    """
-    if named := os.environ.get("FASTSAM_COMMIT"):  # by who copied the sources out of their tree
+    """Return the commit of the working tree, with "+changes" if tracked files differ from it; or FASTSAM_COMMIT if it
+    is set, because the sources came without their history. "unknown" outside git."""
+    if named := os.environ.get("FASTSAM_COMMIT"):
         return named
     try:
         head = _git("rev-parse", "HEAD")
@@ -80,14 +69,8 @@ def commit() -> str:
 
 
 def command_line(module: str) -> str:
-    """How this process was started, as one would type it."""
+    """Return how this process was started, as one would type it."""
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
-
-
-def made_by(facts: Mapping[str, Any]) -> str:
-    """Return the line below a table: command, date, commit and device."""
-    device = ", ".join(facts["machine"].get("gpus", [])[:1]) or facts["machine"]["cpu"]
-    return f"Made by `{facts['command']}` on {facts['date'][:10]}, commit `{facts['commit'][:12]}`; {device}."
 
 
 def write(record: Mapping[str, Any], path: Path) -> None:
@@ -103,23 +86,13 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _read(path: str) -> str | None:
+def _read(path: str) -> str:
     file = Path(path)
-    return file.read_text().strip() if file.exists() else None
+    return file.read_text().strip() if file.exists() else ""
 
 
-def _cpu_model() -> str:
-    for line in (_read("/proc/cpuinfo") or "").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown"
-
-
-def _caches() -> dict[str, str]:
-    """Size per level as the kernel reports it, for the first core."""
-    found = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = (_read(str(index / name)) for name in ("level", "type", "size"))
-        if kind != "Instruction" and size:
-            found[f"L{level}"] = size
-    return found
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,57 +1,42 @@
-"""The optimizer part of a step of every variant, beside SAM's, its own bytes and pytorch-optimizer's classes:
-`make bench ARGS="--variants"`.
+"""The optimizer part of a step of every variant next to SAM's, to its own bytes and to pytorch-optimizer's classes:
+`make bench ARGS="--variants"`; on a GPU `python -m bench.family --seconds N --out DIR`, a part of `make gpu`.
 
-A step is what a training loop makes of it: as many passes as the variant takes, whose gradients are prepared. Where not
-every step perturbs, a figure is of a whole interval. Calls are counted by torch's profiler: kernels of ours, and calls
-of torch that read or write tensors.
+A step is made as in a training loop: as many passes as the variant takes, whose gradients are prepared. If not every
+step perturbs, a figure is the mean over a whole interval. torch's profiler counts calls on the CPU: our kernels,
+and calls of torch that read or write tensors. On a GPU a variant has a figure only if its steps agree with the steps of
+the CPU on the client CNN.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from bench import timing
+from bench import environment, tables
 from bench.contenders import SGD_OPTIONS, OptimizerStepper, parameters
-from bench.problem import FLOOR_BYTES, RHO, Gradients, Size, initial_weights
-from bench.timing import Clock, Rounds, Summary, measure
+from bench.kernel_cases import KERNEL_SIZES
+from bench.problem import FLOOR_BYTES, RHO, SIZES, Gradients, Size, initial_weights
+from bench.timing import Machine, interleave
+from bench.whole_steps import Fleet
 from fastsam import SAM, FusedSAM, variants
-from tests.helpers.generated_page import GeneratedPage
 
-KIND = "fastsam.bench.family/1"
 STEPS = 10  # of a sample, at least: two intervals of SAM, every=5, one of the others
-COLUMNS = (
-    "variant",
-    "time, SAM = 1",
-    "quartiles",
-    "bytes",
-    "of the floor",
-    "kernels",
-    "calls of torch",
-    "pytorch-optimizer's, ours = 1",
-)
+GPU_SIZES, GPU_ROUNDS = ("50k", "resnet18", "100m"), 11
 VIEWS = (
-    "as_strided",
-    "view",
-    "detach",
-    "slice",
-    "select",
-    "reshape",
-    "alias",
-    "unbind",
-    "split",
-    "empty",
-    "result_type",
-    "item",
-    "_local",
-)
+    "as_strided", "view", "detach", "slice", "select", "reshape", "alias", "unbind", "split", "empty", "result_type",
+    "item", "_local",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -92,13 +77,9 @@ class Ours(OptimizerStepper):
         groups = [{"params": flat}, {"params": [p for p in self.parameters if p.dim() != 1], **still}]
         self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, sam=entry.sam, **SGD_OPTIONS)
 
-    def step(self, backward: Callable[[], None]) -> None:
+    def phases(self) -> Sequence[Callable[[], object]]:
         optimizer = self.optimizer
-        if optimizer.two_passes:
-            backward()
-            optimizer.first_step()
-        backward()
-        optimizer.step()
+        return (optimizer.first_step, optimizer.step) if optimizer.two_passes else (optimizer.step,)
 
 
 class Theirs(OptimizerStepper):
@@ -115,119 +96,104 @@ class Theirs(OptimizerStepper):
 
         super().__init__(weights, make)
 
-    def step(self, backward: Callable[[], None]) -> None:
-        backward()
-        self.first()
-        backward()
-        self.second()
+
+def fleet_of(stepper: Callable[..., OptimizerStepper], entry: Entry, machine: Machine, size: Size) -> Fleet:
+    weights = initial_weights(size.shapes, device=machine.device)
+    return Fleet(machine, [stepper(weights, entry)], [Gradients(size.shapes, device=machine.device)])
 
 
-class Drive(timing.Drive):
-    """A step of any number of passes."""
+def measure(machine: Machine, size: Size, rounds: int, problems: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the figures of every variant, and on the CPU of its peer if pytorch-optimizer is installed.
 
-    stepper: Any
-
-    def step(self) -> None:
-        self.stepper.step(self._backward)
-
-
-def run(size: Size, threads: int, rounds: int, tick: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Every variant, and its peer where pytorch-optimizer is installed, on one list of tensors."""
-    weights, gradients, clock = initial_weights(size.shapes), Gradients(size.shapes), Clock()
-    drives = {name: Drive(Ours(weights, entry), gradients, clock) for name, entry in ENTRIES.items()}
-    if importlib.util.find_spec("pytorch_optimizer") is not None:
-        drives |= {_peer(name): Drive(Theirs(weights, e), gradients, clock) for name, e in ENTRIES.items() if e.peer}
+    problems: why a variant has no figures.
+    """
+    problems, fleets = dict(problems or {}), {}
     steps = max(size.steps // STEPS * STEPS, STEPS)
-    taken = measure(drives, steps, rounds, tick)
-    rows = [_row(name, entry, size, taken) | calls(drives[name]) for name, entry in ENTRIES.items()]
+    with_peers = not machine.cuda and importlib.util.find_spec("pytorch_optimizer") is not None
+    for name, entry in ENTRIES.items():
+        if name in problems:
+            continue
+        try:
+            fleets[name] = fleet_of(Ours, entry, machine, size)
+            fleets[name].eager(STEPS)
+        except Exception as error:  # such as too little memory: it costs this variant's row
+            fleets.pop(name, None)
+            problems[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        if entry.peer and with_peers:
+            fleets[f"{name}, pytorch-optimizer"] = fleet_of(Theirs, entry, machine, size)
+    samples = {name: partial(fleet.eager, steps) for name, fleet in fleets.items()}
+    taken = interleave(samples, rounds, machine.copy_bandwidth)
+    rows = []
+    for name, entry in ENTRIES.items():
+        row: dict[str, Any] = {"name": name, "floor_bytes": entry.floor}
+        rows.append(row)
+        if name in problems:
+            row["problem"] = problems[name]
+            continue
+        found = taken.figures(name, entry.floor * size.parameters)
+        row |= {"seconds": found["seconds"], "floor_fraction": found["fraction"]}
+        row["to_sam"] = taken.ratio(name, "SAM" if "SAM" in taken.seconds else name)
+        if (peer := f"{name}, pytorch-optimizer") in taken.seconds:
+            row |= {"peer": entry.peer, "peer_to_own": taken.ratio(peer, name)}
+        if not machine.cuda:
+            row |= calls(fleets[name])
     return {
-        "size": size.name, "title": size.title, "tensors": len(size.shapes), "parameters": size.parameters,
-        "threads": threads, "rounds": rounds,
-        "steps_per_sample": steps, "busy_others": round(taken.others, 3), "variants": rows,
+        **size.facts, "rounds": rounds, "steps_per_sample": steps, "busy_others": round(taken.others, 3),
+        "copy_bytes_per_second": taken.facts["copy"], "variants": rows,
     }  # fmt: skip
 
 
-def _peer(name: str) -> str:
-    return f"{name}, pytorch-optimizer"
-
-
-def _row(name: str, entry: Entry, size: Size, taken: Rounds) -> dict[str, Any]:
-    own = taken.seconds[name]
-    floors = [entry.floor * size.parameters / bandwidth for bandwidth in taken.copy]
-    row = {
-        "name": name, "floor_bytes": entry.floor, "seconds": asdict(Summary.of(own)),
-        "to_sam": asdict(Summary.of_ratios(own, taken.seconds["SAM"])),
-        "floor_fraction": asdict(Summary.of_ratios(floors, own)),
-    }  # fmt: skip
-    theirs = taken.seconds.get(_peer(name))
-    return row | ({} if theirs is None else {"peer": entry.peer, "peer_to_own": asdict(Summary.of_ratios(theirs, own))})
-
-
-def calls(drive: Drive) -> dict[str, float]:
-    """Kernels of ours, and torch's calls, of a step: the mean over an interval."""
+def calls(fleet: Fleet) -> dict[str, float]:
+    """Return the kernels of ours, and torch's calls, of a step: the mean over an interval."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(STEPS):
-            drive.step()
-    names = [
-        event.name
-        for event in profiler.events()
-        if event.cpu_parent is None or not _ours_or_torchs(event.cpu_parent.name)
-    ]
-    own = sum(name.startswith("fastsam::") for name in names)
-    other = sum(name.startswith("aten::") and not any(view in name for view in VIEWS) for name in names)
+            fleet.steps()
+    ours_or_torchs = ("fastsam::", "aten::")
+    events = [e for e in profiler.events() if not (e.cpu_parent and e.cpu_parent.name.startswith(ours_or_torchs))]
+    own = sum(event.name.startswith("fastsam::") for event in events)
+    other = sum(e.name.startswith("aten::") and not any(view in e.name for view in VIEWS) for e in events)
     return {"kernels": own / STEPS, "torch_calls": other / STEPS}
 
 
-def _ours_or_torchs(name: str) -> bool:
-    return name.startswith(("fastsam::", "aten::"))
+def wrong(entry: Entry, machine: Machine) -> str:
+    """Return how three steps on the device differ from three on the CPU; empty if they agree."""
+    ends: list[list[Tensor]] = []
+    try:
+        for device in (torch.device("cpu"), machine.device):
+            weights = initial_weights(SIZES["small_cnn"].shapes, device=device)
+            stepper, gradients = Ours(weights, entry), Gradients(SIZES["small_cnn"].shapes, device=device)
+            fleet = Fleet(machine, [stepper], [gradients])
+            for _ in range(3):
+                fleet.steps()
+            ends.append([weight.cpu() for weight in stepper.weights()])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    furthest = max(float((a - b).abs().max()) for a, b in zip(*ends, strict=True))
+    return "" if furthest < 1e-5 else f"weights differ from the CPU's by {furthest:.1e} after three steps"
 
 
-def rich_table(result: dict[str, Any]) -> Any:
-    """One size with one number of threads, for the terminal."""
-    from rich.table import Table  # here, because a machine that only has a GPU need not have it
+def main(argv: Sequence[str] | None = None) -> int:
+    """On a GPU, a file that is written after each size."""
+    parser = argparse.ArgumentParser(prog="python -m bench.family", description="Steps of SAM's variants on a GPU.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for family-cuda.json")
+    parser.add_argument("--seconds", type=float, default=120.0, help="begin no size after so many")
+    arguments = parser.parse_args(argv)
+    end, machine = time.monotonic() + arguments.seconds, Machine(torch.device("cuda"))
+    facts = environment.facts(environment.command_line("bench.family"))
+    record: dict[str, Any] = {"kind": tables.FAMILY, "device": "cuda", "environment": facts, "results": []}
+    problems = {name: problem for name, entry in ENTRIES.items() if (problem := wrong(entry, machine))}
+    for name in GPU_SIZES:
+        if time.monotonic() > end:
+            print(f"no time left for {name}")
+            continue
+        record["results"].append(measure(machine, KERNEL_SIZES[name], GPU_ROUNDS, problems))
+        environment.write(record, arguments.out / tables.file_name(record))
+        print(f"{name}: {len(ENTRIES) - len(problems)} variants measured", flush=True)
+    for name, problem in problems.items():
+        print(f"{name} is not measured: {problem}")
+    return int(bool(problems) or not record["results"])
 
-    shown = Table(title=heading(result), title_justify="left")
-    for name in COLUMNS:
-        shown.add_column(name, justify="left" if name in ("variant", "quartiles") else "right")
-    for row in result["variants"]:
-        shown.add_row(*cells(row))
-    return shown
-
-
-# --- the page ---
-
-
-def table(record: dict[str, Any]) -> str:
-    """Markdown."""
-    facts, parts = record["environment"], []
-    for result in record["results"]:
-        parts += [f"{heading(result)}:", "", *_rows(result), ""]
-    command, versions = facts["command"], facts["versions"]
-    made = f"Made by `{command}` on {facts['date'][:10]}, commit `{facts['commit'][:12]}`; {facts['machine']['cpu']}"
-    return "\n".join([*parts, f"{made}, torch {versions['torch']}, pytorch-optimizer {versions['pytorch-optimizer']}."])
-
-
-def heading(result: dict[str, Any]) -> str:
-    threads = "one thread" if result["threads"] == 1 else f"{result['threads']} threads"
-    return f"{result['title']}, {result['tensors']} tensors, {result['parameters']:,} parameters, {threads}"
-
-
-def _rows(result: dict[str, Any]) -> list[str]:
-    rows = [list(COLUMNS), ["---" if name in ("variant", "quartiles") else "---:" for name in COLUMNS]]
-    rows += [[f"`{name}`", *rest] for name, *rest in map(cells, result["variants"]) if name in ENTRIES]
-    return [f"| {' | '.join(row)} |" for row in rows]
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    own, peer = row["to_sam"], row.get("peer_to_own")
-    return [
-        row["name"], f"{own['median']:.2f}", f"{own['q1']:.2f}–{own['q3']:.2f}", f"{row['floor_bytes']:.0f}",
-        f"{row['floor_fraction']['median']:.2f}", f"{row['kernels']:.1f}", f"{row['torch_calls']:.1f}",
-        "" if peer is None else f"{peer['median']:.1f}",
-    ]  # fmt: skip
-
-
-PAGE = GeneratedPage("variants", "family", KIND, '`make bench ARGS="--variants"`', table)
 
 if __name__ == "__main__":
-    sys.exit(PAGE.main())
+    sys.exit(main())

@@ -12,6 +12,7 @@ Every contender is a process of its own that trains the same workload (bench/fed
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,29 +21,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import environment
+from bench import environment, report, tables
 from bench.environment import command_line, facts
-from bench.fed import on_gpu, report, share
+from bench.fed import on_gpu, share
 from bench.fed import overhead as costs
 from bench.fed.race import Entry, Figure, Result, race
-from bench.fed.worker import PEERS
+from bench.fed.worker import APART, PEERS
 from bench.fed.workload import Workload
 
 # of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
 ROUNDS = {"mlp": 100, "cnn": 2}
 LONGER = 10  # times as many of the MLP for those that need half a millisecond
-EXACT = ("sequential", "threads")
 
 
 @dataclass(frozen=True)
 class Options:
-    device: str
     peers: dict[str, str]
     chunks: int
     quick: bool
 
-    def rounds(self, model: str) -> int:
-        return max(1, ROUNDS[model.split(":")[0]] // (10 if self.quick else 1))
+    def race(self, title: str, entries: list[Entry], model: str) -> Case:
+        rounds = max(1, ROUNDS[model] // (10 if self.quick else 1))
+        return Case(title, race(entries, self.chunks, rounds))
 
 
 @dataclass(frozen=True)
@@ -59,76 +59,51 @@ class Case:
         return self.result.figures
 
 
-def _race(options: Options, entries: list[Entry], model: str) -> Result:
-    return race(entries, options.chunks, options.rounds(model))
-
-
 def speed(options: Options) -> Iterator[Case]:
-    """Everybody on the workload, one thread, and ours with all processors beside the bare loop on one thread."""
-    cuda = options.device == "cuda"
-    executors = ["sequential", "streams", "graph", "vmap"] if cuda else [*EXACT, "vmap"]
-    for model in ("mlp", "cnn"):
-        for algorithm in ("fedavg", "fedsam"):
-            load = Workload(model, algorithm, device=options.device)
-            longer = {e: LONGER for e in ("vmap", "auto") if model == "mlp"}
-            entries = [Entry("bare loop", "bare", load), Entry("bare loop, flat", "bare-flat", load)]
-            if model == "cnn":
-                entries += [Entry("bare loop, channels_last", "bare-channels-last", load)]
-            entries += [
-                Entry(f"fastsam, {e}", f"fastsam-{e}", load, longer=longer.get(e, 1))
-                for e in executors
-                if e != "threads"
-            ]
-            entries += [Entry("fastsam, auto", "fastsam", load, longer=longer.get("auto", 1))]
-            if not cuda:
-                entries += [Entry("fastsam, threads", "fastsam-threads", load, threads=2)]
-            if algorithm == "fedavg" and not cuda:  # the others have no SAM
-                entries += [Entry(name, name, load, python) for name, python in options.peers.items()]
-            yield Case(f"{model.upper()}, {algorithm}", _race(options, entries, model))
+    """Everybody on the workload, one thread, and ours with all processors next to the bare loop on one thread."""
+    for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
+        load = Workload(model, algorithm)
+        entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]
+        if model == "cnn":
+            entries += [Entry("bare loop, channels_last", "bare:channels_last", load)]
+        for executor in ("sequential", "vmap", "auto"):
+            longer = LONGER if model == "mlp" and executor != "sequential" else 1
+            entries += [Entry(f"fastsam, {executor}", f"ours:{executor}", load, longer=longer)]
+        entries += [Entry("fastsam, threads", "ours:threads", load, threads=2)]
+        if algorithm == "fedavg":  # the others have no SAM
+            entries += [Entry(name, f"{PEERS[name]}:", load, python) for name, python in options.peers.items()]
+        yield options.race(f"{model.upper()}, {algorithm}", entries, model)
 
 
 def overhead(options: Options) -> Iterator[costs.Costs]:
-    """What an algorithm costs beside FedAvg, per local step and per round."""
-    yield from costs.measure(options.device, options.chunks + 3)
+    """Yield what an algorithm costs next to FedAvg, per local step and per round."""
+    yield from costs.measure(options.chunks + 3)
 
 
 def growth(options: Options) -> Iterator[Case]:
     """How the time of a round grows with clients, parameters and slots."""
-    small = options.quick
-    counts = (10, 100, 1000) if small else (10, 100, 1000, 10000)
-    yield _series(options, "clients", counts, lambda n: Workload("mlp", clients=n, cohort=10, device=options.device))
-    widths = (133, 1333) if small else (133, 1333, 13333, 133333)
-    yield _series(options, "parameters", [75 * w + 10 for w in widths], lambda p: _wide(p, options.device))
-    slots = (1, 4, 16) if small else (1, 2, 4, 8, 16, 32, 64)
-    for executor in ("vmap",) if options.device == "cpu" else ("streams", "graph", "vmap"):
-        load = {n: Workload("mlp", cohort=64, device=options.device, slots=n) for n in slots}
-        yield _series(options, "slots", slots, load.__getitem__, f"fastsam-{executor}")
-
-
-def _wide(parameters: float, device: str) -> Workload:
-    return Workload(f"mlp:{(int(parameters) - 10) // 75}", cohort=4, device=device)
-
-
-def _series(
-    options: Options,
-    axis: str,
-    values: Any,
-    workload: Callable[[Any], Workload],
-    contender: str = "fastsam-sequential",
-) -> Case:
-    entries = [Entry(f"{value:,} {axis}", contender, workload(value)) for value in values]
-    result = race(entries, max(3, options.chunks // 3), 1 if options.quick else 3)
-    return Case(f"{contender.removeprefix('fastsam-')} by {axis}", result, axis, tuple(map(float, values)))
+    widths = (133, 1333) if options.quick else (133, 1333, 13333, 133333)
+    clients = {n: Workload("mlp", clients=n, cohort=10) for n in (10, 100, 1000, 10000)[: 3 if options.quick else 4]}
+    parameters = {75 * width + 10: Workload(f"mlp:{width}", cohort=4) for width in widths}
+    slots = {
+        n: Workload("mlp", cohort=64, slots=n) for n in ((1, 4, 16) if options.quick else (1, 2, 4, 8, 16, 32, 64))
+    }
+    for axis, executor, loads in (
+        ("clients", "sequential", clients), ("parameters", "sequential", parameters), ("slots", "vmap", slots)
+    ):  # fmt: skip
+        entries = [Entry(f"{value:,} {axis}", f"ours:{executor}", load) for value, load in loads.items()]
+        result = race(entries, max(3, options.chunks // 3), 1 if options.quick else 3)
+        yield Case(f"{executor} by {axis}", result, axis, tuple(map(float, loads)))
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Two processes beside one, one thread each; and two that share nothing but the machine: what ranks could reach on
+    """Two processes next to one, one thread each; and two that share nothing but the machine: what ranks could reach on
     it."""
-    load = Workload("cnn", device=options.device)
-    entries = [Entry(f"{n} rank{'s' * (n > 1)}", "fastsam-ranks", load, ranks=n) for n in (1, 2)]
+    load = Workload("cnn")
     half = replace(load, cohort=load.cohort // 2)
-    entries += [Entry("2 runs apart, half the clients each", "fastsam-apart", half, ranks=2)]
-    yield Case("CNN, ranks", _race(options, entries, "cnn"))
+    entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]
+    entries += [Entry("2 runs apart, half the clients each", f"ours:sequential:{APART}", half, ranks=2)]
+    yield options.race("CNN, ranks", entries, "cnn")
 
 
 PARTS: dict[str, Callable[[Options], Iterator[Case] | Iterator[costs.Costs]]] = {
@@ -142,30 +117,35 @@ PARTS: dict[str, Callable[[Options], Iterator[Case] | Iterator[costs.Costs]]] = 
 def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     peers = dict(pair.split("=", 1) for pair in arguments.peer)
-    options = Options(arguments.device, peers, 3 if arguments.quick else arguments.chunks, arguments.quick)
-    content: dict[str, Any] = {**facts(command_line("bench.federated")), "device": options.device, "parts": {}}
+    options = Options(peers, 3 if arguments.quick else arguments.chunks, arguments.quick)
+    content: dict[str, Any] = {"kind": tables.FEDERATED, **facts(command_line("bench.federated"))}
+    content |= {"device": arguments.device, "parts": {}}
     if arguments.again is not None:
         content = joined(arguments.again, content, arguments.parts)
-    failed = False
+    parts, problems = content["parts"], []
+
+    def write(part: str, found: Any) -> None:
+        """After every race, so that a run that is cut short leaves what it has."""
+        parts[part] = found
+        if arguments.out is not None:
+            environment.write(content, arguments.out / tables.file_name(content))
+
     for part in arguments.parts:
         if part == "gpu":
-            write = partial(_write_part, arguments.out, content, part)
-            content["parts"][part] = on_gpu.measure(options.device, arguments.seconds, write)
-            entries = content["parts"][part]["series"] + content["parts"][part]["jobs"]
-            failed |= any(entry["problem"] not in ("", "no time left") for entry in entries)
-            continue
-        if part == "share":
-            content["parts"][part] = share.measure(options.device, 2 if options.quick else 10)
-            print(report.share_line(content["parts"][part]), flush=True)
-            continue
-        cases = content["parts"].setdefault(part, [])
-        for case in PARTS[part](options):
-            cases.append(asdict(case))
-            print(report.table(cases[-1]), flush=True)
-            failed |= any(f.problem for f in case.figures if f.label not in PEERS)
-            _write(arguments.out, content)
-    _write(arguments.out, content)
-    return int(failed)
+            write(part, on_gpu.measure(arguments.device, arguments.seconds, partial(write, part)))
+            entries = parts[part]["series"] + parts[part]["jobs"]
+            problems += [e["problem"] for e in entries if e["problem"] not in ("", "no time left")]
+        elif part == "share":
+            write(part, share.measure(2 if options.quick else 10))
+            print(report.share_line(parts[part]), flush=True)
+        else:
+            cases: list[Any] = []
+            for case in PARTS[part](options):
+                cases.append(asdict(case))
+                print(report.race_table(cases[-1]), flush=True)
+                problems += [f.problem for f in case.figures if f.problem and f.label not in PEERS]
+                write(part, cases)
+    return int(bool(problems))
 
 
 def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
@@ -187,22 +167,11 @@ def joined(path: Path, own: dict[str, Any], parts: Sequence[str]) -> dict[str, A
     return content
 
 
-def _write_part(out: Path | None, content: dict[str, Any], part: str, found: dict[str, Any]) -> None:
-    content["parts"][part] = found
-    _write(out, content)
-
-
-def _write(out: Path | None, content: dict[str, Any]) -> None:
-    """After every race, so that a run that is cut short leaves what it has."""
-    if out is not None:
-        environment.write(content, out / report.file_name(content))
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.federated", description=(__doc__ or "").splitlines()[0])
     names = (*PARTS, "share", "gpu")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--parts", nargs="+", choices=names, help="default: gpu with --device cuda, else all others")
+    parser.add_argument("--parts", nargs="+", choices=names, help="default: all but gpu, which --device cuda takes")
     parser.add_argument("--seconds", type=float, default=80, help="time for the part gpu")
     parser.add_argument("--chunks", type=int, default=12, help="turns that each contender takes")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
@@ -210,8 +179,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", type=Path, metavar="JSON", help="of an earlier run, whose other parts are kept")
     parser.add_argument("--out", type=Path, help="folder for federated.json, on a GPU federated-cuda.json")
     arguments = parser.parse_args(argv)
-    if arguments.parts is None:
-        arguments.parts = ["gpu"] if arguments.device == "cuda" else list(names[:-1])
+    arguments.parts = ["gpu"] if arguments.device == "cuda" else arguments.parts or list(names[:-1])
     for pair in arguments.peer:
         name, _, python = pair.partition("=")
         if name not in PEERS or not Path(python).exists():

@@ -7,7 +7,7 @@ perturbation would leave no trace in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ EPS = torch.finfo(torch.float32).eps
 # and not the element's.
 UPDATE = 4.0
 # Perturbation z - w, per element: eps * (|w| + |e|) for its addition, and `Contender.norm_error * |e|` for the norm.
+
+
+def excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Iterable[Tensor]) -> str | None:
+    """Apply `compare` -> (got, expected, allowed) to pieces of the operands. Return the first that is out of bounds."""
+    for i, tensors in enumerate(zip(*operands, strict=True)):
+        for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
+            got, expected, allowed = compare(*pieces)
+            over = (got - expected).abs_() - allowed
+            if bool((over <= 0).all()):  # false with a NaN
+                continue
+            worst = int(over.nan_to_num_(nan=float("inf")).argmax())
+            values = (float(t.expand(over.shape)[worst]) for t in (got, expected, allowed))
+            return "tensor {} has {:.9g} where {:.9g} is expected within {:.2g}".format(i, *values)
+    return None
 
 
 class Reference:
@@ -60,114 +74,75 @@ class Reference:
         self.steps += 1
 
     def perturbation_error(self, before: Sequence[Tensor], got: Sequence[Tensor], norm_error: float) -> str | None:
-        """Where the perturbation leaves the tolerance; None when it is within."""
+        """Return where the perturbation leaves the tolerance; None if it is within."""
 
         def compare(w: Tensor, z: Tensor, expected: Tensor, origin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             w, e = w.double(), expected - origin
             return z - w, e, (w.abs() + e.abs()).mul_(EPS).add_(e.abs(), alpha=norm_error)
 
-        return _first_excess(compare, before, got, self.weights, self.origins)
+        return excess(compare, before, got, self.weights, self.origins)
 
     def update_error(self, got: Sequence[Tensor]) -> str | None:
-        """Where the updated weights leave the tolerance; None when they are within."""
+        """Return where the updated weights leave the tolerance; None if they are within."""
         bounds = [
             w.new_tensor(UPDATE * self.steps * EPS * (_largest(w) + LR * _largest(m))).expand(w.numel())
             for w, m in zip(self.weights, self.momenta, strict=True)
         ]
-
-        def compare(w: Tensor, expected: Tensor, bound: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return w.double(), expected, bound
-
-        return _first_excess(compare, got, self.weights, bounds)
+        return excess(lambda w, expected, bound: (w.double(), expected, bound), got, self.weights, bounds)
 
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _first_excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Sequence[Tensor]) -> str | None:
-    """Applies `compare` -> (got, expected, allowed) to pieces of the operands; says where the first one is out of
-    bounds."""
-    for i, tensors in enumerate(zip(*operands, strict=True)):
-        for pieces in zip(*(t.reshape(-1).split(PIECE[t.device.type]) for t in tensors), strict=True):
-            got, expected, allowed = compare(*pieces)
-            excess = (got - expected).abs_() - allowed
-            if bool((excess <= 0).all()):  # false with a NaN
-                continue
-            worst = int(excess.nan_to_num_(nan=float("inf")).argmax())
-            values = (float(t[worst]) for t in (got, expected, allowed))
-            return "tensor {} has {:.9g} where {:.9g} is expected within {:.2g}".format(i, *values)
-    return None
-
-
 def check(
-    contenders: Sequence[Contender],
-    weights: Sequence[Tensor],
-    gradients: Gradients,
-    begin: Callable[[Contender], None] = lambda contender: None,
+    contenders: Sequence[Contender], weights: Sequence[Tensor], gradients: Gradients
 ) -> tuple[dict[str, Stepper], dict[str, str]]:
-    """Builds every contender and takes `STEPS` steps with it; `begin` is told whose turn it is to be built.
+    """Build every contender and take `STEPS` steps with it.
 
-    Returns the steppers that agree with the reference, ready to be measured, and per name of the others the reason: how
-    they disagree, or the exception that they raised (a peer that breaks with a new version of torch must not take the
-    whole table with it).
+    Returns:
+        The steppers that agree with the reference, ready to be measured; and per name of the other contenders the
+        reason: how they disagree, or the exception that they raised. A peer that breaks with a new version of torch
+        costs its own row only.
     """
-    trials = []
-    for contender in contenders:
-        begin(contender)
-        trials.append(Trial(contender, weights))
-    expected = Reference(weights)
-    for step in range(STEPS):
-        expected.first(gradients.tensors(2 * step))
-        for trial in trials:
-            trial.first(expected, gradients, 2 * step)
-        expected.second(gradients.tensors(2 * step + 1))
-        for trial in trials:
-            trial.second(expected, gradients, 2 * step + 1)
-    green = {t.contender.name: t.stepper for t in trials if t.reason is None and t.stepper is not None}
-    return green, {t.contender.name: t.reason for t in trials if t.reason is not None}
+    green: dict[str, Stepper] = {}
+    red: dict[str, str] = {}
 
-
-class Trial:
-    """One contender in the gate, and the first thing that was wrong with it."""
-
-    def __init__(self, contender: Contender, weights: Sequence[Tensor]) -> None:
-        self.contender = contender
-        self.stepper: Stepper | None = None
-        self.reason: str | None = None
-        self._attempt("building it", lambda: self._build(weights))
-
-    def first(self, expected: Reference, gradients: Gradients, index: int) -> None:
-        self._attempt(f"perturbation of step {expected.steps + 1}", lambda: self._first(expected, gradients, index))
-
-    def second(self, expected: Reference, gradients: Gradients, index: int) -> None:
-        self._attempt(f"weights after step {expected.steps}", lambda: self._second(expected, gradients, index))
-
-    def _attempt(self, where: str, action: Callable[[], str | None]) -> None:
-        if self.reason is not None:
+    def attempt(contender: Contender, where: str, act: Callable[[], str | None]) -> None:
+        if contender.name in red:
             return
         try:
-            found = action()
+            found = act()
         except Exception as error:
             found = f"raised {type(error).__name__}: {error}"
         if found is not None:
-            self.reason, self.stepper = f"{where}: {found}", None
+            red[contender.name] = f"{where}: {found}"
+            green.pop(contender.name, None)
 
-    def _build(self, weights: Sequence[Tensor]) -> None:
-        self.stepper = self.contender.build(weights)
+    def build(contender: Contender) -> None:
+        green[contender.name] = contender.build(weights)
 
-    def _first(self, expected: Reference, gradients: Gradients, index: int) -> str | None:
-        stepper = self._ready(gradients, index)
+    def first(contender: Contender, index: int) -> str | None:
+        stepper = green[contender.name]
+        stepper.take(gradients, index)
         before = [w.clone() for w in stepper.weights()]
         stepper.first()
-        return expected.perturbation_error(before, stepper.weights(), self.contender.norm_error)
+        return expected.perturbation_error(before, stepper.weights(), contender.norm_error)
 
-    def _second(self, expected: Reference, gradients: Gradients, index: int) -> str | None:
-        stepper = self._ready(gradients, index)
+    def second(contender: Contender, index: int) -> str | None:
+        stepper = green[contender.name]
+        stepper.take(gradients, index)
         stepper.second()
         return expected.update_error(stepper.weights())
 
-    def _ready(self, gradients: Gradients, index: int) -> Stepper:
-        assert self.stepper is not None  # reason is None until now, so it was built
-        self.stepper.take(gradients, index)
-        return self.stepper
+    for contender in contenders:
+        attempt(contender, "building it", lambda: build(contender))  # noqa: B023
+    expected = Reference(weights)
+    for index in range(0, 2 * STEPS, 2):
+        expected.first(gradients.tensors(index))
+        for contender in contenders:
+            attempt(contender, f"perturbation of step {index // 2 + 1}", lambda: first(contender, index))  # noqa: B023
+        expected.second(gradients.tensors(index + 1))
+        for contender in contenders:
+            attempt(contender, f"weights after step {index // 2 + 1}", lambda: second(contender, index + 1))  # noqa: B023
+    return green, red

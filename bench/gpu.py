@@ -7,7 +7,7 @@ that fails does not hide the rest. Without a GPU the parts that need none run, a
 
 A call writes to DIR: summary.md (its first part is also printed), gpu.json, log.txt (the output of every part), and the
 benchmarks' files: at most eight. `python bench/gpu.py --merge DIR... --out FILE` makes one file of the calls' files,
-from which `python -m bench.gpu_pages` makes the pages. Standard library only: a broken environment is reported.
+from which `python -m bench.report --publish` makes the pages. Standard library only: a broken environment is reported.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ PARTS = (
          _kernels("--parts", "steps", "--backends", "native", "--compile", "without"), 90, needs_gpu),
     Part("ops", "every kernel, native", _kernels("--parts", "ops", "--backends", "native"), 100, needs_gpu),
     Part("federated", "federated rounds", _bench("federated", "--device", "cuda", "--seconds", LIMIT), 400, needs_gpu),
-    Part("family", "variants of SAM", _bench("family_gpu", "--seconds", LIMIT), 120, needs_gpu),
+    Part("family", "variants of SAM", _bench("family", "--seconds", LIMIT), 120, needs_gpu),
     Part("racecheck", "compute-sanitizer racecheck", _sanitize("racecheck"), 100, needs_sanitizer),
     _tests("triton", "tests of the Triton kernels", 150, *GPU_TESTS, "-m", "gpu", "-k", "triton"),
     Part("ncu", "Nsight Compute: throughput, occupancy, stalls", _bench("ncu"), 80, needs_gpu),
@@ -193,27 +193,23 @@ def alone_in(work: Path) -> Iterator[None]:
 
 
 def copy_tree(work: Path) -> None:
-    """The checkout's Python and C++ sources, with kernels/ under the name it is installed as. What is the same stays,
-    with the time of its last
-    change: compilers' outputs are newer than that. What the checkout has no more goes."""
-    for name in PACKAGES:
-        _copy(ROOT / name, work / name)
-    _copy(ROOT / "kernels", work / "fastsam_kernels")
-    _copy(ROOT / "pyproject.toml", work / "pyproject.toml")
+    """Copy the checkout's Python and C++ sources, with kernels/ under the name it is installed as. What is the same
+    stays, with the time of its last change: compilers' outputs are newer than that. What the checkout has no more goes.
+    """
 
-
-def _copy(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        if not (target.is_file() and filecmp.cmp(source, target, shallow=False)):
+    def copy(source: str, target: str) -> None:
+        if not (os.path.isfile(target) and filecmp.cmp(source, target, shallow=False)):
             shutil.copyfile(source, target)
-        return
-    target.mkdir(parents=True, exist_ok=True)
+
     ignored = shutil.ignore_patterns(*NOT_SOURCES)
-    names, there = ({path.name for path in folder.iterdir()} for folder in (source, target))
-    for name in names - ignored(str(source), list(names)):
-        _copy(source / name, target / name)
-    for name in there - names - ignored(str(target), list(there)):
-        shutil.rmtree(target / name) if (target / name).is_dir() else (target / name).unlink()
+    for name in (*PACKAGES, "kernels"):
+        source, target = ROOT / name, work / ("fastsam_kernels" if name == "kernels" else name)
+        shutil.copytree(source, target, ignore=ignored, copy_function=copy, dirs_exist_ok=True)
+        for path in filter(Path.is_file, target.rglob("*")):
+            name = path.relative_to(target)
+            if not (source / name).exists() and not ignored("", name.parts):
+                path.unlink()
+    copy(str(ROOT / "pyproject.toml"), str(work / "pyproject.toml"))
 
 
 def run_part(part: Part, place: Place, following: int = 0) -> Outcome:

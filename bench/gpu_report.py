@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import kernel_report
+from bench import report, tables
 
 # The benchmarks' files, each with its key in the merged file.
 FILES = {
@@ -39,21 +39,18 @@ def summary(environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     """Return the page that is printed last."""
     shown = ("gpu", "torch", "cuda", "triton", "nvcc", "python", "nvidia-smi", "commit", "date")
     lines = ["# fastsam on a GPU", "", *(f"- {name}: {environment.get(name)}" for name in shown), ""]
-    lines += ["| part | | s | |", "|---|---|---|---|"]
-    for o in outcomes:
-        note = "; ".join(text for text in (o.reason, o.result) if text).replace("|", "\\|")
-        lines.append(f"| {o.title} | {o.state} | {o.seconds:.0f} | {note[:160]} |")
-    return "\n".join(lines) + "\n"
+    notes = ["; ".join(text for text in (o.reason, o.result) if text).replace("|", "\\|")[:160] for o in outcomes]
+    rows = [[o.title, o.state, f"{o.seconds:.0f}", note] for o, note in zip(outcomes, notes, strict=True)]
+    return "\n".join([*lines, tables.table(["part", "", "s", ""], rows, "llll")]) + "\n"
 
 
 def write(out: Path, environment: dict[str, object], outcomes: Sequence[Outcome]) -> str:
     """Write summary.md and gpu.json, after every part, and return the page. The kernels' tables are in the file only,
     because they are too long to be printed."""
     page = summary(environment, outcomes)
-    records = [json.loads(path.read_text()) for path in sorted(out.glob("kernels-*.json"))]
-    tables = [text for record in records for text in kernel_report.sections(record).values()]
-    (out / "summary.md").write_text(page + "".join(f"\n{text}\n" for text in tables))
-    found = {"environment": environment, "parts": [asdict(o) for o in outcomes]}
+    texts = [report.markdown(report.read(path)) for path in sorted(out.glob("kernels-*.json"))]
+    (out / "summary.md").write_text(page + "".join(f"\n{text}\n" for text in texts))
+    found = {"kind": tables.GPU, "environment": environment, "parts": [asdict(o) for o in outcomes]}
     (out / "gpu.json").write_text(json.dumps(found, indent=1))
     return page
 

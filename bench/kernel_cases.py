@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.problem import SIZES, Shapes
+from bench.problem import SIZES, Shapes, Size
 from fastsam_kernels.columns import WIDTH, Column
 from fastsam_kernels.rules import adam, sgd
 
@@ -123,25 +122,6 @@ OPS: dict[str, Op] = {
 STEP = ("norm", "perturb", "update")  # whose bytes are a whole step's
 
 
-@dataclass(frozen=True)
-class KernelSize:
-    """The shapes of one row, and how many rows."""
-
-    name: str
-    title: str
-    shapes: Shapes
-    rows: int = 1
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        return [torch.Size(shape).numel() for shape in self.shapes]
-
-    @cached_property
-    def parameters(self) -> int:
-        """Of all rows."""
-        return self.rows * sum(self.lengths)
-
-
 def _client_cnn() -> Shapes:
     """As `small_cnn` of bench.problem with wider convolutions: 20 tensors, 224,474 parameters."""
     shapes: list[tuple[int, ...]] = []
@@ -162,16 +142,16 @@ def cut(parameters: int, tensors: int) -> Shapes:
 
 
 CUT_PARAMETERS, CUTS = 4_000_000, (1, 10, 100, 400, 1000)
-KERNEL_SIZES: dict[str, KernelSize] = {
+KERNEL_SIZES: dict[str, Size] = {
     size.name: size
     for size in (
-        KernelSize("resnet18", "ResNet-18, 11.2 M", _resnet18_cifar()),
-        KernelSize("100m", "100 M", ((1000, 999), (1000,)) * 100),
-        KernelSize("50k", "50 k", SIZES["small_cnn"].shapes),
-        KernelSize("225k", "225 k", _client_cnn()),
-        KernelSize("rows100", "100 rows of 50 k", SIZES["small_cnn"].shapes, rows=100),
-        KernelSize("30m", "30 M", SIZES["list30m"].shapes),
-        *(KernelSize(f"cut{n}", f"4 M in {n}", cut(CUT_PARAMETERS, n)) for n in CUTS),
+        Size("resnet18", "ResNet-18, 11.2 M", _resnet18_cifar()),
+        Size("100m", "100 M", ((1000, 999), (1000,)) * 100),
+        Size("50k", "50 k", SIZES["small_cnn"].shapes),
+        Size("225k", "225 k", _client_cnn()),
+        Size("rows100", "100 rows of 50 k", SIZES["small_cnn"].shapes, rows=100),
+        Size("30m", "30 M", SIZES["list30m"].shapes),
+        *(Size(f"cut{n}", f"4 M in {n}", cut(CUT_PARAMETERS, n)) for n in CUTS),
     )
 }
 CPU_LEFT_OUT = ("100m",)  # gigabytes of operands and their copies in float64: by name only
@@ -180,7 +160,7 @@ CPU_LEFT_OUT = ("100m",)  # gigabytes of operands and their copies in float64: b
 @dataclass(frozen=True)
 class KernelCase:
     op: Op
-    size: KernelSize
+    size: Size
     layout: str
 
     @property
@@ -188,7 +168,7 @@ class KernelCase:
         return f"{self.op.name}-{self.size.name}-{self.layout}"
 
 
-def kernel_cases(sizes: list[KernelSize], ops: list[Op]) -> Iterator[KernelCase]:
+def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
     """What matters most first, so that a run that has to stop early has it: a step's ops on scattered tensors, then the
     rest.
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.gate import excess
 from bench.kernel_cases import LISTS, LONGS, KernelCase, Operands, hyper_of
+from bench.timing import ROTATION
 from fastsam.arena import Layout
 from fastsam_kernels import reference
 
-ROTATION = (
-    4  # sets of operands add up to as many times the last-level cache, so that none is still in it when its turn comes
-)
-# where that takes more, as much memory is read before every sample instead; Triton's cache of addresses holds these
+# where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
+# holds these
 MAX_SETS = 64
 SCALE = {"z": 0.05, "origin": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
@@ -91,15 +91,10 @@ class Operator:
         return reason
 
     def _differs(self, name: str, got: Any, expected: Any) -> str | None:
-        per_element = name not in ("sumsq", "products", "steps")
-        for i, (a, b) in enumerate(zip(self.pieces(got), self.pieces(expected), strict=True)):
-            if not a.numel():
-                continue
-            allowed = ELEMENT * b.abs().max() if per_element else SUM * b.abs().max()
-            worst = (a.double() - b).abs_().max()
-            if not bool(worst <= allowed):  # true with a NaN
-                return f"{name} of tensor {i} is off by {float(worst):.3g}, within {float(allowed):.2g} is expected"
-        return None
+        share, wanted = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(expected)
+        bounds = [(share * b.abs().max() if b.numel() else b.new_zeros(())).expand(b.shape) for b in wanted]
+        found = excess(lambda a, b, bound: (a.double(), b, bound), self.pieces(got), wanted, bounds)
+        return found and f"{name}: {found}"
 
     def pieces(self, operand: Any) -> Sequence[Tensor]:
         """The segments of an operand; other tensors whole."""

@@ -13,12 +13,13 @@ import io
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import environment
 from bench.gpu import ABSENT
+from bench.tables import NCU
 
 FILE = "ncu.json"
 SIZES = ("50k", "resnet18", "100m")
@@ -72,28 +73,6 @@ def rows_of(output: str) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def refusal(output: str) -> str:
-    """Return why ncu may not measure here; empty if it may."""
-    if "ERR_NVGPUCTRPERM" in output:
-        return "the driver does not permit this user to read performance counters (ERR_NVGPUCTRPERM)"
-    return ""
-
-
-def page(record: Mapping[str, Any]) -> str:
-    """Return the table as Markdown."""
-    columns = [*list(METRICS.values())[1:3], *STALLS]
-    lines = [f"| kernel | duration | {' | '.join(columns)} |", "|---|---:|" + "---:|" * len(columns)]
-    for row in record["rows"]:
-        cells = [f"{row.get('duration', '')} {row.get('unit', '')}", *(str(row.get(name, "")) for name in columns)]
-        lines.append(f"| {' '.join([row['label'], '`' + row['kernel'][:60] + '`']).strip()} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", environment.made_by(record["environment"])])
-
-
-def left_out(reason: str) -> int:
-    print(reason)
-    return ABSENT
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.ncu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
@@ -104,25 +83,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
     if ncu is None:
-        return left_out("Nsight Compute (ncu) is not installed")
-    done = subprocess.run(command(ncu, METRICS), capture_output=True, text=True, check=False)
+        print("Nsight Compute (ncu) is not installed")
+        return ABSENT
+    names = ["--kernel-name-base", "demangled", "--kernel-name", "regex:fastsam"]
+    options = ["--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), *names]
+    command = [ncu, *options, sys.executable, "-m", "bench.ncu", "--target"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        print("the driver does not permit this user to read performance counters (ERR_NVGPUCTRPERM)")
+        return ABSENT
     rows = rows_of(done.stdout)
-    if reason := refusal(done.stdout + done.stderr):
-        return left_out(reason)
     if done.returncode or not rows:
         print(done.stdout[-3000:], done.stderr[-3000:], sep="\n")
         return 1
     facts = environment.facts(environment.command_line("bench.ncu"))
-    record = {"environment": facts, "rows": rows}
+    record = {"kind": NCU, "environment": facts, "rows": rows}
     environment.write(record, arguments.out / FILE)
-    print(page(record))
+    print(f"{len(rows)} kernels measured")
     return 0
-
-
-def command(ncu: str, metrics: Iterable[str]) -> list[str]:
-    names = ["--kernel-name-base", "demangled", "--kernel-name", "regex:fastsam"]
-    options = ["--clock-control", "none", "--csv", "--metrics", ",".join(metrics), *names]
-    return [ncu, *options, sys.executable, "-m", "bench.ncu", "--target"]
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """What a GPU should take for every kernel, step and round, by arithmetic in bytes and launches: written before anything
 was measured on one.
 
-docs/kernels.md shows it beside what `make gpu` measures (`python -m bench.gpu_pages`). A figure that misses its
+docs/kernels.md shows it beside what `make gpu` measures (`python -m bench.report`). A figure that misses its
 prediction, in either direction, says that something in this file is not understood. The constants are stated here and
 nowhere fitted; H200 is the device that they are for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from bench.fed.workload import BATCH, SAMPLES
-from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelSize
+from bench.kernel_cases import KERNEL_SIZES, OPS, STEP
+from bench.problem import Size
+from bench.tables import table
 
 LAUNCH = 2e-6  # s that a kernel of a replayed graph takes in addition to its memory accesses: start and end
 BANDWIDTH = {"H100": 2.9e12, "H200": 4.3e12}  # bytes/s of a large copy, read plus written
@@ -62,14 +65,14 @@ def launches(function: str, tensors: int) -> int:
     return 1 if function not in LISTS else -(-tensors // LARGE[LISTS[function]])
 
 
-def kernel_seconds(op: str, size: KernelSize, device: str = "H200") -> float:
+def kernel_seconds(op: str, size: Size, device: str = "H200") -> float:
     """Return the time of a replayed call on operands that no cache holds: launches, latency and bytes."""
     entry = OPS[op]
     fixed = launches(entry.function, len(size.shapes)) * LAUNCH + (SUM_LATENCY if entry.sums else LATENCY)
     return fixed + entry.bytes_per_parameter * size.parameters / BANDWIDTH[device]
 
 
-def step_seconds(size: KernelSize, device: str = "H200") -> float:
+def step_seconds(size: Size, device: str = "H200") -> float:
     """Return the time of the optimizer part of a replayed step: norm, perturbation, update, 40 bytes per parameter."""
     return sum(kernel_seconds(op, size, device) for op in STEP)
 
@@ -80,7 +83,7 @@ def exchange_elements(device: str = "H200") -> float:
     return EXCHANGE * BANDWIDTH[device] / 4
 
 
-def foreach_seconds(size: KernelSize, device: str = "H200") -> float:
+def foreach_seconds(size: Size, device: str = "H200") -> float:
     """That of torch's foreach functions and fused SGD, replayed: 52 bytes, and launches of at most 320 blocks of 65,536
     elements or of 110, 64 and 48 tensors with one, two and three lists; each of its twelve kernels has a latency."""
     blocks = sum(-(-n // 65536) for n in size.lengths)
@@ -124,88 +127,51 @@ def epoch_seconds(algorithm: str, width: int = 32) -> float:
 EXECUTORS = ("bare loop", "sequential", "streams", "graph", "vmap", "auto")
 STACKED_EXECUTORS = ("vmap", "vmap, without row programs")
 ROUND_EXECUTORS = {"mlp": EXECUTORS, "cnn": EXECUTORS, "mlp:200": STACKED_EXECUTORS, "mlp:1024": STACKED_EXECUTORS}
-UNMEASURED = "not measured"
 
 
 def _us(seconds: float | None) -> str:
-    return UNMEASURED if seconds is None else f"{seconds * 1e6:,.1f}"
+    return "not measured" if seconds is None else f"{seconds * 1e6:,.1f}"
 
 
-def kernel_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
-    measured = {} if record is None else {case["name"]: _native(case) for case in record["ops"]}
-    for op, entry in OPS.items():
-        for name in SIZES:
-            if name == "cut1000" and op not in STEP:
-                continue
-            size = KERNEL_SIZES[name]
-            layout = "flat" if entry.whole else "scattered"
-            found = _us(measured.get(f"{op}-{name}-{layout}"))
-            cells = f"{entry.bytes_per_parameter} | {launches(entry.function, len(size.shapes))}"
-            predicted = " | ".join(_us(kernel_seconds(op, size, device)) for device in BANDWIDTH)
-            yield f"| `{op}` | {size.title} | {cells} | {predicted} | {found} |"
-
-
-def step_rows(record: Mapping[str, Any] | None) -> Iterator[str]:
-    cases = {} if record is None else {case["size"]: case for case in record["steps"]}
-    for name in SIZES:
-        size = KERNEL_SIZES[name]
-        if size.rows > 1:
-            continue
-        for who, title, predict in (
-            ("fastsam_native", "step", step_seconds),
-            ("foreach", "step, foreach and fused SGD", foreach_seconds),
-        ):
-            found = _us(_seconds(cases[name], who) if name in cases else None)
-            predicted = " | ".join(_us(predict(size, device)) for device in BANDWIDTH)
-            yield f"| {title} | {size.title} | {predicted} | {found} |"
-
-
-def round_rows(content: Mapping[str, Any] | None) -> Iterator[str]:
-    series = [] if content is None else content["parts"]["gpu"]["series"]
-    measured = {(s["title"], s["name"]): s["seconds"] for s in series if s["at"] == CLIENTS}
-    for model, algorithm, executor in round_cases():
-        seconds = measured.get((f"{model.upper()}, {algorithm}, by clients", executor))
-        found = UNMEASURED if seconds is None else f"{seconds * 1e3:.1f}"
-        predicted = round_seconds(executor, model, algorithm) * 1e3
-        yield f"| {model.upper()}, {algorithm} | {executor} | {predicted:.1f} | {found} |"
-
-
-def round_cases() -> Iterator[tuple[str, str, str]]:
-    """Yield model, algorithm and executor of every round of which a time is predicted."""
-    for model, executors in ROUND_EXECUTORS.items():
-        for algorithm in ("fedavg", "fedsam"):
-            for executor in executors:
-                yield model, algorithm, executor
-
-
-def _native(case: Mapping[str, Any]) -> float | None:
-    return _seconds(case, "native")
-
-
-def _seconds(case: Mapping[str, Any], name: str) -> float | None:
-    """The replayed median of a row; None where there is none."""
-    row = next((r for r in case["rows"] if r["name"] == name), {})
-    return row["replayed"]["seconds"]["median"] if "replayed" in row else None
+def _replayed(case: Mapping[str, Any] | None, name: str) -> str:
+    row: dict[str, Any] = next((r for r in case["rows"] if r["name"] == name), {}) if case else {}
+    return _us(row["replayed"]["seconds"]["median"] if "replayed" in row else None)
 
 
 def tables(merged: Mapping[str, Any]) -> str:
     """Return the three tables, with what the merged file says in the last column, and where it was measured."""
-    kernels, rounds = merged.get("kernels"), merged.get("federated")
-    made = [_made(content) for content in (kernels and kernels["environment"], rounds) if content]
-    pieces = [
-        "| kernel | size | bytes per parameter | launches | H100, µs | H200, µs | measured, µs |\n"
-        "|---|---|---:|---:|---:|---:|---:|",
-        *kernel_rows(kernels), "",
-        "| optimizer part of a step, replayed | size | H100, µs | H200, µs | measured, µs |\n|---|---|---:|---:|---:|",
-        *step_rows(kernels), "",
-        f"| round of {CLIENTS} clients | executor | predicted, ms | measured, ms |\n|---|---|---:|---:|",
-        *round_rows(rounds),
-    ]  # fmt: skip
-    return "\n".join(pieces + [f"\nMeasured on {m}." for m in made])
-
-
-def _made(content: Mapping[str, Any]) -> str:
-    return (
-        f"{', '.join(content['machine'].get('gpus', [])[:1])}, commit `{content['commit'][:12]}`, "
-        f"`{content['command']}`"
-    )
+    found, rounds = merged.get("kernels") or {"ops": [], "steps": []}, merged.get("federated")
+    by_name = {case["name"]: case for case in found["ops"]} | {case["size"]: case for case in found["steps"]}
+    kernels, steps = [], []
+    for op, entry in OPS.items():
+        for size in (KERNEL_SIZES[name] for name in SIZES if name != "cut1000" or op in STEP):
+            predicted = [_us(kernel_seconds(op, size, device)) for device in BANDWIDTH]
+            took = _replayed(by_name.get(f"{op}-{size.name}-{'flat' if entry.whole else 'scattered'}"), "native")
+            calls = launches(entry.function, len(size.shapes))
+            kernels.append([f"`{op}`", size.title, entry.bytes_per_parameter, calls, *predicted, took])
+    for size in (KERNEL_SIZES[name] for name in SIZES if KERNEL_SIZES[name].rows == 1):
+        for who, title, predict in (
+            ("fastsam_native", "step", step_seconds),
+            ("foreach", "step, foreach and fused SGD", foreach_seconds),
+        ):
+            predicted = [_us(predict(size, device)) for device in BANDWIDTH]
+            steps.append([title, size.title, *predicted, _replayed(by_name.get(size.name), who)])
+    series = [s for s in rounds["parts"]["gpu"]["series"] if s["at"] == CLIENTS] if rounds else []
+    measured = {(s["title"], s["name"]): s["seconds"] for s in series}
+    by_executor = []
+    for model, algorithm in itertools.product(ROUND_EXECUTORS, ("fedavg", "fedsam")):
+        for executor in ROUND_EXECUTORS[model]:
+            title = f"{model.upper()}, {algorithm}"
+            seconds = measured.get((f"{title}, by clients", executor))
+            took = "not measured" if seconds is None else f"{seconds * 1e3:.1f}"
+            by_executor.append([title, executor, f"{round_seconds(executor, model, algorithm) * 1e3:.1f}", took])
+    where = ["H100, µs", "H200, µs", "measured, µs"]
+    parts = [
+        table(["kernel", "size", "bytes per parameter", "launches", *where], kernels, "llrrrrr"),
+        table(["optimizer part of a step, replayed", "size", *where], steps, "llrrr"),
+        table([f"round of {CLIENTS} clients", "executor", "predicted, ms", "measured, ms"], by_executor, "llrr"),
+    ]
+    for content in filter(None, (found.get("environment"), rounds)):
+        gpu = ", ".join(content["machine"].get("gpus", [])[:1])
+        parts.append(f"Measured on {gpu}, commit `{content['commit'][:12]}`, `{content['command']}`.")
+    return "\n\n".join(parts)

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +26,33 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Size:
-    """One list of parameter shapes, and how long to measure on it."""
+    """One list of parameter shapes, and how long to measure whole steps on it.
+
+    rows: of the arena, for ops. steps: of a sample, enough that it is well above the timer and starts from warm caches
+    where it would in training.
+    """
 
     name: str
     title: str
     shapes: Shapes
-    # per sample: enough that a sample is well above the timer and starts from warm caches where it would in training
-    steps: int
-    rounds: int
+    rows: int = 1
+    steps: int = 1
+    rounds: int = 21
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [torch.Size(shape).numel() for shape in self.shapes]
 
     @cached_property
     def parameters(self) -> int:
-        return sum(torch.Size(shape).numel() for shape in self.shapes)
+        """Number of parameters of all rows."""
+        return self.rows * sum(self.lengths)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {
+            "size": self.name, "title": self.title, "tensors": len(self.shapes), "parameters": self.parameters
+        }  # fmt: skip
 
 
 def _resnet18() -> Shapes:

@@ -23,63 +23,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.tables import table
 from fastsam import FusedSAM
 
 SGD = torch.optim.SGD
+PLAIN: dict[str, Any] = {"lr": 1e-3}
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: SGD(params, lr=1e-3),
-    "FusedSAM": lambda params: FusedSAM(params, SGD, lr=1e-3),
-    "FusedSAM, exclusive": lambda params: FusedSAM(params, SGD, lr=1e-3, exclusive=True),
-    "FusedSAM, in_backward": lambda params: FusedSAM(params, SGD, lr=1e-3, exclusive=True, in_backward=True),
+    "SGD": lambda params: SGD(params, **PLAIN),
+    "FusedSAM": lambda params: FusedSAM(params, SGD, **PLAIN),
+    "FusedSAM, exclusive": lambda params: FusedSAM(params, SGD, exclusive=True, **PLAIN),
+    "FusedSAM, in_backward": lambda params: FusedSAM(params, SGD, exclusive=True, in_backward=True, **PLAIN),
+    "bfloat16: SGD": lambda params: SGD(params, momentum=0.9, **PLAIN),
+    "bfloat16: FusedSAM": lambda params: FusedSAM(params, SGD, momentum=0.9, **PLAIN),
 }
-KEPT: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
-HALVES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "bfloat16: SGD": lambda params: SGD(params, **KEPT),
-    "bfloat16: FusedSAM": lambda params: FusedSAM(params, SGD, **KEPT),
-}
-KINDS |= HALVES
 STEPS, BATCH = 3, 4
 
 
-class Resident:
-    """Bytes of this process, by the kernel."""
+def _memory(device: str, peak: bool) -> int:
+    """Return the bytes of this process now, or at most since the last `_forget_peak`."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    name, lines = "VmHWM:" if peak else "VmRSS:", Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
-    def now(self) -> int:
-        return self._field("VmRSS")
 
-    def peak(self) -> int:
-        """Since the last `forget_peak`."""
-        return self._field("VmHWM")
-
-    def forget_peak(self) -> None:
+def _forget_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
         Path("/proc/self/clear_refs").write_text("5")
-
-    def _field(self, name: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith(name + ":")).split()[1])
-
-
-class Allocated:
-    """Bytes of tensors on the GPU, by torch's allocator."""
-
-    now = staticmethod(torch.cuda.memory_allocated)
-    peak = staticmethod(torch.cuda.max_memory_allocated)
-    forget_peak = staticmethod(torch.cuda.reset_peak_memory_stats)
 
 
 def measure(kind: str, layers: int, width: int, device: str = "cpu") -> tuple[float, float]:
-    """Bytes per parameter beyond the weights: at the peak of a step, and between steps with the gradients cleared."""
+    """Return bytes per parameter beyond the weights: at the peak of a step, and between steps without gradients."""
     torch.set_num_threads(1)
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    dtype = torch.bfloat16 if kind in HALVES else torch.float32
-    model.to(device, dtype)
+    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device, dtype)
     x, warm = (t.to(device, dtype) for t in (torch.randn(BATCH, width), nn.Linear(width, width)))
-    memory: Any = Resident() if device == "cpu" else Allocated()
     warm(x).sum().backward()  # what the first backward pass of a process takes
     del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = KINDS[kind](model.parameters())
-    before, peak = memory.now(), 0
+    before, peak = _memory(device, peak=False), 0
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -88,15 +73,15 @@ def measure(kind: str, layers: int, width: int, device: str = "cpu") -> tuple[fl
         return loss
 
     for _ in range(STEPS):
-        memory.forget_peak()
+        _forget_peak(device)
         optimizer.step(closure)
-        peak = max(peak, memory.peak())
+        peak = max(peak, _memory(device, peak=True))
         optimizer.zero_grad()
-    return (peak - before) / weights, (memory.now() - before) / weights
+    return (peak - before) / weights, (_memory(device, peak=False) - before) / weights
 
 
 def in_its_own_process(kind: str, layers: int, width: int, device: str = "cpu") -> tuple[float, float]:
-    """`measure`, where freed memory goes back to the system at once."""
+    """Call `measure` where freed memory goes back to the system at once."""
     sizes = ["--layers", str(layers), "--width", str(width), "--device", device]
     command = [sys.executable, "-m", "bench.step_memory", "--kind", kind, *sizes]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -106,20 +91,19 @@ def in_its_own_process(kind: str, layers: int, width: int, device: str = "cpu") 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table, or with --kind the two numbers of this process as JSON."""
+    """Print a table, or with --kind the two numbers of this process as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    options = parser.parse_args(arguments)
-    if options.kind is not None:
-        print(json.dumps(measure(options.kind, options.layers, options.width, options.device)))
+    given = parser.parse_args(arguments)
+    if given.kind is not None:
+        print(json.dumps(measure(given.kind, given.layers, given.width, given.device)))
         return
-    print("| bytes per parameter beyond the weights | peak of a step | between steps |\n|---|---:|---:|")
-    for kind in KINDS:
-        peak, between = in_its_own_process(kind, options.layers, options.width, options.device)
-        print(f"| {kind} | {peak:.1f} | {between:.1f} |")
+    found = {kind: in_its_own_process(kind, given.layers, given.width, given.device) for kind in KINDS}
+    rows = [[kind, *(f"{value:.1f}" for value in both)] for kind, both in found.items()]
+    print(table(["bytes per parameter beyond the weights", "peak of a step", "between steps"], rows))
 
 
 if __name__ == "__main__":

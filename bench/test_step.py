@@ -7,42 +7,44 @@ case after the other, so `python -m bench.step` is the better judge of who is fa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import time
 from typing import Any
 
 import pytest
-import torch
 
 from bench import gate
-from bench.cases import Case, cases
-from bench.problem import Gradients, initial_weights
-from bench.report import threads_of
-from bench.timing import Clock, Drive
+from bench.contenders import Contender, contenders
+from bench.problem import SIZES, Gradients, Size, initial_weights
+from bench.timing import intra_op_threads
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed: pip install 'fused-sam[bench]'")
 
-CLOCK = Clock()
-THREADS = (1, 2)
+CASES = list(itertools.product(SIZES.values(), contenders().values()))
+hidden = 0.0  # seconds that are not on the clock
 
 
-@pytest.fixture(params=THREADS, ids=lambda n: f"threads{n}")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
-@pytest.mark.benchmark(timer=CLOCK, disable_gc=True)
-def test_step(case: Case, threads: int, benchmark: Any) -> None:
-    reason = case.contender.why_not()
+@pytest.mark.parametrize("threads", [1, 2], ids=lambda n: f"threads{n}")
+@pytest.mark.parametrize(("size", "contender"), CASES, ids=[f"{s.name}-{c.name}" for s, c in CASES])
+@pytest.mark.benchmark(timer=lambda: time.perf_counter() - hidden, disable_gc=True)
+def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) -> None:
+    reason = contender.why_not()
     if reason is not None:
         pytest.skip(reason)
-    weights, gradients = initial_weights(case.size.shapes), Gradients(case.size.shapes)
-    green, red = gate.check([case.contender], weights, gradients)
-    assert not red, f"wrong, so not measured: {red[case.contender.name]}"
-    benchmark.group = f"{case.size.name}, {threads_of(threads)}"
-    benchmark.extra_info |= {"tensors": len(case.size.shapes), "parameters": case.size.parameters, "threads": threads}
-    drive = Drive(green[case.contender.name], gradients, CLOCK)
-    benchmark.pedantic(drive.step, rounds=case.size.rounds, iterations=case.size.steps, warmup_rounds=1)
+    gradients, passes = Gradients(size.shapes), itertools.count()
+    with intra_op_threads(threads):
+        green, red = gate.check([contender], initial_weights(size.shapes), gradients)
+        assert not red, f"wrong, so not measured: {red[contender.name]}"
+        stepper = green[contender.name]
+
+        def step() -> None:
+            global hidden
+            for phase in stepper.phases():
+                since = time.perf_counter()
+                stepper.take(gradients, next(passes))
+                hidden += time.perf_counter() - since
+                phase()
+
+        benchmark.group = f"{size.name}, {threads} thread{'s' * (threads > 1)}"
+        benchmark.extra_info |= size.facts | {"threads": threads}
+        benchmark.pedantic(step, rounds=size.rounds, iterations=size.steps, warmup_rounds=1)

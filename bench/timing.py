@@ -1,82 +1,33 @@
-"""Interleaved timing: every round takes one sample of every contender and of a large copy, so that what disturbs one
-disturbs all."""
+"""The clock of all benchmarks: samples of every contender are interleaved, so that a disturbance hits all of them.
+
+On the CPU a sample is timed by the host's clock, on CUDA by events and by replays of graphs.
+"""
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from bench.contenders import Stepper
-from bench.problem import Gradients
+T = TypeVar("T")
 
-COPY_ELEMENTS = 32 << 20  # float32: 128 MiB to 128 MiB, far beyond any cache
-
-
-class Clock:
-    """`time.perf_counter` with the time that `hide` was told of taken out."""
-
-    def __init__(self) -> None:
-        self.hidden = 0.0
-
-    def __call__(self) -> float:
-        return time.perf_counter() - self.hidden
-
-    def hide(self, since: float) -> None:
-        """Takes out the time from `since` (of `time.perf_counter`) until now."""
-        self.hidden += time.perf_counter() - since
-
-
-@dataclass
-class Drive:
-    """Takes steps with one contender; handing over the gradients is not on the clock."""
-
-    stepper: Stepper
-    gradients: Gradients
-    clock: Clock
-    passes: int = 0
-
-    def step(self) -> None:
-        self._backward()
-        self.stepper.first()
-        self._backward()
-        self.stepper.second()
-
-    def _backward(self) -> None:
-        since = time.perf_counter()
-        self.stepper.take(self.gradients, self.passes)
-        self.passes += 1
-        self.clock.hide(since)
-
-    def sample(self, steps: int) -> float:
-        """Seconds per step; where a sample is several steps, the first one refills the caches and is not counted."""
-        if steps > 1:
-            self.step()
-        start = self.clock()
-        for _ in range(steps):
-            self.step()
-        return (self.clock() - start) / steps
-
-
-@dataclass
-class Copy:
-    """A large copy: its bytes (read and written) over its time are the bandwidth that the floor is reckoned with."""
-
-    source: torch.Tensor = field(default_factory=lambda: torch.ones(COPY_ELEMENTS))
-    target: torch.Tensor = field(default_factory=lambda: torch.zeros(COPY_ELEMENTS))
-
-    def sample(self) -> float:
-        """Bytes per second."""
-        start = time.perf_counter()
-        self.target.copy_(self.source)
-        return 2 * self.source.numel() * self.source.element_size() / (time.perf_counter() - start)
+COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}  # size of each of the two buffers: far beyond any cache
+DEFAULT_CACHE = 32 << 20  # where the system does not say
+# Sets of operands add up to four times the last-level cache, so that none is still in it when its turn comes.
+ROTATION = 4
+# Reads of a gigabyte that keep the device busy for half a millisecond at 4 TB/s, while the host launches the largest
+# graph.
+READS = 2
+FEWEST = 3  # rounds, also if they take longer than they may
 
 
 @dataclass(frozen=True)
@@ -97,43 +48,174 @@ class Summary:
 
     @classmethod
     def of_ratios(cls, numerators: Iterable[float], denominators: Iterable[float]) -> Summary:
-        """Of the ratios of samples of the same round: a disturbance that lasts a round leaves them alone."""
+        """Return the summary of ratios of samples of the same round: a disturbance of a whole round cancels."""
         return cls.of([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 @dataclass
 class Rounds:
-    """Per round, the bandwidth of a large copy (bytes/s) and each contender's seconds per step."""
+    """Samples by round: the bandwidth of a large copy in bytes/s, and the seconds of each contender.
 
-    copy: list[float]
-    seconds: dict[str, list[float]]
-    others: float  # processors' worth of time that other processes used meanwhile
+    others: processors that other processes kept busy meanwhile, on average.
+    """
+
+    copies: list[float]
+    seconds: dict[str, list[Any]]
+    others: float = 0.0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"rounds": len(self.copies), "copy": asdict(Summary.of(self.copies))}
+
+    def figures(self, name: str, bytes_: float) -> dict[str, Any]:
+        """Return the seconds of a contender, and the fraction of its floor: `bytes_` at the copy's bandwidth."""
+        own = self.seconds[name]
+        floors = [bytes_ / bandwidth for bandwidth in self.copies]
+        return {"seconds": asdict(Summary.of(own)), "fraction": asdict(Summary.of_ratios(floors, own))}
+
+    def ratio(self, name: str, other: str) -> dict[str, float]:
+        """Return the seconds of one contender over the seconds of another in the same round."""
+        return asdict(Summary.of_ratios(self.seconds[name], self.seconds[other]))
 
 
-def measure(drives: dict[str, Drive], steps: int, rounds: int, tick: Callable[[], None] = lambda: None) -> Rounds:
-    """`rounds` interleaved rounds; each begins with another contender, so that nobody always follows the same
-    neighbour."""
-    copy = Copy()
-    copy.sample()
-    for drive in drives.values():
-        drive.sample(steps)
-    taken = Rounds([], {name: [] for name in drives}, 0.0)
-    names = list(drives)
+def interleave(
+    samples: Mapping[str, Callable[[], T]],
+    rounds: int,
+    copy: Callable[[], float] | None = None,
+    most: float = math.inf,
+    warm: bool = True,
+) -> Rounds:
+    """Take a sample of every contender per round, beginning with another contender in each round.
+
+    Args:
+        copy: sample of the copy's bandwidth, taken at the start of a round.
+        most (float): seconds after which no round begins, except the first `FEWEST`.
+        warm (bool): take one sample of each before, which does not count.
+    """
+    taken, names = Rounds([], {name: [] for name in samples}), list(samples)
     with no_garbage_collection():
+        for name in names if warm else ():
+            samples[name]()
         before = Usage.now()
-        for i in range(rounds):
-            taken.copy.append(copy.sample())
-            start = i % max(len(names), 1)
+        for number in range(rounds):
+            if number >= FEWEST and time.perf_counter() - before.wall > most:
+                break
+            if copy is not None:
+                taken.copies.append(copy())
+            start = number % max(len(names), 1)
             for name in names[start:] + names[:start]:
-                taken.seconds[name].append(drives[name].sample(steps))
-            tick()
+                taken.seconds[name].append(samples[name]())
         taken.others = Usage.now().others_since(before)
     return taken
 
 
+class Machine:
+    """One device: its cache, its copy bandwidth and its clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cache_bytes = cache_bytes(device)
+        self.cuda = device.type == "cuda"
+        elements = COPY_BYTES[device.type] // 4
+        self._source = torch.ones(elements, device=device)
+        self._target = torch.zeros(elements, device=device)
+        # Only read: a cache full of changed lines would be written back on the time of what is measured.
+        self._sweep = torch.ones(ROTATION * self.cache_bytes // 4, device=device)
+        self._captures: torch.cuda.Stream | None = None
+        self._refused: str | None = None
+
+    def begin(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> Callable[[], float]:
+        """Run `body` and return a function that says, after `wait`, how many seconds it took.
+
+        Args:
+            cold (bool): read a multiple of the caches' size before.
+            queued (bool): launch the body while the device is busy with something else. On an idle device the first
+                event is over at once, and the launch is on the clock: for a graph ten microseconds or more.
+        """
+        for _ in range(READS if queued and self.cuda else 0):
+            self._source.max()  # only read, as the sweep is
+        if cold:
+            self._sweep.max()
+        if not self.cuda:
+            start = time.perf_counter()
+            body()
+            seconds = time.perf_counter() - start
+            return lambda: seconds
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        body()
+        last.record()
+        return lambda: first.elapsed_time(last) / 1e3
+
+    def sample(self, body: Callable[[], object], cold: bool = False, queued: bool = False) -> float:
+        """Return the seconds that `body` takes on the device; see `begin`."""
+        taken = self.begin(body, cold, queued)
+        self.wait()
+        return taken()
+
+    def copy_bandwidth(self) -> float:
+        """Return the bytes per second of a large copy, read plus written."""
+        seconds = self.sample(lambda: self._target.copy_(self._source), queued=True)
+        return 2 * self._source.numel() * 4 / seconds
+
+    def wait(self) -> None:
+        """Return when the device has done its work."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def capture(self, body: Callable[[], object]) -> Callable[[], object]:
+        """Capture `body`, which has run before, as a CUDA graph and return its replay. Raises CaptureError, a
+        RuntimeError. After one no other capture is tried, since the first may still hold torch's allocator."""
+        from fastsam.fed.executors.cuda import CaptureError, Cuda
+
+        if self._refused is not None:
+            raise CaptureError(f"not tried, because an earlier capture of this process failed: {self._refused}")
+        self.wait()
+        cuda = Cuda(self.device)
+        self._captures = self._captures or cuda.stream()
+        try:
+            graph = cuda.capture(body, self._captures)
+        except CaptureError as error:
+            self._refused = str(error)
+            raise
+        graph.replay()
+        self.wait()
+        return graph.replay
+
+    def launches(self, body: Callable[[], object]) -> int:
+        """Count the kernels, copies and fills that `body` puts on the device, by torch's profiler."""
+        from torch.profiler import ProfilerActivity, profile
+
+        self.wait()
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            body()
+            self.wait()
+        on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(not event.is_user_annotation for event in on_device)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of the last-level cache."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    texts = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
+    scales = {"K": 10, "M": 20, "G": 30}
+    return max((int(t.rstrip("KMG")) << scales.get(t[-1:], 0) for t in texts), default=DEFAULT_CACHE)
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collects now, so that no collection comes while something is timed or counted."""
+    """Collect now, so that no collection comes while something is timed or counted."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -157,7 +239,7 @@ class Usage:
         return cls(time.perf_counter(), _busy_seconds(), time.process_time())
 
     def others_since(self, before: Usage) -> float:
-        """Processors kept busy by others on average; NaN where the system does not say (no /proc/stat)."""
+        """Return the processors kept busy by others on average; NaN if the system does not say (no /proc/stat)."""
         others = (self.machine - before.machine) - (self.own - before.own)
         return max(others, 0.0) / max(self.wall - before.wall, 1e-9) if others == others else others
 

@@ -1,25 +1,18 @@
-"""Whole steps, the optimizer part of two passes: ours against the peers in one process, eager, and on CUDA replayed
-from graphs."""
+"""The optimizer part of whole steps, ours and others' interleaved: eager, and on CUDA replayed from graphs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from bench import gate, memory
-from bench.clocks import Machine
 from bench.contenders import Contender, ForeachStepper, Stepper, contenders
-from bench.kernel_cases import OPS, STEP, KernelSize
-from bench.kernel_data import ROTATION
-from bench.kernels import figures, rounds_of
-from bench.problem import NU, RHO, Gradients, initial_weights
-from bench.timing import Summary
+from bench.problem import FLOOR_BYTES, NU, RHO, Gradients, Shapes, Size, initial_weights
+from bench.timing import ROTATION, Machine, Rounds, Summary, interleave
 
-FLOOR_BYTES = sum(OPS[name].bytes_per_parameter for name in STEP)
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
 PEERS = ("compiled", "foreach", "copied")
@@ -47,10 +40,12 @@ class DeviceForeachStepper(ForeachStepper):
 
 
 def of_device(
-    machine: Machine, size: KernelSize, compile_: str = "with", names: Sequence[str] | None = None
+    machine: Machine, size: Size, compile_: str = "with", names: Sequence[str] | None = None
 ) -> list[Contender]:
-    """Ours (of these backends), and the peers that the figures of merit name: "with" those that compile, "without", or
-    them "only"."""
+    """Return ours (of these backends), and the peers that the figures of merit name.
+
+    compile_: "with" the peers that compile, "without" them, or them "only".
+    """
     table = contenders(machine.device.type)
     chosen = [c for c in table.values() if c.ours and (names is None or c.backend in names)]
     for name in PEERS:
@@ -77,40 +72,40 @@ class Fleet:
         self.passes = 0
 
     def steps(self) -> None:
-        """A step of each."""
+        """Take a step of each."""
         for stepper, gradients in self.pairs:
-            stepper.take(gradients, self.passes)
-            stepper.first()
-            stepper.take(gradients, self.passes + 1)
-            stepper.second()
-        self.passes += 2
+            for phase in stepper.phases():
+                stepper.take(gradients, self.passes)
+                self.passes += 1
+                phase()
 
-    def eager(self) -> float:
-        """Seconds per step; handing over the gradients is not on the clock."""
+    def eager(self, steps: int = 1) -> float:
+        """Return the seconds per step over `steps` steps of each; handing over the gradients is not on the clock."""
         seconds: list[Callable[[], float]] = []
         cold = self.cold
-        for stepper, gradients in self.pairs:
-            for i, phase in enumerate((stepper.first, stepper.second)):
-                stepper.take(gradients, self.passes + i)
-                seconds.append(self.machine.begin(phase, cold))
-                cold = False
-        self.passes += 2
+        for _ in range(steps):
+            for stepper, gradients in self.pairs:
+                for phase in stepper.phases():
+                    stepper.take(gradients, self.passes)
+                    self.passes += 1
+                    seconds.append(self.machine.begin(phase, cold))
+                    cold = False
         self.machine.wait()
-        return sum(taken() for taken in seconds) / len(self.pairs)
+        return sum(taken() for taken in seconds) / len(self.pairs) / steps
 
     def replay(self) -> Callable[[], float]:
-        """Seconds per step of a graph that holds a step of each."""
+        """Return a function that samples the seconds per step of a graph with a step of each."""
         replay = self.machine.capture(self.steps)
         return lambda: self.machine.sample(replay, self.cold, queued=True) / len(self.pairs)
 
     def host_seconds(self, changed: bool) -> float:
-        """Median over steps of what the host needs for one, the device working on meanwhile."""
+        """Return the median time that the host needs for a step while the device works on."""
         stepper, gradients = self.pairs[0]
         taken = []
         self.machine.wait()
         for step in range(HOST_STEPS):
             spent = 0.0
-            for i, phase in enumerate((stepper.first, stepper.second)):
+            for i, phase in enumerate(stepper.phases()):
                 stepper.take(gradients, 2 * step + i if changed else i)
                 start = time.perf_counter()
                 phase()
@@ -121,81 +116,91 @@ class Fleet:
 
 
 class StepBench:
-    """The contenders on one size."""
+    """Contenders on one list of shapes.
+
+    steps: number of steps of a sample. A sample of several steps begins with a step that is not timed and refills the
+    caches.
+    """
 
     def __init__(
-        self, size: KernelSize, machine: Machine, compile_: str = "with", names: Sequence[str] | None = None
+        self, contenders: Sequence[Contender], shapes: Shapes, machine: Machine, rotate: bool = True, steps: int = 1
     ) -> None:
-        self.size, self.machine = size, machine
-        self.contenders = of_device(machine, size, compile_, names)
-        wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters))
-        self.weights = initial_weights(size.shapes, device=machine.device)
+        self.contenders, self.machine, self.steps = contenders, machine, steps
+        self.parameters = sum(torch.Size(shape).numel() for shape in shapes)
+        wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * self.parameters)) if rotate else 1
+        self.weights = initial_weights(shapes, device=machine.device)
         self.gradients = [
-            Gradients(size.shapes, seed=1 + i, device=machine.device) for i in range(min(max(wanted, 1), MAX_STEPPERS))
+            Gradients(shapes, seed=1 + i, device=machine.device) for i in range(min(max(wanted, 1), MAX_STEPPERS))
         ]
 
-    def run(self, rounds: int) -> dict[str, Any]:
+    def run(self, rounds: int, most: float, profiled: bool = True) -> tuple[dict[str, dict[str, Any]], Rounds]:
+        """Return a row per contender with all but its times, and the samples by `NAME eager` and `NAME replayed`.
+
+        Args:
+            most (float): seconds after which no round begins.
+            profiled (bool): count launches on a GPU.
+        """
         left_out = {c.name: reason for c in self.contenders if (reason := c.why_not()) is not None}
         running = [c for c in self.contenders if c.name not in left_out]
         green, red = gate.check(running, self.weights, self.gradients[0])
-        rows, samples = {}, {}
+        rows: dict[str, dict[str, Any]] = {}
+        samples: dict[str, Callable[[], float]] = {}
         for contender in self.contenders:
             name = contender.name
             rows[name] = {"name": name, "title": contender.title, "ours": contender.ours}
             if name in green:
-                more, sampled = self._prepare(contender, green[name])
-                rows[name] |= {"gate": "green"} | more
-                samples |= {f"{name} {how}": sample for how, sample in sampled.items()}
+                rows[name] |= {"gate": "green"} | self._prepare(contender, green[name], samples, profiled)
             else:
                 rows[name] |= {"gate": "red" if name in red else "not run", "reason": red.get(name) or left_out[name]}
-        copies, taken = rounds_of(self.machine, samples, rounds)
-        for name in green:
-            rows[name] |= self._figures(name, copies, taken)
-        size = self.size
-        return {
-            "name": f"step-{size.name}", "size": size.name, "title": size.title, "tensors": len(size.shapes),
-            "parameters": size.parameters, "bytes_per_parameter": FLOOR_BYTES, "sets": len(self.gradients),
-            "rounds": len(copies), "copy": asdict(Summary.of(copies)), "rows": list(rows.values()),
-        }  # fmt: skip
+        return rows, interleave(samples, rounds, self.machine.copy_bandwidth, most)
 
-    def _prepare(self, contender: Contender, first: Stepper) -> tuple[dict[str, Any], dict[str, Callable[[], float]]]:
-        """What is known of a contender before it is timed, and how to take a sample of it."""
-        row: dict[str, Any] = {
-            "extra_bytes_per_parameter": round(self._extra_bytes(contender) / self.size.parameters, 2)
-        }
+    def _prepare(
+        self, contender: Contender, first: Stepper, samples: dict[str, Callable[[], float]], profiled: bool
+    ) -> dict[str, Any]:
+        """Return what is known of a contender before it is timed, and add the ways to take a sample of it."""
+        extra = memory.peak_extra_bytes(contender, self.weights, self.gradients[0])
+        row: dict[str, Any] = {"extra_bytes_per_parameter": round(extra / self.parameters, 2)}
         others = [contender.build(self.weights) for _ in self.gradients[1:]]
         fleet = Fleet(self.machine, [first, *others], self.gradients)
         for _ in range(2):
             fleet.steps()
-        samples = {"eager": fleet.eager}
+
+        def eager() -> float:
+            if self.steps > 1:
+                fleet.steps()
+            return fleet.eager(self.steps)
+
+        samples[f"{contender.name} eager"] = eager
         if self.machine.cuda:
             alone = Fleet(self.machine, [first], self.gradients[:1])
-            if self.size.name not in LAUNCHES_LEFT_OUT:
+            if profiled:
                 row["launches"] = self.machine.launches(alone.steps)
             row["host_seconds"] = {
                 "unchanged": fleet.host_seconds(changed=False), "changed": fleet.host_seconds(changed=True)
             }  # fmt: skip
             try:
-                samples["replayed"] = fleet.replay()
+                samples[f"{contender.name} replayed"] = fleet.replay()
             except RuntimeError as error:
                 row["not_replayed"] = str(error).splitlines()[0]
-        return row, samples
+        return row
 
-    def _extra_bytes(self, contender: Contender) -> int:
-        """Peak bytes of the allocator over construction and two steps, less the weights."""
-        if not self.machine.cuda:
-            return memory.peak_extra_bytes(contender, self.weights, self.gradients[0])
-        return memory.peak_extra_bytes_cuda(contender, self.weights, self.gradients[0])
 
-    def _figures(self, name: str, copies: list[float], taken: dict[str, list[float]]) -> dict[str, Any]:
-        """Per way of running: seconds, fraction of the floor, and how many times faster than each peer in the same
-        way."""
-        found: dict[str, Any] = {}
-        for how in ("eager", "replayed"):
-            if (seconds := taken.get(f"{name} {how}")) is None:
-                continue
-            found[how] = figures(seconds, copies, FLOOR_BYTES * self.size.parameters)
-            for peer in PEERS:
-                if (theirs := taken.get(f"{peer} {how}")) is not None:
-                    found[how][f"faster_than_{peer}"] = asdict(Summary.of_ratios(theirs, seconds))
-        return found
+def on_size(
+    size: Size, machine: Machine, rounds: int, most: float, compile_: str = "with",
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the contenders of a device on one size.
+
+    A row has, by way of running, seconds, the fraction of the floor, and how many times faster it is than each peer.
+    """
+    bench = StepBench(of_device(machine, size, compile_, names), size.shapes, machine)
+    rows, taken = bench.run(rounds, most, size.name not in LAUNCHES_LEFT_OUT)
+    for key in taken.seconds:
+        name, how = key.split()
+        rows[name][how] = taken.figures(key, FLOOR_BYTES * size.parameters)
+        peers = [peer for peer in PEERS if f"{peer} {how}" in taken.seconds]
+        rows[name][how] |= {f"faster_than_{peer}": taken.ratio(f"{peer} {how}", key) for peer in peers}
+    return {
+        "name": f"step-{size.name}", **size.facts, "bytes_per_parameter": FLOOR_BYTES, "sets": len(bench.gradients),
+        **taken.facts, "rows": list(rows.values()),
+    }  # fmt: skip

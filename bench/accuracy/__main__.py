@@ -1,5 +1,5 @@
 """SGD, SAM and every variant on small tasks: `python -m bench.accuracy --out results.json`, then
-`python -m bench.accuracy.report results.json`.
+`python -m bench.report results.json`.
 
 Each contender is tuned per task, by as many trials as everybody else, on seeds and samples that the report does not
 see. Then it trains with the seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into
@@ -22,9 +22,10 @@ import torch
 
 from bench import environment
 from bench.accuracy.contenders import MOMENTUM, WEIGHT_DECAY, Contender, contenders
-from bench.accuracy.figures import KIND
 from bench.accuracy.tasks import TASKS, Task
 from bench.accuracy.training import RADIUS, Trial, run, step_times, steps_in_equal_time, tune
+from bench.contenders import choose, split
+from bench.tables import ACCURACY
 
 TUNING_SEEDS = (1000,)
 QUICK_STEPS = 20
@@ -39,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps a run, to see that it works")
     parser.add_argument("--out", type=Path, default=Path("runs/accuracy.json"), help="the results file")
     given = parser.parse_args(argv)
-    tasks = [_known(name, TASKS, parser) for name in given.tasks.split(",")]
-    names = list(dict.fromkeys(["SGD", *(_known(name.strip(), known, parser) for name in given.variants.split(";"))]))
+    names = list(dict.fromkeys(["SGD", *(name.strip() for name in given.variants.split(";"))]))
+    try:
+        tasks = {name: choose(TASKS, [name], "task")[0] for name in split(given.tasks)}
+        entrants = dict(zip(names, choose(known, names, "variant"), strict=True))
+    except ValueError as error:
+        parser.error(str(error))
     if given.seeds < 2:
         parser.error(f"--seeds {given.seeds}: a spread needs two seeds or more")
     torch.set_num_threads(1)
@@ -58,24 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     for name in tasks:
-        _measure(name, {n: known[n] for n in names}, record, given.out)
+        _measure(name, entrants, record, given.out)
     environment.write(record, given.out)
     return 0
-
-
-def _known(name: str, names: dict[str, Any], parser: argparse.ArgumentParser) -> str:
-    if name not in names:
-        parser.error(f"there is no {name!r}; there are {', '.join(names)}")
-    return name
 
 
 def _begun(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """A new record, or the one that is there, to be added to. Raises ValueError for one with other settings."""
     facts = environment.facts(environment.command_line("bench.accuracy"))
     if not path.exists():
-        return {"kind": KIND, "environment": facts, "continued": [], "settings": settings, "tasks": {}}
+        return {"kind": ACCURACY, "environment": facts, "continued": [], "settings": settings, "tasks": {}}
     record: dict[str, Any] = json.loads(path.read_text())
-    if record.get("kind") != KIND or record["settings"] != settings:
+    if record.get("kind") != ACCURACY or record["settings"] != settings:
         raise ValueError(f"{path} is no results file with the settings {settings}: name another --out, or remove it")
     now = {key: facts[key] for key in ("command", "commit", "date")}
     if now["commit"] != record["environment"]["commit"] or now["command"] != record["environment"]["command"]:

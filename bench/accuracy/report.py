@@ -1,15 +1,16 @@
-"""From a results file to the section of docs/variants.md: `python -m bench.accuracy.report FILE.json`. Nothing here
-trains."""
+"""The tables of docs/variants.md from a results file of `bench.accuracy`: means, spreads, and differences of runs with
+the same seed. Nothing here trains."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from bench import tables
 from bench.accuracy.contenders import contenders
-from bench.accuracy.figures import KIND, Difference, spread
-from tests.helpers.generated_page import GeneratedPage
 
 Record = dict[str, Any]
 PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
@@ -33,8 +34,38 @@ CLAIMS = {  # to be held against SAM's figures
 }
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Mean and standard error of paired differences."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
+        """Return the difference `values[i] - others[i]` of runs with seed i. Raises ValueError for fewer than two
+        pairs, and for unequal numbers."""
+        pairs = [a - b for a, b in zip(values, others, strict=True)]
+        if len(pairs) < 2:
+            raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")
+        return cls(statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)))
+
+    @classmethod
+    def mean_of(cls, several: Sequence[Difference]) -> Difference:
+        """Return the mean of independent differences, each counted the same."""
+        n = len(several)
+        return cls(sum(d.mean for d in several) / n, math.sqrt(sum(d.error**2 for d in several)) / n)
+
+    @property
+    def verdict(self) -> str:
+        """`better`, `worse`, or `no difference shown`: within two standard errors."""
+        if abs(self.mean) <= 2 * self.error:
+            return "no difference shown"
+        return "better" if self.mean > 0 else "worse"
+
+
 def complete(record: Record) -> None:
-    """Raises ValueError for a record in which a task lacks a variant."""
+    """Raise ValueError for a record in which a task lacks a variant."""
     everybody = {who: None for task in record["tasks"].values() for who in task["step_of_sgd"]}
     for name, task in record["tasks"].items():
         missing = [who for who in everybody if who not in task["variants"]]
@@ -44,136 +75,105 @@ def complete(record: Record) -> None:
         raise ValueError("no task was run")
 
 
-def difference(task: Record, who: str, protocol: str, base: str = "SGD") -> Difference:
-    """To `base` in a task, in percentage points."""
-    points = ([100 * a for a in task["variants"][name][protocol]["accuracy"]] for name in (who, base))
-    return Difference.of(*points)
-
-
 def overall(tasks: list[Record], who: str, protocol: str, base: str = "SGD") -> Difference:
-    """To `base`, over the tasks, each counted the same."""
-    return Difference.mean_of([difference(task, who, protocol, base) for task in tasks])
-
-
-def by_labels(record: Record) -> dict[str, list[Record]]:
-    """The tasks with right labels in training, and those with wrong ones: what there are."""
-    found = {words: [task for task in record["tasks"].values() if holds(task)] for words, holds in LABELS.items()}
-    return {words: tasks for words, tasks in found.items() if tasks}
+    """Return the difference to `base` in percentage points, over the tasks, each counted the same."""
+    return Difference.mean_of([
+        Difference.of(*([100 * a for a in task["variants"][name][protocol]["accuracy"]] for name in (who, base)))
+        for task in tasks
+    ])  # fmt: skip
 
 
 def table(record: Record) -> str:
-    """Markdown: verdicts, what did not help first; the differences by either protocol; every task; how it was made.
-    Contenders that were removed since the measurement are left out."""
+    """Return Markdown: verdicts, what did not help first; the differences by either protocol; every task; how it was
+    made. Contenders that were removed since the measurement are left out. Raises ValueError for half a record."""
+    complete(record)
     names, tasks = contenders(), {}
     for name, task in record["tasks"].items():
         tasks[name] = task | {"variants": {who: one for who, one in task["variants"].items() if who in names}}
     record = record | {"tasks": tasks}
-    parts = [verdicts(record)]
+    groups = {words: [task for task in tasks.values() if holds(task)] for words, holds in LABELS.items()}
+    groups = {words: tasks for words, tasks in groups.items() if tasks}
+    parts = [
+        verdicts(words, tasks, protocol, trained)
+        for words, tasks in groups.items()
+        for protocol, trained in PROTOCOLS.items()
+    ]
     for protocol, words in PROTOCOLS.items():
-        parts.append(f"Difference to SGD in percentage points, trained {words}:\n\n{matrix(record, protocol)}")
-    parts.append(f"What the papers claim, and the difference to `SAM` here, on average:\n\n{claims(record)}")
-    parts += [f"**{task['title']}** ({_about(task)})\n\n{runs(task)}" for task in record["tasks"].values()]
+        parts.append(f"Difference to SGD in percentage points, trained {words}:\n\n{matrix(groups, protocol)}")
+    parts.append(f"What the papers claim, and the difference to `SAM` here, on average:\n\n{claims(groups)}")
+    for task in tasks.values():
+        about = f"{task['train']} training samples, {task['steps']} steps, rates {' and '.join(map(_g, task['lrs']))}"
+        parts.append(f"**{task['title']}** ({about})\n\n{runs(task)}")
     return "\n\n".join([*parts, provenance(record)])
 
 
-def verdicts(record: Record) -> str:
-    """A list per protocol and kind of labels, over the tasks of that kind; and how the single comparisons came out."""
-    parts = []
-    for words, tasks in by_labels(record).items():
-        for protocol, trained in PROTOCOLS.items():
-            found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
-            for who in _ranked(tasks, protocol):
-                found[overall(tasks, who, protocol).verdict].append(f"`{who}`")
-            single = [difference(task, who, protocol).verdict for task in tasks for who in _ranked(tasks, protocol)]
-            lines = [f"{words.capitalize()}, {_number(len(tasks), 'task')}, trained {trained}, on average:\n"]
-            lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
-            lines.append(
-                f"- {_number(len(single), 'single comparison')}: {single.count('no difference shown')} without a "
-                f"difference, "
-                f"{single.count('worse')} worse, {single.count('better')} better."
-            )
-            parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def matrix(record: Record, protocol: str) -> str:
-    """Variants down, by their mean over everything; across the tasks, and the means by kind of labels."""
-    groups = by_labels(record)
-    tasks = [task for group in groups.values() for task in group]
-    titles = [task["title"] for task in tasks] + [f"mean, {words}" for words in groups]
-    rows = ["| variant | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
+def verdicts(words: str, tasks: list[Record], protocol: str, trained: str) -> str:
+    """Return the verdicts over the tasks of one kind of labels, and how the single comparisons came out."""
+    found: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
     for who in _ranked(tasks, protocol):
-        found = [difference(task, who, protocol) for task in tasks]
-        found += [overall(group, who, protocol) for group in groups.values()]
-        rows.append(f"| `{who}` | " + " | ".join(_cell(one) for one in found) + " |")
-    return "\n".join(rows)
+        found[overall(tasks, who, protocol).verdict].append(f"`{who}`")
+    single = [overall([task], who, protocol).verdict for task in tasks for who in _ranked(tasks, protocol)]
+    lines = [f"{words.capitalize()}, {_number(len(tasks), 'task')}, trained {trained}, on average:\n"]
+    lines += [f"- {title}: {', '.join(found[verdict]) or 'none'}." for verdict, title in VERDICTS.items()]
+    lines.append(
+        f"- {_number(len(single), 'single comparison')}: {single.count('no difference shown')} without a difference, "
+        f"{single.count('worse')} worse, {single.count('better')} better."
+    )
+    return "\n".join(lines)
 
 
-def claims(record: Record) -> str:
-    """The variants whose papers compare with SAM, in their words' sense, beside the difference to SAM by kind of labels
-    and protocol."""
-    groups = by_labels(record)
+def matrix(groups: dict[str, list[Record]], protocol: str) -> str:
+    """Return variants down, by their mean over everything; across the tasks, and the means by kind of labels."""
+    tasks = [task for group in groups.values() for task in group]
+    columns = [[task] for task in tasks] + list(groups.values())
+    rows = [
+        [f"`{who}`", *(_cell(overall(column, who, protocol)) for column in columns)] for who in _ranked(tasks, protocol)
+    ]
+    return tables.table(["variant", *(t["title"] for t in tasks), *(f"mean, {words}" for words in groups)], rows)
+
+
+def claims(groups: dict[str, list[Record]]) -> str:
+    """Return the variants whose papers compare with SAM, in their words' sense, next to the difference to SAM."""
     kinds = [(tasks, protocol) for tasks in groups.values() for protocol in PROTOCOLS]
     titles = [f"{words}, {trained}" for words in groups for trained in ("equal steps", "SGD's time")]
-    rows = ["| variant | its paper | " + " | ".join(titles) + " |", "|---|---" + "|---:" * len(titles) + "|"]
-    known = record["tasks"][next(iter(record["tasks"]))]["variants"]
-    for who, claim in CLAIMS.items():
-        if who in known and "SAM" in known:
-            cells = [_cell(overall(tasks, who, protocol, "SAM")) for tasks, protocol in kinds]
-            rows.append(f"| `{who}` | {claim} | " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+    known = next(iter(groups.values()))[0]["variants"]
+    rows = [
+        [f"`{who}`", claim, *(_cell(overall(tasks, who, protocol, "SAM")) for tasks, protocol in kinds)]
+        for who, claim in CLAIMS.items()
+        if who in known and "SAM" in known
+    ]
+    return tables.table(["variant", "its paper", *titles], rows, "ll" + "r" * len(titles))
 
 
 def runs(task: Record) -> str:
-    """A task: what was chosen, accuracy (mean and sample standard deviation) by either protocol, steps that fit, cost,
-    sharpness."""
-    rows = [
-        "| | chosen | accuracy | sharpness | time a step | steps in SGD's time | accuracy then |",
-        "|---|---|---:|---:|---:|---:|---:|",
-    ]
+    """Return a task: what was chosen, accuracy (mean and sample standard deviation) by either protocol, steps that fit,
+    cost, sharpness."""
+    heads = ["", "chosen", "accuracy", "sharpness", "time a step", "steps in SGD's time", "accuracy then"]
+    rows = []
     for who, row in task["variants"].items():
-        best = row["grid"][0]
-        cells = [
-            f"`{who}`",
-            f"lr {best['lr']:g}, {row['second']} {best['value']:g}",
-            _percent(row["steps"]["accuracy"]),
-            f"{spread(row['steps']['sharpness'])[0]:.3f}",
-            f"{task['step_of_sgd'][who]:.2f}",
-            str(row["time"]["steps"]),
-            _percent(row["time"]["accuracy"]),
-        ]
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        chosen = f"lr {row['grid'][0]['lr']:g}, {row['second']} {row['grid'][0]['value']:g}"
+        sharpness = statistics.fmean(row["steps"]["sharpness"])
+        cells = [_percent(row["steps"]["accuracy"]), f"{sharpness:.3f}", f"{task['step_of_sgd'][who]:.2f}"]
+        rows.append([f"`{who}`", chosen, *cells, row["time"]["steps"], _percent(row["time"]["accuracy"])])
+    return tables.table(heads, rows, "llrrrrr")
 
 
 def provenance(record: Record) -> str:
     e, s = record["environment"], record["settings"]
     tried = {who: row for task in record["tasks"].values() for who, row in task["variants"].items()}
-    grid = "; ".join(
-        f"`{who}` {row['second']} {', '.join(f'{v:g}' for v in sorted({trial['value'] for trial in row['grid']}))}"
-        for who, row in tried.items()
-    )
+    values = {who: sorted({trial["value"] for trial in row["grid"]}) for who, row in tried.items()}
+    grid = "; ".join(f"`{who}` {tried[who]['second']} {', '.join(map(_g, found))}" for who, found in values.items())
     trials, seeds = len(next(iter(tried.values()))["grid"]), len(s["tuning_seeds"])
+    more = [f"`{one['command']}` (commit `{tables.commit(one)}`)" for one in record["continued"]]
     return (
         f"Grid, {_number(trials, 'trial')} for everybody, on {_number(seeds, 'seed')} and samples of "
-        f"{'their' if seeds != 1 else 'its'} own: "
-        f"the two rates of a task times {grid}. Momentum {s['momentum']}; weight decay {s['weight_decay']:g}, but "
-        f"SGD's is in the grid. "
-        f"Sharpness: rise of the training loss within a step of {s['radius']} along its gradient.\n\n"
-        f"Made by `{e['command']}` on {e['date'][:10]}, commit "
-        f"`{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`; "
-        f"{e['machine']['cpu']}, one of {e['machine']['cores']} cores, which other processes used too; Python "
-        f"{e['versions']['python']}, "
-        f"torch {e['versions']['torch']}.{_continued(record)}"
+        f"{'their' if seeds != 1 else 'its'} own: the two rates of a task times {grid}. Momentum {s['momentum']}; "
+        f"weight decay {s['weight_decay']:g}, but SGD's is in the grid. Sharpness: rise of the training loss within a "
+        f"step of {s['radius']} along its gradient.\n\n"
+        f"{tables.made_by(e)}; {e['machine']['cpu']}, one of {e['machine']['cores']} cores, which other processes used "
+        f"too; Python {e['versions']['python']}, torch {e['versions']['torch']}."
+        + (f" Added to by {', '.join(more)}." if more else "")
     )
-
-
-def _continued(record: Record) -> str:
-    more = [
-        f"`{one['command']}` (commit `{one['commit'][:12]}{'+changes' * ('+' in one['commit'])}`)"
-        for one in record["continued"]
-    ]
-    return f" Added to by {', '.join(more)}." if more else ""
 
 
 def _ranked(tasks: list[Record], protocol: str) -> list[str]:
@@ -185,23 +185,16 @@ def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def _g(value: float) -> str:
+    return f"{value:g}"
+
+
 def _cell(found: Difference) -> str:
-    """Bold where it is a difference."""
+    """Return a difference, bold where one is shown."""
     text = f"{round(found.mean, 1) + 0.0:+.1f} ± {found.error:.1f}"  # + 0.0: no "-0.0"
     return text if found.verdict == "no difference shown" else f"**{text}**"
 
 
 def _percent(shares: list[float]) -> str:
-    mean, deviation = spread([100 * share for share in shares])
-    return f"{mean:.1f} ({deviation:.1f})"
-
-
-def _about(task: Record) -> str:
-    rates = " and ".join(f"{lr:g}" for lr in task["lrs"])
-    return f"{task['train']} training samples, {task['steps']} steps, rates {rates}"
-
-
-PAGE = GeneratedPage("variants", "accuracy", KIND, "`python -m bench.accuracy`", table, complete)
-
-if __name__ == "__main__":
-    sys.exit(PAGE.main())
+    percents = [100 * share for share in shares]
+    return f"{statistics.fmean(percents):.1f} ({statistics.stdev(percents):.1f})"

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from bench.accuracy.contenders import Contender
 from bench.accuracy.tasks import Pair, Task
-from bench.timing import no_garbage_collection
+from bench.timing import interleave
 from fastsam.arena import Layout
 from fastsam.fed.measures.objective import Objective
 from fastsam.fed.measures.sharpness import one_step
@@ -80,18 +81,15 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
         trial = Trial(task.lrs[0], contender.values[0])
         model, optimizer = _start(task, contender, trial, seed=0)
         acts[name] = _step_of(model, optimizer, _batches(task.split(0, tuning=True)[0], task.batch, seed=0))
-    taken: dict[str, list[float]] = {name: [] for name in acts}
-    names = list(acts)
-    with no_garbage_collection():
-        for number in range(rounds + 1):
-            at = number % len(names)
-            for name in names[at:] + names[:at]:
-                start = time.perf_counter()
-                for _ in range(SAMPLE):
-                    acts[name]()
-                if number:  # the first round warms up
-                    taken[name].append((time.perf_counter() - start) / SAMPLE)
-    return {name: statistics.median(times) for name, times in taken.items()}
+
+    def sample(act: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(SAMPLE):
+            act()
+        return (time.perf_counter() - start) / SAMPLE
+
+    taken = interleave({name: partial(sample, act) for name, act in acts.items()}, rounds)
+    return {name: statistics.median(times) for name, times in taken.seconds.items()}
 
 
 def steps_in_equal_time(steps: int, cost: float) -> int:

@@ -2,7 +2,7 @@
 round keeps the device, and where client states live.
 
 Each executor and model is a process (`jobs`), so that a failed capture or an error that stays with the device costs one
-row. The process prints each series as it ends; what it has no time for is named.
+row. The process prints each result as it is measured, and names the results that it has no time for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -40,52 +39,33 @@ WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 MARK = "measured: "  # begins a line of a job's output that is a result
 MOST_TO_START = 10  # s that a process takes to import torch and to prepare the device
 SHARE = 3  # times the average share of the remaining time that a job may take
-STATES = "SCAFFOLD, states of 100 clients by parameters"
-STATE_WIDTHS = (32, 4096, 32768)  # of an MLP: 2 thousand, 300 thousand and 2 million parameters
+STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
+
+Entry = dict[str, Any]
+# A list of the results ("series", "busy", "jobs"), and an entry of it.
+Found = Iterator[tuple[str, Entry]]
 
 
-@dataclass(frozen=True)
-class Series:
-    """seconds: of a round, the median; None for what was not measured, with the reason."""
-
-    title: str
-    name: str
-    at: float | str
-    seconds: float | None
-    problem: str = ""
-
-
-class Until:
-    """A time by which to be done."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
-
-def measure(device: str, seconds: float, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run all jobs. `write` is called with the results so far after every series and job."""
-    found: dict[str, Any] = {"series": [], "busy": [], "jobs": []}
-    until, names = Until(seconds), list(jobs(device))
+def measure(device: str, seconds: float, write: Callable[[Entry], None]) -> Entry:
+    """Run all jobs. `write` is called with the results so far after every result and job."""
+    found: Entry = {"series": [], "busy": [], "jobs": []}
+    end, names = time.monotonic() + seconds, list(jobs(device))
     for i, name in enumerate(names):
-        share = min(until.left, max(SHARE * until.left / (len(names) - i), 2 * MOST_TO_START))
-        for kind, entry in run_job(name, device, share):
+        left = end - time.monotonic()
+        for kind, entry in run_job(name, device, min(left, max(SHARE * left / (len(names) - i), 2 * MOST_TO_START))):
             found[kind].append(entry)
-            print(_line(kind, entry), flush=True)
+            print(", ".join(f"{key} {value}" for key, value in entry.items()), flush=True)
             write(found)
     return found
 
 
-def run_job(name: str, device: str, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+def run_job(name: str, device: str, seconds: float) -> Found:
     """Run one job in a process and yield what it prints, then how it ended."""
     if seconds < MOST_TO_START:
         yield "jobs", {"name": name, "problem": "no time left"}
         return
     command = [sys.executable, "-m", "bench.fed.on_gpu", name, device, str(seconds - MOST_TO_START)]
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    options: Entry = {"stdout": subprocess.PIPE, "text": True}
     with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stderr=errors, **options) as process:
         timer = threading.Timer(seconds + MOST_TO_START, process.kill)
         timer.start()
@@ -103,212 +83,170 @@ def run_job(name: str, device: str, seconds: float) -> Iterator[tuple[str, dict[
         yield "jobs", {"name": name, "problem": problem}
 
 
-def jobs(device: str) -> dict[str, Callable[[Until], Iterator[Series | dict[str, Any]]]]:
+class Job:
+    """The measurements of one process, until a time."""
+
+    def __init__(self, device: str, seconds: float) -> None:
+        self.device, self.end = device, time.monotonic() + seconds
+
+    def guarded(self, work: Callable[[], Any]) -> tuple[Any, str]:
+        """Return the result and "", or None and the problem. A failure does not hide the other results."""
+        if time.monotonic() > self.end - 2:
+            return None, "no time left"
+        try:
+            return work(), ""
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    def series(self, title: str, name: str, at: float | str, work: Callable[[], float]) -> tuple[str, Entry]:
+        """Return an entry with the median seconds of a round; None with the reason if it was not measured."""
+        seconds, problem = self.guarded(work)
+        return "series", {"title": title, "name": name, "at": at, "seconds": seconds, "problem": problem}
+
+    def by_clients(self, model: str, executor: str) -> Found:
+        """Measure a round of n clients by one executor, or by the bare loop under the settings that give the same bits
+        every time."""
+        if executor == WITHOUT_ROW_PROGRAMS:
+            rowprograms.maker = lambda setup: None  # type: ignore[assignment]
+        for n in CLIENTS:
+            for algorithm in ("fedavg", "fedsam"):
+                load = Workload(model, algorithm, clients=n, cohort=n, device=self.device)
+                bare_loop = partial(_bare_rounds, load, 3)
+                ours = partial(_load_rounds, load, 3, **how(executor.split(",")[0], n))
+                work = bare_loop if executor == "bare loop" else ours
+                yield self.series(f"{model.upper()}, {algorithm}, by clients", executor, n, work)
+
+    def client_states(self, where: str) -> Found:
+        """Measure a round of 100 clients of SCAFFOLD with their states on the device or in host memory, small and large
+        models.
+
+        One batch a client: as little work as there can be to hide the copies. A round reads and writes one state per
+        client.
+        """
+        options = {"executor": "streams" if self.device == "cuda" else "sequential", "client_state": where}
+        for width in STATE_WIDTHS:
+            load = Workload(f"mlp:{width}", clients=100, device=self.device)
+            model, data = load.make_model(), [(x[:BATCH], y[:BATCH]) for x, y in load.tensors()]
+            at = sum(p.numel() for p in model.parameters())
+            work = partial(_rounds, model, data, "scaffold", 4, **options)
+            yield self.series("SCAFFOLD, states of 100 clients by parameters", where, at, work)
+
+    def table8(self, executor: str) -> Found:
+        """ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time
+        taken five times.
+
+        Random images: how long a step takes does not depend on what is on them.
+        """
+        model = models.build("resnet18_gn", (3, 32, 32), 10, 0).to(self.device)
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(5000, 3, 32, 32, generator=generator).to(self.device)
+        labels = torch.randint(10, (5000,), generator=generator).to(self.device)
+        data = [(images[i * 50 : i * 50 + 500], labels[i * 50 : i * 50 + 500]) for i in range(90)] * 2
+        title = "ResNet-18-GN, one local epoch of five"
+        if executor == "bare loop":
+            yield self.series(title, executor, "fedavg", partial(_bare_epoch, model, data[:10]))
+            return
+        options = how(executor, 10) | {"batch": 50, "cohort": 0.1}
+        for algorithm in TABLE8:
+            yield self.series(title, executor, algorithm, partial(_rounds, model, data[:100], algorithm, 2, **options))
+
+    def busy(self, executor: str) -> Found:
+        """Measure what a round of small CNNs keeps the device busy with, under the profiler: see `occupation`."""
+        found, problem = self.guarded(lambda: _profiled(self.device, executor))
+        yield "busy", {"executor": executor, "clients": TRACED} | (found or {"problem": problem})
+
+
+def jobs(device: str) -> dict[str, Callable[[Job], Found]]:
     """Return what each process measures."""
-    found: dict[str, Callable[[Until], Iterator[Series | dict[str, Any]]]] = {}
-    for model in ("cnn", "mlp"):
-        for executor in ("bare loop", *executors(device)):
-            found[f"{model} {executor}"] = partial(by_clients, device, model, executor)
-    for model in ("mlp:200", "mlp:1024"):
-        for executor in ("vmap", WITHOUT_ROW_PROGRAMS):
-            found[f"{model} {executor}"] = partial(by_clients, device, model, executor)
-    for executor in ("bare loop", *executors(device)[:3]):
-        found[f"table 8 {executor}"] = partial(table8, device, executor)
-    for executor in executors(device)[:-1]:
-        found[f"busy {executor}"] = partial(busy_entry, device, executor)
-    for where in ("device", "host"):
-        found[f"states {where}"] = partial(client_states, device, where)
-    return found
-
-
-def busy_entry(device: str, executor: str, until: Until) -> Iterator[dict[str, Any]]:
-    yield {"executor": executor, "clients": TRACED} | _guarded(lambda: busy(device, executor), until)
+    ours = ("sequential", "streams", "graph", "vmap") if device == "cuda" else ("sequential", "threads", "vmap")
+    both = ("vmap", WITHOUT_ROW_PROGRAMS)
+    models = [(m, e) for m in ("cnn", "mlp") for e in ("bare loop", *ours, "auto")]
+    found: dict[str, Callable[[Job], Found]] = {}
+    for m, e in [*models, *((m, e) for m in ("mlp:200", "mlp:1024") for e in both)]:
+        found[f"{m} {e}"] = partial(Job.by_clients, model=m, executor=e)
+    found |= {f"table 8 {e}": partial(Job.table8, executor=e) for e in ("bare loop", *ours[:3])}
+    found |= {f"busy {e}": partial(Job.busy, executor=e) for e in ours}
+    return found | {f"states {where}": partial(Job.client_states, where=where) for where in ("device", "host")}
 
 
 def main(argv: Sequence[str]) -> int:
     name, device, seconds = argv
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # a queue of the device for each stream; CUDA has not started yet
-    for entry in jobs(device)[name](Until(float(seconds))):
-        found = ["series", asdict(entry)] if isinstance(entry, Series) else ["busy", entry]
-        print(f"{MARK}{json.dumps(found)}", flush=True)
+    for kind, entry in jobs(device)[name](Job(device, float(seconds))):
+        print(f"{MARK}{json.dumps([kind, entry])}", flush=True)
         # After an error that stays with the device every later call fails with the same words.
-        if isinstance(entry, Series) and "CUDA error" in entry.problem:
+        if "CUDA error" in entry.get("problem", ""):
             return 1
     return 0
 
 
-def _line(kind: str, entry: dict[str, Any]) -> str:
-    if kind == "busy":
-        return busy_line(entry)
-    if kind == "jobs":
-        return f"{entry['name']}: {entry['problem'] or 'done'}"
-    series = Series(**entry)
-    value = series.problem if series.seconds is None else f"{1e3 * series.seconds:.1f} ms a round"
-    if series.title == STATES and series.seconds is not None:
-        value += f", {100 / series.seconds:.0f} states/s"
-    return f"{series.title}: {series.name}, {series.at}: {value}"
-
-
-def _guarded(work: Callable[[], dict[str, Any]], until: Until) -> dict[str, Any]:
-    """The result, or the error as text: one part that fails does not hide the others."""
-    if until.left < 2:
-        return {"problem": "no time left"}
-    try:
-        return work()
-    except Exception as error:
-        return {"problem": f"{type(error).__name__}: {error}"}
-
-
-def executors(device: str) -> tuple[str, ...]:
-    """Return the executors of a device; the rule that picks one of them comes last."""
-    return (
-        ("sequential", "streams", "graph", "vmap", "auto")
-        if device == "cuda"
-        else ("sequential", "threads", "vmap", "auto")
-    )
-
-
-def by_clients(device: str, model: str, executor: str, until: Until) -> Iterator[Series]:
-    """Measure a round of n clients by one executor, or by the bare loop under the settings that give the same bits
-    every time."""
-    if executor == WITHOUT_ROW_PROGRAMS:
-        rowprograms.maker = lambda setup: None  # type: ignore[assignment]
-    for n in CLIENTS:
-        for algorithm in ("fedavg", "fedsam"):
-            load = Workload(model, algorithm, clients=n, cohort=n, device=device)
-            options = how(executor.split(",")[0], n)
-
-            def work(load: Workload = load, options: dict[str, Any] = options) -> float:
-                if executor == "bare loop":
-                    return _bare_rounds(load, 3)
-                return _rounds(*_parts(load), load.algorithm, 3, **options)
-
-            yield _series(f"{model.upper()}, {algorithm}, by clients", executor, n, until, work)
-
-
-def how(executor: str, clients: int) -> dict[str, Any]:
-    """Its keywords: every client at once, where each has a stream of its own no more than there are; "auto" chooses for
-    itself."""
+def how(executor: str, clients: int) -> Entry:
+    """Return the keywords of an executor: all clients at once, but no more than there are streams; "auto" chooses."""
     if executor in ("auto", "sequential"):
         return {"executor": executor}
     return {"executor": executor, "slots": clients if executor == "vmap" else min(clients, STREAMS)}
 
 
-def client_states(device: str, where: str, until: Until) -> Iterator[Series]:
-    """Measure a round of 100 clients of SCAFFOLD with their states on the device or in host memory, small and large
-    models, one step each.
+class Ticks:
+    """Called after every round, when the device is done. seconds: median of the rounds after the first."""
 
-    One batch a client: as little work as there can be to hide the copies behind. A round reads and writes one state per
-    client.
-    """
-    options = {"executor": "streams" if device == "cuda" else "sequential", "client_state": where}
-    for width in STATE_WIDTHS:
-        model, data = _parts(Workload(f"mlp:{width}", clients=100, device=device))
-        data = [(x[:BATCH], y[:BATCH]) for x, y in data]
-        at = sum(p.numel() for p in model.parameters())
-        yield _series(STATES, where, at, until, partial(_rounds, model, data, "scaffold", 4, **options))
+    def __init__(self, device: str | torch.device) -> None:
+        self.cuda, self.at = torch.device(device).type == "cuda", list[float]()
 
+    def __call__(self, record: Any = None) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.at.append(time.perf_counter())
 
-def table8(device: str, executor: str, until: Until) -> Iterator[Series]:
-    """ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time taken
-    five times.
-
-    Random images: how long a step takes does not depend on what is on them.
-    """
-    model = models.build("resnet18_gn", (3, 32, 32), 10, 0)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(5000, 3, 32, 32, generator=generator).to(device)
-    labels = torch.randint(10, (5000,), generator=generator).to(device)
-    data = [(images[i * 50 : i * 50 + 500], labels[i * 50 : i * 50 + 500]) for i in range(90)] * 2
-    title, model = "ResNet-18-GN, one local epoch of five", model.to(device)
-    if executor == "bare loop":
-        yield _series(title, executor, "fedavg", until, lambda: _bare_epoch(model, data[:10]))
-        return
-    options = how(executor, 10) | {"batch": 50, "cohort": 0.1}
-    for algorithm in TABLE8:
-        yield _series(title, executor, algorithm, until, partial(_rounds, model, data[:100], algorithm, 2, **options))
-
-
-def _series(title: str, name: str, at: float | str, until: Until, work: Callable[[], float]) -> Series:
-    if until.left < 2:
-        return Series(title, name, at, None, "no time left")
-    try:
-        return Series(title, name, at, work())
-    except Exception as error:
-        return Series(title, name, at, None, f"{type(error).__name__}: {error}")
-
-
-def _parts(load: Workload) -> tuple[nn.Module, list[Any]]:
-    return load.make_model(), load.tensors()
+    @property
+    def seconds(self) -> float:
+        return median(b - a for a, b in pairwise(self.at))
 
 
 def _rounds(
-    model: nn.Module,
-    data: Sequence[Any],
-    algorithm: str,
-    rounds: int,
-    batch: int = BATCH,
-    cohort: float = 1.0,
+    model: nn.Module, data: Sequence[Any], algorithm: str, rounds: int, batch: int = BATCH, cohort: float = 1.0,
     **how: Any,
-) -> float:
-    """Median seconds of a round, the first left out."""
-    ticks: list[float] = []
-
-    def tick(record: Any) -> None:
-        _wait(model)
-        ticks.append(time.perf_counter())
-
+) -> float:  # fmt: skip
+    ticks = Ticks(next(model.parameters()).device)
     fed.run(
         model, data, fed.algorithms.registry[algorithm](), rounds=rounds + 1, batch_size=batch, lr=LR / 10,
-        sampler="fixed",
-        participation=cohort, eval_every=rounds + 1, progress=tick, **how,
+        sampler="fixed", participation=cohort, eval_every=rounds + 1, progress=ticks, **how,
     )  # fmt: skip
-    return median(b - a for a, b in pairwise(ticks))
+    return ticks.seconds
+
+
+def _load_rounds(load: Workload, rounds: int, **how: Any) -> float:
+    return _rounds(load.make_model(), load.tensors(), load.algorithm, rounds, **how)
 
 
 def _bare_rounds(load: Workload, rounds: int) -> float:
-    ticks: list[float] = []
-    model = load.make_model()
-
-    def tick() -> None:
-        _wait(model)
-        ticks.append(time.perf_counter())
-
+    ticks = Ticks(load.device)
     with repeatable(torch.device(load.device)):
-        bare.train(load, rounds + 1, tick, "tensors")
-    return median(b - a for a, b in pairwise(ticks))
+        bare.train(load, rounds + 1, ticks, "tensors")
+    return ticks.seconds
 
 
 def _bare_epoch(model: nn.Module, data: Sequence[Any]) -> float:
-    """Ten clients' local epochs in a bare loop; the first client, taken once more before, warms up."""
+    """Return the seconds of ten clients' local epochs in a bare loop; the first client, taken once before, warms up."""
+    ticks = Ticks(next(model.parameters()).device)
     with repeatable(next(model.parameters()).device):
         local = bare.Tensors(model, sharp=False)
         start = local.weights()
-        for x, y in zip(data[0][0].split(50), data[0][1].split(50)):
-            local.step(x, y)
-        _wait(model)
-        since = time.perf_counter()
-        for x, y in data:
+        for number, (x, y) in enumerate([data[0], *data]):
+            if number == 1:
+                ticks()
             local.load(start)
-            order = torch.randperm(len(y)).to(y.device)
-            for part in order.split(50):
+            for part in torch.randperm(len(y)).to(y.device).split(50):
                 local.step(x[part], y[part])
-        _wait(model)
-        return time.perf_counter() - since
+        ticks()
+    return ticks.seconds
 
 
-def _wait(model: nn.Module) -> None:
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
-
-
-def busy(device: str, executor: str) -> dict[str, Any]:
-    """What a round of small CNNs keeps the device busy with, under the profiler: see `occupation`."""
+def _profiled(device: str, executor: str) -> Entry:
     load = Workload("cnn", clients=TRACED, cohort=TRACED, device=device)
-    model, data = _parts(load)
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if device == "cuda" else activity.CPU]) as profiler:
-        _rounds(model, data, "fedavg", 2, **how(executor, TRACED))
+        _load_rounds(load, 2, **how(executor, TRACED))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -317,9 +255,12 @@ def busy(device: str, executor: str) -> dict[str, Any]:
     return occupation(kernels[len(kernels) // 2 :])  # what is set up and captured first is not what a run consists of
 
 
-def occupation(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """busy: the fraction of the time from the first kernel to the last in which some kernel runs. at_once: how many
-    run, on average over that fraction. streams: on how many. Events as in a Chrome trace."""
+def occupation(kernels: Sequence[Entry]) -> Entry:
+    """Return how kernels, events of a Chrome trace, occupy a device.
+
+    busy: the fraction of the time from the first kernel to the last in which some kernel runs. at_once: how many run,
+    on average over that fraction. streams: on how many.
+    """
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in kernels)
     if not spans:
         return {"kernels": 0, "streams": 0, "busy": 0.0, "at_once": 0.0}
@@ -331,16 +272,6 @@ def occupation(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "kernels": len(spans), "streams": len({e["args"]["stream"] for e in kernels}),
         "busy": covered / (end - spans[0][0]), "at_once": sum(e - b for b, e in spans) / covered,
     }  # fmt: skip
-
-
-def busy_line(found: dict[str, Any]) -> str:
-    if "problem" in found:
-        return f"{found['executor']} was not traced: {found['problem']}"
-    return (
-        f"{found['executor']}, {found['clients']} small CNNs: the device is busy {found['busy']:.0%} of the time, then "
-        f"with "
-        f"{found['at_once']:.1f} kernels at once on average"
-    )
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from bench.environment import ROOT
 from bench.fed.workload import CLASSES, Workload
-from bench.timing import Summary, Usage
+from bench.timing import Summary, interleave
 
 LOSS_RATIO = 1.3  # of the gate: clients are sampled differently, so losses differ a little
 PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after the last
@@ -122,16 +123,17 @@ def _pools(threads: int) -> dict[str, str]:
 
 
 def race(entries: Sequence[Entry], chunks: int, rounds: int) -> Result:
-    """All of them, interleaved; the first is the unit. One that dies is left out from then on, with its last words.
+    """Race all entries, interleaved; the first is the unit. An entry that dies is left out from then on, with its last
+    words.
 
     A figure counts only if training worked: the loss over all data, after as many rounds or more, is near that of the
-    unit; where the unit trains on other data or another model, it is better than a guess.
+    unit. If the unit trains on other data or another model, the loss must be better than a guess.
     """
     workers: dict[str, Worker] = {}
     problems: dict[str, str] = {}
 
-    def heard(label: str, word: Callable[[], Any]) -> Any:
-        """What a worker says; None from the one that says nothing more, whose problem is noted."""
+    def ask(label: str, word: Callable[[], Any]) -> Any:
+        """Return what a worker says; None from a worker that says nothing more, whose problem is noted."""
         if label in problems:
             return None
         try:
@@ -143,19 +145,14 @@ def race(entries: Sequence[Entry], chunks: int, rounds: int) -> Result:
     try:
         for entry in entries:
             workers[entry.label] = worker = Worker(entry, chunks, rounds)
-            heard(entry.label, worker.answer)
-        seconds: dict[str, list[float]] = {label: [] for label in workers}
-        labels, before = list(workers), Usage.now()
-        for turn in range(chunks):
-            first = turn % len(labels)
-            for label in labels[first:] + labels[:first]:
-                seconds[label].append(heard(label, workers[label].chunk))
-        busy = Usage.now().others_since(before)
-        ends = {label: heard(label, worker.answer) for label, worker in workers.items()}
+            ask(entry.label, worker.answer)
+        samples = {label: partial(ask, label, worker.chunk) for label, worker in workers.items()}
+        taken = interleave(samples, chunks, warm=False)
+        ends = {label: ask(label, worker.answer) for label, worker in workers.items()}
     finally:
         for worker in workers.values():
             worker.close()
-    return Result([_figure(entry, entries[0], seconds, ends, problems) for entry in entries], busy)
+    return Result([_figure(entry, entries[0], taken.seconds, ends, problems) for entry in entries], taken.others)
 
 
 def _figure(

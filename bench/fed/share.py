@@ -23,12 +23,9 @@ from fastsam.fed.sums.fixed_point import FixedPointSum
 INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (Form, "update_"), (FixedPointSum, "add_"))
 
 
-def measure(device: str, rounds: int) -> dict[str, float]:
-    """Seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation, the server's
-    step, records): medians.
-
-    On a GPU the host's time says nothing about where the device's goes: there it is the host's share.
-    """
+def measure(rounds: int) -> dict[str, float]:
+    """Return medians: seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation,
+    the server's step, records)."""
     ticks: list[float] = []
     with _timed() as spent:
         inside: list[float] = []
@@ -37,7 +34,7 @@ def measure(device: str, rounds: int) -> dict[str, float]:
             ticks.append(time.perf_counter())
             inside.append(spent())
 
-        ours.train(Workload("cnn", device=device), rounds + 1, tick, "sequential")
+        ours.train(Workload("cnn"), rounds + 1, tick, "sequential")
     whole, within = ([after - before for before, after in pairwise(marks)] for marks in (ticks, inside))
     # the first round, before the first tick, warms up
     shares = [1 - part / seconds for part, seconds in zip(within, whole)]

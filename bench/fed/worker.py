@@ -1,8 +1,9 @@
 """One contender in a process of its own: `python -m bench.fed.worker NAME WORKLOAD CHUNKS ROUNDS THREADS`; WORKLOAD is
 JSON.
 
-It gets ready, trains one chunk of rounds that nobody times, and then a chunk whenever a line comes in on standard
-input, answering with the seconds of a round. After the last chunk it says the loss over all data and its peak memory.
+It gets ready and trains one chunk of rounds whose time does not count, and then a chunk whenever a line comes in on
+standard input, answering with the seconds of a round. After the last chunk it says the loss over all data and its peak
+memory.
 Answers go to the standard output's own file descriptor; whatever the libraries print goes to standard error. Several
 processes of a launcher (torchrun) begin every chunk together; rank 0 hears and speaks.
 """
@@ -21,58 +22,34 @@ from typing import Any
 
 from bench.fed.workload import Workload
 
-# The module of each contender. It has `train(workload, rounds, tick, option) -> model`, which calls `tick()` after
-# every round.
-CONTENDERS = {
-    "bare": ("bare", "tensors"),
-    "bare-flat": ("bare", "flat"),
-    "bare-channels-last": ("bare", "channels_last"),
-    "flower": ("flower", ""),
-    "pfl": ("apple", ""),
-    "fedlab": ("fedlab_loop", ""),
-    "fedjax": ("fedjax_loop", ""),
-    "blazefl": ("blaze", ""),
-    "fastsam-sequential": ("ours", "sequential"),
-    "fastsam-threads": ("ours", "threads"),
-    "fastsam-vmap": ("ours", "vmap"),
-    "fastsam-streams": ("ours", "streams"),
-    "fastsam-graph": ("ours", "graph"),
-    "fastsam": ("ours", "auto"),
-    "fastsam-ranks": ("ours", "sequential"),
-    "fastsam-apart": ("ours", "sequential"),
-}
-PEERS = ("flower", "pfl", "fedlab", "fedjax", "blazefl")
+# The modules of the other simulators. A contender is named MODULE:OPTION. Its module has `train(workload, rounds, tick,
+# option) -> model`, which calls `tick()` after every round.
+PEERS = {"flower": "flower", "pfl": "apple", "fedlab": "fedlab_loop", "fedjax": "fedjax_loop", "blazefl": "blaze"}
+APART = "apart"  # at the end of a name: the processes of a launcher share nothing
 
 
 class Chunks:
-    """Counts rounds; at the end of each chunk reports its time and waits for the next order.
+    """Counts rounds; at the end of each chunk reports the seconds of a round and waits for the next order.
 
-    wait: until the work of the chunk is done. meet: until all processes begin the next one.
+    order: returns when the next chunk may begin. wait: returns when the work of the chunk is done.
     """
 
     def __init__(
-        self,
-        chunks: int,
-        rounds: int,
-        say: Callable[[Any], None],
-        wait: Callable[[], None],
-        meet: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.rounds, self.say, self.wait, self.meet, self.done, self.since = rounds, say, wait, meet, 0, 0.0
-        self.total = (chunks + 1) * rounds
+        self, chunks: int, rounds: int, say: Callable[[float], None], order: Callable[[], None],
+        wait: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self.rounds, self.say, self.order, self.wait, self.clock = rounds, say, order, wait, clock
+        self.total, self.done, self.since = chunks * rounds, 0, clock()
 
     def tick(self) -> None:
         self.done += 1
-        if self.done % self.rounds:
+        if self.done % self.rounds or self.done > self.total:
             return
         self.wait()
-        seconds = time.perf_counter() - self.since
-        self.say("ready" if self.done == self.rounds else seconds / self.rounds)
+        self.say((self.clock() - self.since) / self.rounds)
         if self.done < self.total:
-            if _first() and not sys.stdin.readline():
-                raise SystemExit("the driver is gone")
-            self.meet()
-        self.since = time.perf_counter()
+            self.order()
+        self.since = self.clock()
 
 
 def _first() -> bool:
@@ -107,16 +84,21 @@ def main() -> None:
         if _first():
             print(json.dumps(what), file=answers, flush=True)
 
+    def order() -> None:
+        if _first() and not sys.stdin.readline():
+            raise SystemExit("the driver is gone")
+        meet()
+
     import torch
 
     torch.set_num_threads(int(threads))
     workload = Workload(**json.loads(described))
-    wait = torch.cuda.synchronize if workload.device == "cuda" else lambda: None
-    meet = torch.distributed.barrier if torch.distributed.is_torchelastic_launched() else lambda: None
-    if name == "fastsam-apart":
+    module, option, *more = name.split(":")
+    wait = lambda: None  # noqa: E731
+    meet = torch.distributed.barrier if torch.distributed.is_torchelastic_launched() else wait
+    if more == [APART]:
         wait = meet = apart()
-    steps = Chunks(int(chunks), int(rounds), say, wait, meet)
-    module, option = CONTENDERS[name]
+    steps = Chunks(int(chunks) + 1, int(rounds), say, order, wait)
     trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = peak_mib()  # before the loss over all data, which takes more than the CNN's training
     say({"loss": workload.loss_of(trained), "peak_mib": round(peak, 1)})

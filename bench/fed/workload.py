@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 CLASSES, SAMPLES, BATCH, LR, RHO = 10, 64, 16, 0.1, 0.05
-SHAPES = {"mlp": (64,), "cnn": (1, 28, 28), "digits": (1, 8, 8)}
+SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
 
 
 def mlp(width: int = 32) -> nn.Module:
@@ -38,25 +38,9 @@ def cnn() -> nn.Module:
     )
 
 
-def digits() -> nn.Module:
-    """On 8x8x1, the layers of `fastsam.fed.models.CNN`; 13,706 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, CLASSES),
-    )
-
-
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "digits", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its
+    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its
     own choice of slots.
     options: others of ours.
 
@@ -82,8 +66,7 @@ class Workload:
         """The model with the weights that everybody starts from."""
         torch.manual_seed(0)
         kind, _, width = self.model.partition(":")
-        made = {"cnn": cnn, "digits": digits}.get(kind)
-        return (mlp(int(width or 32)) if made is None else made()).to(self.device)
+        return (cnn() if kind == "cnn" else mlp(int(width or 32))).to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Per client float32 inputs and int64 labels: a prototype per class, and noise."""

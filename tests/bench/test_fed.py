@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import random
 import stat
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from bench import federated
-from bench.fed import bare, on_gpu, share
+from bench.fed import on_gpu, overhead, share
 from bench.fed import race as races
 from bench.fed.bare import Flat, Tensors
 from bench.fed.race import Entry, race
-from bench.fed.worker import CONTENDERS, PEERS, Chunks
+from bench.fed.worker import Chunks
 from bench.fed.workload import Workload
 from bench.timing import Summary
-from tests.helpers.places import ROOT
+from fastsam import fed
 
 LOAD = Workload("mlp")
 
@@ -70,7 +68,6 @@ def entry(python: str, name: str, seconds: float = 1.0, loss: float = 0.5, log: 
 
 
 # ---- turns
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_contenders_take_turns_and_the_first_is_the_unit(pretender: str, tmp_path: Path) -> None:
@@ -99,11 +96,6 @@ def test_one_that_dies_is_left_out_with_its_last_words(pretender: str, name: str
     assert result.figures[1].speed is None and result.figures[2].speed == Summary(2, 2, 2)
 
 
-def test_without_the_unit_there_are_no_figures(pretender: str) -> None:
-    result = race([entry(pretender, "stillborn"), entry(pretender, "b")], 1, 1)
-    assert [f.problem for f in result.figures] == ["no such library", "the unit 'stillborn' failed"]
-
-
 def test_one_that_says_much_to_its_log_does_not_stop(pretender: str) -> None:
     assert race([entry(pretender, "talkative")], 1, 1).figures[0].problem is None
 
@@ -124,27 +116,18 @@ def test_a_figure_counts_only_where_training_worked(pretender: str, loss: float,
     assert good or "did not train" in str(figure.problem)
 
 
-@pytest.mark.parametrize(("loss", "good"), [(2.2, True), (2.4, False)])
-def test_another_workload_than_the_units_must_only_beat_a_guess(pretender: str, loss: float, good: bool) -> None:
-    figure = race([entry(pretender, "a"), entry(pretender, "b", loss=loss, clients=1000)], 1, 1).figures[1]
-    assert (figure.problem is None) == good
-
-
-def test_a_worker_times_chunks_of_rounds_and_the_first_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    orders = iter(["\n", "\n", ""])
-    monkeypatch.setattr("sys.stdin", type("Orders", (), {"readline": staticmethod(lambda: next(orders))}))
-    chunks = Chunks(chunks=3, rounds=2, say=said.append, wait=lambda: None)
-    for _ in range(5):
+def test_a_worker_times_chunks_of_rounds_and_waits_after_each() -> None:
+    said: list[float] = []
+    orders = iter([None, None])
+    clock = iter([0.0, 10.0, 12.0, 20.0, 22.0, 26.0, 30.0])
+    chunks = Chunks(3, 2, said.append, lambda: next(orders), clock=lambda: next(clock))
+    for _ in range(7):
         chunks.tick()
-    assert said[0] == "ready" and len(said) == 2 and 0 < said[1] < 0.1
-    with pytest.raises(SystemExit, match="driver is gone"):
-        chunks.tick()
-    assert chunks.total == 8
+    assert said == [5.0, 4.0, 2.0] and chunks.total == 6 and list(orders) == []
 
 
 def test_one_real_race() -> None:
-    names = ("bare", "fastsam-sequential")
+    names = ("bare:tensors", "ours:sequential")
     result = race([Entry(name, name, LOAD) for name in names], 1, 1)
     assert [f.problem for f in result.figures] == [None, None]
     assert all(
@@ -155,15 +138,7 @@ def test_one_real_race() -> None:
     assert plain is not None and ours is not None and abs(plain - ours) < 0.2 < ours < 2.3
 
 
-def test_peak_memory_is_not_that_of_the_process_which_started_it() -> None:
-    ballast = bytearray(b"1") * (800 << 20)
-    command = [sys.executable, "-c", "from bench.fed.worker import peak_mib; print(peak_mib())"]
-    own = float(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert own < 600 < len(ballast) / 2**20
-
-
 # ---- the workload
-# ------------------------------------------------------------------------------------------------------
 
 
 def parameters(load: Workload) -> int:
@@ -180,11 +155,6 @@ def test_the_models_and_the_data_are_those_of_the_description() -> None:
         range(10)
     )
     assert Workload("cnn", clients=2).data()[1][0].shape == (64, 1, 28, 28)
-
-
-def test_everybody_starts_from_the_same_weights() -> None:
-    a, b = (torch.cat([p.flatten() for p in Workload("cnn").make_model().parameters()]) for _ in range(2))
-    assert torch.equal(a, b)
 
 
 @pytest.mark.of_each_kind
@@ -207,43 +177,18 @@ def test_both_bare_loops_take_the_same_steps(sharp: bool) -> None:
         assert not torch.allclose(ends[0], torch.cat([p.detach().flatten() for p in model.parameters()]), atol=1e-5)
 
 
-def test_the_bare_loop_in_channels_last_is_the_bare_loop_in_another_order() -> None:
-    ends = []
-    for option in ("tensors", "channels_last"):
-        torch.manual_seed(0)
-        random.seed(0)
-        model = bare.train(Workload("cnn", clients=4, cohort=2), 1, lambda: None, option)
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert model[3].weight.stride() == (288, 1, 96, 32)
-    torch.testing.assert_close(ends[0], ends[1], rtol=1e-4, atol=1e-5)
-    assert not torch.equal(
-        ends[0], torch.cat([p.detach().flatten() for p in Workload("cnn").make_model().parameters()])
-    )
-
-
-@pytest.mark.of_each_kind
-def test_every_contender_has_a_module_and_every_peer_its_requirements() -> None:
-    for module, _ in CONTENDERS.values():
-        assert (ROOT / "bench" / "fed" / f"{module}.py").exists()
-    for peer in PEERS:
-        pinned = (ROOT / "bench" / "fed" / "requirements" / f"{peer}.txt").read_text()
-        assert "torch==" in pinned
-
-
 # ---- the loop's own share
-# ----------------------------------------------------------------------------------------------
 
 
 def test_the_loops_own_share_is_what_is_outside_passes_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [getattr(owner, name) for owner, name in share.INSIDE]
-    monkeypatch.setattr(share, "Workload", lambda model, device: Workload("mlp", clients=4, cohort=4))
-    found = share.measure("cpu", 1)
+    monkeypatch.setattr(share, "Workload", lambda model: Workload("mlp", clients=4, cohort=4))
+    found = share.measure(1)
     assert found["seconds"] > 0 and 0 < found["own_share"] < 1
     assert [getattr(owner, name) for owner, name in share.INSIDE] == before
 
 
 # ---- kernels at once
-# ---------------------------------------------------------------------------------------------------
 
 
 def kernel(stream: int, begin: float, duration: float) -> dict[str, Any]:
@@ -267,16 +212,17 @@ def test_how_busy_kernels_keep_a_device(
     assert found == {"kernels": len(kernels), "streams": streams, "busy": busy, "at_once": at_once}
 
 
-def test_a_series_that_fails_or_has_no_time_is_named() -> None:
+def test_what_fails_or_has_no_time_is_named() -> None:
     def fails() -> float:
         raise RuntimeError("no memory")
 
-    until, over = on_gpu.Until(100), on_gpu.Until(-1)
-    assert on_gpu._series("t", "n", 1, until, fails).problem == "RuntimeError: no memory"
-    assert on_gpu._series("t", "n", 1, over, fails).problem == "no time left"
-    assert on_gpu._series("t", "n", 1, until, lambda: 2.0).seconds == 2.0
-    assert on_gpu._guarded(lambda: {"busy": fails()}, until) == {"problem": "RuntimeError: no memory"}
-    assert on_gpu._guarded(lambda: {"busy": fails()}, over) == {"problem": "no time left"}
+    job, over = on_gpu.Job("cpu", 100), on_gpu.Job("cpu", -1)
+    for work, made, seconds, problem in (
+        (fails, job, None, "RuntimeError: no memory"), (fails, over, None, "no time left"), (lambda: 2.0, job, 2.0, "")
+    ):  # fmt: skip
+        kind, entry = made.series("t", "n", 1, work)
+        assert (kind, entry["seconds"], entry["problem"]) == ("series", seconds, problem)
+    assert next(over.busy("vmap")) == ("busy", {"executor": "vmap", "clients": 20, "problem": "no time left"})
 
 
 @pytest.mark.of_each_kind
@@ -284,25 +230,24 @@ def test_jobs_cover_executors_and_models(monkeypatch: pytest.MonkeyPatch) -> Non
     """A process per executor and model; most clients before fewer; no more slots than torch has streams."""
     taken: list[tuple[Any, ...]] = []
 
-    def rounds(model: Any, data: Any, algorithm: str, rounds: int, **options: Any) -> float:
-        taken.append((algorithm, options["executor"], options.get("slots")))
+    def rounds(load: Workload, rounds: int, **options: Any) -> float:
+        taken.append((load.algorithm, options["executor"], options.get("slots")))
         return 1.0
 
-    monkeypatch.setattr(on_gpu, "_rounds", rounds)
+    monkeypatch.setattr(on_gpu, "_load_rounds", rounds)
     monkeypatch.setattr(on_gpu, "_bare_rounds", lambda load, rounds: 1.0)
-    monkeypatch.setattr(on_gpu, "_parts", lambda load: (None, None))
     monkeypatch.setattr(on_gpu.rowprograms, "maker", maker := on_gpu.rowprograms.maker)  # put back afterwards
-    jobs = on_gpu.jobs("cuda")
+    jobs, job = on_gpu.jobs("cuda"), on_gpu.Job("cuda", 100)
     for model in ("cnn", "mlp"):
         for executor in ("bare loop", "sequential", "streams", "graph", "vmap", "auto"):
-            found = list(jobs[f"{model} {executor}"](on_gpu.Until(100)))
-            assert [(s.at, s.name) for s in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
-            assert found[0].title == f"{model.upper()}, fedavg, by clients"
+            found = [entry for _, entry in jobs[f"{model} {executor}"](job)]
+            assert [(e["at"], e["name"]) for e in found] == [(n, executor) for n in (100, 100, 20, 20, 8, 8)]
+            assert found[0]["title"] == f"{model.upper()}, fedavg, by clients"
     assert ("fedsam", "streams", 31) in taken and ("fedavg", "vmap", 100) in taken and ("fedavg", "auto", None) in taken
     for width in (200, 1024):
-        assert next(jobs[f"mlp:{width} vmap"](on_gpu.Until(100))).title == f"MLP:{width}, fedavg, by clients"
+        assert next(jobs[f"mlp:{width} vmap"](job))[1]["title"] == f"MLP:{width}, fedavg, by clients"
     assert on_gpu.rowprograms.maker is maker
-    assert next(jobs["mlp:200 vmap, without row programs"](on_gpu.Until(100))).seconds == 1.0
+    assert next(jobs["mlp:200 vmap, without row programs"](job))[1]["seconds"] == 1.0
     assert on_gpu.rowprograms.maker(None) is None
 
 
@@ -318,21 +263,72 @@ def test_a_job_that_fails_costs_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(on_gpu.run_job("mlp vmap", "cpu", 1)) == [("jobs", {"name": "mlp vmap", "problem": "no time left"})]
 
 
-def test_the_bare_loop_has_the_settings_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(on_gpu, "repeatable", lambda device: _entered(seen))
-    monkeypatch.setattr(on_gpu.bare, "train", lambda load, rounds, tick, option: [tick() for _ in range(rounds)])
-    assert on_gpu._bare_rounds(Workload("mlp", clients=2), 2) >= 0 and seen == [True]
+# ---- what an algorithm costs
 
 
-@contextmanager
-def _entered(seen: list[bool]) -> Iterator[None]:
-    seen.append(True)
-    yield
+class Costly:
+    """Trains nothing, but the clock says that it took time: so much a step, and so much more a round."""
+
+    PER_ROUND: ClassVar = {"fedavg": 0.5, "scaffold": 1.5, "fedcm": 0.5}
+    PER_STEP: ClassVar = {"fedavg": 0.25, "scaffold": 0.25, "fedcm": 0.375}
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.rounds, self.failing, self.untrained = 0.0, 0, "", ""
+        self.time = self.perf_counter = self.process_time = lambda: self.now
+        monkeypatch.setattr(overhead, "time", self)
+        monkeypatch.setattr(overhead.ours, "train", self.train)
+        monkeypatch.setattr(Workload, "loss_of", lambda load, model: 3.0 if load.algorithm == self.untrained else 0.5)
+
+    def train(self, load: Workload, rounds: int, tick: Callable[[], None], option: str) -> torch.nn.Module:
+        for round in range(rounds):
+            if load.algorithm == self.failing and round == 1:
+                raise ValueError("no such vector")
+            self.rounds += 1
+            more = dict(load.options).get("more", 0) + self.PER_ROUND[load.algorithm]
+            self.now += more + self.PER_STEP[load.algorithm] * 4 * load.cohort * load.epochs
+            tick()
+        return torch.nn.Identity()
+
+
+def test_a_steps_cost_is_what_it_adds_to_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    Costly(monkeypatch)
+    for model in ("mlp", "cnn"):
+        for name, step, whole in (("scaffold", 1.0, 21.5 / 20.5), ("fedcm", 1.5, 30.5 / 20.5)):
+            cost = overhead.compare(name, Workload(model, name), "sequential", 3)
+            assert cost.problem is None and cost.step is not None and cost.round is not None
+            assert cost.step == Summary(*[step] * 3) and cost.seconds == Summary(*[0.25 * step] * 3)
+            assert cost.round.median == pytest.approx(whole)
+    hidden = overhead.compare("hidden", Workload("cnn", options=(("more", 20.5),)), "sequential", 2)
+    assert (hidden.label, hidden.step, hidden.round) == ("hidden", None, Summary(2, 2, 2))
+
+
+def test_noise_of_a_small_model_is_timed_over_all_rounds_it_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for model, rounds in (("mlp", 64 * 5), ("cnn", 2)):  # the first turn is not counted, and a round is evaluated
+        clock = Costly(monkeypatch)
+        overhead.compare("noisy", Workload(model, options=(("noise_multiplier", 1.0),)), "sequential", 1)
+        assert clock.rounds == 2 * (rounds + 1)
+
+
+@pytest.mark.parametrize("who", ["scaffold", "fedavg"])
+def test_an_algorithm_that_fails_or_does_not_train_has_no_cost(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, clock = threading.active_count(), Costly(monkeypatch)
+    clock.failing = who
+    load = Workload("mlp", "scaffold")
+    assert overhead.compare("s", load, "sequential", 2).problem == f"{who}: ValueError: no such vector"
+    assert threading.active_count() == threads
+    clock.failing, clock.untrained = "", who
+    assert "did not train: loss 3" in str(overhead.compare("s", load, "sequential", 2).problem)
+
+
+@pytest.mark.of_each_kind
+def test_one_real_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "ROUNDS", {"mlp": 1})
+    cost = overhead.compare("scaffold", Workload("mlp", "scaffold", lr=overhead.LR), "auto", 1)
+    assert cost.problem is None and cost.round is not None and cost.round.median > 0
+    assert all(name in fed.algorithms.registry for name in overhead.ALGORITHMS)
 
 
 # ---- the command
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.of_each_kind
@@ -365,3 +361,22 @@ def test_the_command_writes_what_it_has_and_fails_when_ours_fails(
     assert federated.main(["--parts", "speed", "--quick"]) == 1
     with pytest.raises(SystemExit):
         federated.main(["--peer", "tff=/bin/true"])
+
+
+def test_a_part_measured_again_is_joined_to_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = Summary(1, 1, 1)
+    costs = [overhead.Costs("MLP, auto", [overhead.Cost("fedcm", one, one, one)], 0.0)]
+    monkeypatch.setattr(overhead, "measure", lambda turns: costs)
+    command, path = ["--parts", "overhead", "--out", str(tmp_path)], tmp_path / "federated.json"
+    assert federated.main(command) == 0
+    before = json.loads(path.read_text())
+    before |= {"commit": "an older one", "parts": before["parts"] | {"share": {"own_share": 0.5}, "overhead": "old"}}
+    path.write_text(json.dumps(before))
+    assert federated.main([*command, "--again", str(path)]) == 0
+    after = json.loads(path.read_text())
+    assert after["commit"] == "an older one" != after["again"]["overhead"]["commit"]
+    assert after["parts"]["share"] == {"own_share": 0.5} and after["parts"]["overhead"][0]["title"] == "MLP, auto"
+    path.write_text(json.dumps(before | {"versions": {"torch": "1.0"}}))
+    with pytest.raises(SystemExit, match="torch 1.0, cpu, and here are .* measure all parts here"):
+        federated.main([*command, "--again", str(path)])
+    assert json.loads(path.read_text())["parts"]["overhead"] == "old"

@@ -16,7 +16,7 @@ from tests.helpers.bench_machine import record_of
 from tests.helpers.places import ROOT
 
 sys.path.insert(0, str(ROOT))
-from bench import gpu
+from bench import gpu, ncu
 
 
 def part(name: str, code: str, weight: int = 60, why_not: str | None = None, is_test: bool = False) -> gpu.Part:
@@ -99,13 +99,6 @@ def test_what_has_no_time_left_is_named(
     monkeypatch.setattr(gpu, "facts", lambda: {"gpu": None, "capability": None, "nvcc": None})
     code, _, parts = run(tmp_path / "out", capsys, "--parts", "green", "--seconds", "5")
     assert code == 0 and [p["reason"] for p in parts] == ["no time left"] * 2
-
-
-def test_an_unknown_part_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path / "out"), "--parts", "memchek"])
-    assert "there is no part 'memchek'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.of_each_kind
@@ -198,15 +191,6 @@ def test_a_part_has_its_share_and_no_more(tmp_path: Path) -> None:
     assert gpu.run_part(told, place, following=1000).result in ("7", "8"), "ten seconds at least"
 
 
-def test_packages_of_the_machine_stay_in_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
-    says = part("says", "import os; print(os.environ['PYTHONPATH'])")
-    monkeypatch.setenv("PYTHONPATH", "/some/site")
-    assert gpu.run_part(says, place).result == f"{tmp_path}:/some/site"
-    monkeypatch.delenv("PYTHONPATH")
-    assert gpu.run_part(says, place).result == str(tmp_path)
-
-
 @pytest.mark.of_each_kind
 def test_what_is_the_same_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a compiler would think that all of it had changed. What was compiled stays; what the checkout has no more
@@ -245,14 +229,6 @@ def test_the_tables_are_in_the_summary(tmp_path: Path) -> None:
     assert "Made by" not in printed
 
 
-def test_a_benchmark_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    """On a machine with a GPU a run without one of its parts must not look complete."""
-    place = gpu.Place(tmp_path, tmp_path, "a GPU", None, None, gpu.time.monotonic() + 60)
-    absent = gpu.Part("absent", "a benchmark", gpu._bench("no_such_benchmark"), 60, gpu.needs_gpu)
-    outcome = gpu.run_part(absent, place)
-    assert outcome.state == "failed" and "No module named" in outcome.result
-
-
 def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pathlib, time\n"
@@ -273,7 +249,7 @@ def test_an_interrupted_run_of_tests_tells_its_failures(tmp_path: Path) -> None:
 def test_the_tests_run_as_the_script_calls_them(tmp_path: Path) -> None:
     """With its workers and a cache of its own, under the settings of this folder."""
     place = gpu.Place(ROOT, tmp_path, None, None, None, gpu.time.monotonic() + 120)
-    some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_lines.py"), 120)
+    some = gpu.Part("some", "", gpu._pytest("-n", "2", "tests/test_docs_commands.py"), 120)
     outcome = gpu.run_part(some, place)
     assert outcome.state == "passed" and re.match(r"\d+ passed", outcome.result), outcome
 
@@ -289,7 +265,39 @@ def test_what_the_tests_read_is_copied(tmp_path: Path) -> None:
     assert outcome.state == "passed" and "error" not in outcome.result, (tmp_path / "log.txt").read_text()[-2000:]
 
 
-def test_half_written_files_do_not_stay(tmp_path: Path) -> None:
-    place = gpu.Place(tmp_path, tmp_path, None, None, None, gpu.time.monotonic() + 60)
-    gpu.run_part(part("half", f"open({str(tmp_path / 'part-kernels-cuda.json')!r}, 'w').write('{{')"), place)
-    assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]
+# ---- Nsight Compute
+
+FAKE = """#!{python}
+import sys
+rows = ['==PROF== a line of progress', '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+metrics = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+assert sys.argv[sys.argv.index("--clock-control") + 1] == "none"
+for i in range(10):
+    rows += [f'"{{i}}","void fastsam::kernel{{i}}(int, float)","{{m}}","usecond","{{i}}.5"' for m in metrics]
+print("\\n".join(rows))
+{more}
+"""
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize(
+    ("more", "code", "said"),
+    [
+        ("", 0, "10 kernels measured"),
+        ("print('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)", gpu.ABSENT, "does not permit"),
+        ("print('out of memory'); raise SystemExit(3)", 1, "out of memory"),
+        (None, gpu.ABSENT, "not installed"),
+    ],
+)
+def test_nsight_compute_is_read_or_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: str, code: int, said: str
+) -> None:
+    program = tmp_path / "ncu"
+    program.write_text(FAKE.format(python=sys.executable, more=more))
+    program.chmod(0o755)
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(program) if more is not None else None)
+    assert ncu.main(["--out", str(tmp_path)]) == code and said in capsys.readouterr().out
+    if code == 0:
+        row = json.loads((tmp_path / ncu.FILE).read_text())["rows"][4]
+        assert (row["label"], row["kernel"]) == ("perturb resnet18", "void fastsam::kernel4(int, float)")
+        assert (row["duration"], row["unit"], row["DRAM, %"]) == ("4.5", "usecond", "4.5")

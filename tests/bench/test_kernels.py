@@ -7,50 +7,35 @@ for.
 
 from __future__ import annotations
 
+import json
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import kernel_report, kernels, memory, whole_steps
-from bench.clocks import Machine
+from bench import kernels, memory, report, tables, whole_steps
 from bench.contenders import contenders
-from bench.gpu_report import join
-from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelCase, KernelSize, cut, kernel_cases
-from bench.kernel_data import MAX_SETS, ROTATION, Operator
-from bench.kernels import OpBench, figures, rounds_of
-from bench.problem import Gradients, initial_weights
-from bench.whole_steps import FLOOR_BYTES, DeviceForeachStepper, StepBench
+from bench.kernel_cases import KERNEL_SIZES, OPS, STEP, KernelCase, cut, kernel_cases
+from bench.kernel_data import MAX_SETS, Operator
+from bench.kernels import OpBench
+from bench.problem import Gradients, Size, initial_weights
+from bench.timing import ROTATION, Machine, intra_op_threads
+from bench.whole_steps import DeviceForeachStepper
 from fastsam import backends
 from fastsam_kernels import reference
 from tests.helpers.bench_machine import Small, record_of
 
-TINY = KernelSize("cut3", "tiny in 3", ((20, 9), (7,), (3, 3)))
-ROWS = KernelSize("rows2", "two rows", ((20, 9), (7,)), rows=2)
+TINY = Size("cut3", "tiny in 3", ((20, 9), (7,), (3, 3)))
+ROWS = Size("rows2", "two rows", ((20, 9), (7,)), rows=2)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-# ---- the registry
-# ------------------------------------------------------------------------------------------------------
-
-
-def test_sizes_of_the_figures_of_merit() -> None:
-    sizes = {name: (len(size.shapes), size.parameters) for name, size in KERNEL_SIZES.items()}
-    assert sizes["50k"] == (20, 51_994) and sizes["225k"] == (20, 224_474)
-    assert sizes["resnet18"] == (62, 11_173_962) and sizes["30m"] == (200, 30_000_000)
-    assert sizes["100m"] == (200, 100_000_000) and sizes["rows100"] == (20, 5_199_400)
-    assert {sizes[f"cut{n}"] for n in (1, 10, 100, 400, 1000)} == {(n, 4_000_000) for n in (1, 10, 100, 400, 1000)}
-    assert cut(10, 3) == ((4,), (3,), (3,))
-    assert [OPS[name].bytes_per_parameter for name in STEP] == [4, 16, 20] and FLOOR_BYTES == 40
+    with intra_op_threads(1):
+        yield
 
 
 @pytest.mark.of_each_kind
@@ -78,13 +63,12 @@ def test_sets_are_larger_than_the_caches() -> None:
 
 
 # ---- the gate
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", [b for b in backends.table() if b.device == "cpu"], ids=lambda b: b.name)
 @pytest.mark.parametrize("size", [pytest.param(TINY, marks=pytest.mark.of_each_kind), ROWS], ids=lambda s: s.name)
 @pytest.mark.parametrize("layout", ["scattered", "flat"])
-def test_backends_pass_and_leave_the_input(backend: backends.Backend, size: KernelSize, layout: str) -> None:
+def test_backends_pass_and_leave_the_input(backend: backends.Backend, size: Size, layout: str) -> None:
     if not backend.available:
         pytest.skip(str(backend.reason))
     module = backend.load()
@@ -139,41 +123,19 @@ def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest
         backends, "table", lambda: (entry, backends.Backend("reference", "cpu", "reference", lambda: None))
     )
     op = OPS["norm" if change == "sum" else "perturb"]
-    result = OpBench(KernelCase(op, TINY, "scattered"), Small()).run(3)
+    result = OpBench(KernelCase(op, TINY, "scattered"), Small()).run(3, 10.0)
     bad, good = result["rows"]
     assert bad["gate"] == "red" and "eager" not in bad and bad["reason"]
     assert good["gate"] == "green" and good["eager"]["seconds"]["median"] > 0
-    assert kernel_report.reasons(record_of(ops=[result])) == [f"native: {bad['reason']}"]
-
-
-def test_an_op_that_a_backend_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "table", lambda: (backends.Backend("native", "cpu", "reference", lambda: None),))
-    monkeypatch.setattr(backends.Backend, "load", lambda self: wrong_kernels("none"))
-    (row,) = OpBench(KernelCase(OPS["inner"], TINY, "flat"), Small()).run(3)["rows"]
-    assert row["gate"] == "not run" and row["reason"] == "this backend has no inner_"
+    assert tables.reasons(record_of(ops=[result])) == [f"Not measured: native: {bad['reason']}."]
 
 
 # ---- what is measured
-# --------------------------------------------------------------------------------------------------
-
-
-def test_the_fraction_is_floor_over_time_at_the_copy_of_the_round() -> None:
-    found = figures([2.0, 4.0, 2.0], [10.0, 5.0, 10.0], 10)
-    assert found["fraction"] == {"median": 0.5, "q1": 0.5, "q3": 0.5} and found["seconds"]["median"] == 2.0
-
-
-def test_rounds_interleave_and_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    samples = {name: (lambda name=name: order.append(name) or 1.0) for name in "ab"}
-    copies, taken = rounds_of(Small(), samples, 4)
-    assert "".join(order) == "ab" + "ab" + "ba" + "ab" + "ba" and len(copies) == 4 and len(taken["a"]) == 4
-    monkeypatch.setitem(kernels.CASE_SECONDS, "cpu", 0.0)
-    assert len(rounds_of(Small(), samples, 100)[0]) == kernels.FEWEST
 
 
 def test_an_op_on_a_machine_with_graphs() -> None:
-    machine, size = Small(cuda=True), KernelSize("rows100", "few rows", ROWS.shapes, rows=2)
-    result = OpBench(KernelCase(OPS["update"], size, "scattered"), machine).run(3)
+    machine, size = Small(cuda=True), Size("rows100", "few rows", ROWS.shapes, rows=2)
+    result = OpBench(KernelCase(OPS["update"], size, "scattered"), machine).run(3, 10.0)
     rows = {row["name"]: row for row in result["rows"]}
     assert rows["reference"]["launches"] == 3 and "replayed" not in rows["reference"]
     if rows["native"]["gate"] == "green":
@@ -186,9 +148,9 @@ def test_an_op_on_a_machine_with_graphs() -> None:
 
 
 def test_whole_steps_on_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "peak_extra_bytes_cuda", lambda *arguments: 8 * TINY.parameters)
+    monkeypatch.setattr(memory, "peak_extra_bytes", lambda *arguments: 8 * TINY.parameters)
     machine = Small(cuda=True)
-    result = StepBench(TINY, machine, "without").run(3)
+    result = whole_steps.on_size(TINY, machine, 3, 10.0, "without")
     rows = {row["name"]: row for row in result["rows"]}
     assert "compiled" not in rows and rows["foreach"]["title"].endswith("on the device")
     for name in ("fastsam_foreach", "foreach", "copied"):
@@ -200,18 +162,6 @@ def test_whole_steps_on_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -
             assert row[how]["faster_than_copied"]["median"] > 0
     assert rows["copied"]["eager"]["faster_than_copied"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
     assert rows["fastsam_triton"]["gate"] == "not run"
-
-
-def test_what_cannot_be_captured_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Machine, body: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
-    monkeypatch.setattr(memory, "peak_extra_bytes_cuda", lambda *arguments: 0)
-    monkeypatch.setattr(Small, "capture", refuse)
-    rows = StepBench(TINY, Small(cuda=True), "without").run(3)["rows"]
-    copied = next(row for row in rows if row["name"] == "copied")
-    assert copied["not_replayed"] == "operation not permitted when stream is capturing"
-    assert "eager" in copied and "replayed" not in copied
 
 
 def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
@@ -238,29 +188,82 @@ def test_contenders_by_backend_and_by_whether_they_compile() -> None:
     assert {"compiled", "foreach", "fastsam_triton"} < set(names())
 
 
-@pytest.mark.of_each_kind
-def test_the_copied_class_is_left_out_of_many_tensors() -> None:
-    """It has some ten launches per tensor, and would take the time of everything else."""
-    names = {
-        size: [c.name for c in whole_steps.of_device(Small(), KERNEL_SIZES[size], "without")]
-        for size in ("cut100", "cut400", "cut1000")
-    }
-    assert {size for size, found in names.items() if "copied" in found} == {"cut100"}
+# ---- the clock of a GPU
 
 
 @pytest.mark.of_each_kind
-def test_results_of_a_later_run_join_those_that_are_there() -> None:
-    """New backends become rows, new comparisons figures; a row that failed does not replace one that was measured."""
+def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device: a queue with a time, in microseconds, which the host fills and does not wait for."""
+    log, now = [], {"host": 0.0, "device": 0.0}
 
-    def row(name: str, **figures: Any) -> dict[str, Any]:
-        return {"name": name, "gate": "green", "eager": figures}
+    def queue(what: str, microseconds: float, call: float = 10.0) -> float:
+        log.append(what)
+        now["host"] += call
+        now["device"] = max(now["device"], now["host"]) + microseconds
+        return now["device"]
 
-    failed = {"name": "native", "gate": "red", "reason": "wrong"}
-    results = [{"name": "step-a", "rows": [row("native", seconds=1), {"name": "triton", "gate": "not run"}]}]
-    results = join(results, [{"name": "step-a", "rows": [row("native", faster=3), row("triton", seconds=4)]}])
-    results = join(results, [{"name": "step-a", "rows": [failed]}, {"name": "step-b", "rows": []}])
-    assert results == [
-        {"name": "step-a", "rows": [row("native", seconds=1, faster=3), row("triton", seconds=4)]},
-        {"name": "step-b", "rows": []},
-    ]
-    assert join({"left_out": ["a"]}, {"left_out": ["b"]}) == {"left_out": ["a", "b"]}
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record = lambda: setattr(self, "at", queue("event", 0.0, call=1.0))
+
+        def elapsed_time(self, last: Any) -> float:
+            return (last.at - self.at) / 1e3  # type: ignore[attr-defined,no-any-return]
+
+    def read(name: str) -> Any:
+        return types.SimpleNamespace(max=lambda: queue(name, 250.0))
+
+    machine: Any = object.__new__(Machine)
+    machine.cuda, machine._source, machine._sweep = True, read("read"), read("sweep")
+    machine.wait = lambda: now.update(host=max(now.values()))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device
+    assert machine.sample(replay, queued=True) == pytest.approx(5e-6)
+    assert machine.sample(replay) > 100e-6, "what an idle device would do to a replay too"
+    assert machine.sample(replay, cold=True, queued=True) == pytest.approx(5e-6)
+    timed = ["event", "body", "event"]
+    assert log == ["read", "read", *timed, *timed, "read", "read", "sweep", *timed]
+
+
+# ---- the command
+
+
+@pytest.mark.of_each_kind
+def test_the_command_writes_adds_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "Machine", lambda device: Small())
+    monkeypatch.setitem(KERNEL_SIZES, "cut10", Size("cut10", "few in 10", cut(5000, 10)))
+    command, path = (
+        ["--device", "cpu", "--quick", "--sizes", "cut10", "--out", str(tmp_path)],
+        tmp_path / "kernels-cpu.json",
+    )
+    assert kernels.main([*command, "--ops", "norm"]) == 0
+    first = report.read(path)
+    assert kernels.main([*command, "--parts", "ops", "--ops", "perturb", "--add"]) == 0
+    record = report.read(path)
+    assert {case["op"] for case in record["ops"]} == {"norm", "perturb"} and record["steps"] == first["steps"]
+    assert record["environment"]["command"].count("bench.kernels") == 2
+    path.write_text(json.dumps(record | {"environment": record["environment"] | {"commit": "another"}}))
+    with pytest.raises(SystemExit, match="of commit another: measure into another folder"):
+        kernels.main([*command, "--add"])
+    capsys.readouterr()
+    assert kernels.main([*command, "--ops", "norm", "--seconds", "0"]) == 1
+    assert report.read(path)["left_out"] == ["norm-cut10-scattered", "steps-cut10"]
+    assert "no time left for norm-cut10-scattered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "resnet81"], "there is no size 'resnet81'; did you mean 'resnet18'?"),
+        (["--ops", "pertrub"], "there is no op 'pertrub'; did you mean 'perturb'?"),
+        (["--parts", "step"], "there is no part 'step'; did you mean 'steps'?"),
+        (["--device", "cuda"], "torch sees no CUDA device; measure with --device cpu"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(SystemExit) as stopped:
+        kernels.parse(["--device", "cpu", "--out", "x", *arguments])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err

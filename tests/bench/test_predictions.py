@@ -41,14 +41,6 @@ def test_a_kernel_is_its_launches_its_latency_and_its_bytes() -> None:
     assert fraction > 0.94, "the goal for 100 M parameters is one that launches allow"
 
 
-def test_row_programs_of_wide_models_cost_the_device_more() -> None:
-    wide = {
-        w: [predictions.round_seconds(e, f"mlp:{w}", "fedsam") for e in predictions.STACKED_EXECUTORS]
-        for w in (200, 1024)
-    }
-    assert wide[200][0] < wide[200][1] == wide[1024][1] < wide[1024][0]
-
-
 @pytest.mark.of_each_kind
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_operations_of_a_pass_are_counted(model: str) -> None:

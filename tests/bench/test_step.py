@@ -1,12 +1,12 @@
-"""The benchmark harness: it must not show a time for a wrong result, nor count what it says it does not count."""
+"""The optimizer part of a step: no time for a wrong result, what is on the clock, the commands."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +14,47 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import gate, memory, report, step
-from bench.cases import cases, choose
-from bench.contenders import Contender, FlatStepper, ForeachStepper, OptimizerStepper, contenders
+from bench import family, gate, memory, report, step
+from bench.contenders import (
+    SGD_OPTIONS,
+    Contender,
+    FlatStepper,
+    ForeachStepper,
+    OptimizerStepper,
+    Stepper,
+    contenders,
+    parameters,
+)
 from bench.copied_sam import CopiedSAM
 from bench.problem import LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
-from bench.timing import Clock, Drive, Summary, measure
+from bench.timing import Summary, interleave, intra_op_threads
+from bench.whole_steps import Fleet
+from fastsam import SAM, FusedSAM, variants
+from tests.helpers.bench_machine import Small
 from tests.helpers.places import ROOT
 
 TINY = Size("tiny", "tiny", ((40, 25), (40,), (), (3, 0)), steps=2, rounds=3)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    with step.intra_op_threads(1):
+def one_thread() -> Iterator[None]:
+    with intra_op_threads(1):
         yield
 
 
-def problem(size: Size = TINY) -> tuple[list[Tensor], Gradients]:
-    return initial_weights(size.shapes), Gradients(size.shapes)
-
-
-# ---- the registry
-# ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "tensors", "parameters"),
-    [("resnet18", 62, 11_689_512), ("small_cnn", 20, 51_994), ("list30m", 200, 30_000_000)],
-)
-def test_sizes(name: str, tensors: int, parameters: int) -> None:
-    assert len(SIZES[name].shapes) == tensors
-    assert SIZES[name].parameters == parameters
-
-
-def test_every_size_meets_every_contender_once() -> None:
-    names = [case.name for case in cases()]
-    assert len(set(names)) == len(names) == len(SIZES) * len(contenders())
-    assert {"fastsam_native", "fastsam_foreach", "copied", "flat", "foreach", "compiled", "pytorch_optimizer"} <= set(
-        contenders()
-    )
-
-
-def test_an_unknown_name_is_met_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'small_cnn'"):
-        choose(SIZES, ["smal_cnn"], "size")
-
-
-def test_gradients_move_and_change_from_pass_to_pass() -> None:
-    gradients = Gradients(TINY.shapes)
-    for i in range(6):
-        now, then = gradients.tensors(i), gradients.tensors(i + 1)
-        assert not torch.equal(now[0], then[0])
-        assert now[0].data_ptr() != then[0].data_ptr()
-        assert torch.equal(gradients.flat(i), torch.cat([g.flatten() for g in now]))
-    # and those of the first pass of a step from those of the first pass of the next
-    assert gradients.tensors(0)[0].data_ptr() != gradients.tensors(2)[0].data_ptr()
-
-
 # ---- the gate
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.of_each_kind
-@pytest.mark.parametrize("contender", [c for c in contenders().values() if not c.compiles], ids=lambda c: c.name)
-@pytest.mark.parametrize("size", [TINY, SIZES["small_cnn"]], ids=lambda s: s.name)
-def test_contenders_agree_with_the_reference(contender: Contender, size: Size) -> None:
-    reason = contender.why_not()
-    if reason is not None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if c.compiles else n for n, c in
+                                  contenders().items()])  # fmt: skip
+def test_contenders_agree_with_the_reference(name: str) -> None:
+    contender = contenders()[name]
+    if (reason := contender.why_not()) is not None:
         pytest.skip(reason)
-    green, red = gate.check([contender], *problem(size))
-    assert red == {} and list(green) == [contender.name]
-
-
-@pytest.mark.slow
-def test_the_compiled_contender_agrees_with_the_reference() -> None:
-    contender = contenders()["compiled"]
-    reason = contender.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    assert gate.check([contender], *problem(SIZES["small_cnn"]))[1] == {}
+    for size in (TINY, SIZES["small_cnn"]):
+        green, red = gate.check([contender], initial_weights(size.shapes), Gradients(size.shapes))
+        assert red == {} and list(green) == [name]
 
 
 class NotRestored(ForeachStepper):
@@ -137,21 +98,17 @@ WRONG = {
 )
 def test_a_wrong_contender_gets_a_reason_and_no_time(name: str) -> None:
     build, message = WRONG[name]
-    wrong, right = Contender("wrong", "wrong", build), contenders()["flat"]
-    bench = step.Bench(TINY, [wrong, right])
-    result = bench.run(1, step.progress_bar(None))
+    result = step.measure(Small(), TINY, [Contender("wrong", "wrong", build), contenders()["flat"]], 3)
     first, second = result["contenders"]
     assert first["gate"] == "red" and message in first["reason"]
     assert "seconds" not in first and "to_flat" not in first
     assert second["gate"] == "green" and second["to_flat"]["median"] == 1.0
-    assert "wrong" in str(report.markdown(record_of(result)))
 
 
 # ---- what is counted
-# ---------------------------------------------------------------------------------------------------
 
 
-class Sleepy:
+class Sleepy(Stepper):
     """Handing over gradients takes 20 ms, a phase takes 2 ms."""
 
     def take(self, gradients: Gradients, index: int) -> None:
@@ -162,34 +119,26 @@ class Sleepy:
 
     second = first
 
-    def weights(self) -> list[Tensor]:
-        return []
-
 
 def test_handing_over_gradients_is_not_on_the_clock() -> None:
-    drive = Drive(Sleepy(), Gradients(TINY.shapes), Clock())
-    assert 0.004 <= drive.sample(2) < 0.02
+    fleet = Fleet(Small(), [Sleepy()], [Gradients(TINY.shapes)])
+    assert 0.004 <= fleet.eager(2) < 0.02
 
 
-def test_rounds_interleave_and_begin_with_each_in_turn() -> None:
+@pytest.mark.of_each_kind
+def test_rounds_interleave_and_end_in_time() -> None:
     order: list[str] = []
-
-    class Recorded(Drive):
-        def sample(self, steps: int) -> float:
-            order.append(self.stepper)  # type: ignore[arg-type]
-            return 1.0
-
-    gradients, clock = Gradients(TINY.shapes), Clock()
-    drives = {name: Recorded(name, gradients, clock) for name in "abc"}  # type: ignore[arg-type]
-    taken = measure(drives, steps=1, rounds=3)
+    samples = {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"}
+    taken = interleave(samples, 3, lambda: 5.0)
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first three warm up
-    assert len(taken.copy) == 3 and all(len(seconds) == 3 for seconds in taken.seconds.values())
+    assert taken.copies == [5.0] * 3 and all(len(seconds) == 3 for seconds in taken.seconds.values())
+    assert taken.figures("a", 10)["fraction"]["median"] == 2.0
+    assert len(interleave(samples, 100, most=0.0).seconds["a"]) == 3, "as few as there may be"
 
 
 def test_ratios_are_paired() -> None:
     # Everything ten times slower in the second round: the paired ratio does not see it.
-    ratio = Summary.of_ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0])
-    assert ratio == Summary(2.0, 2.0, 2.0)
+    assert Summary.of_ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == Summary(2.0, 2.0, 2.0)
     assert Summary.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Summary(3.0, 2.0, 4.0)
 
 
@@ -208,7 +157,7 @@ class Hungry(FlatStepper):
 
 def test_memory_is_the_peak_of_state_and_temporaries() -> None:
     size = SIZES["small_cnn"]
-    weights, gradients = problem(size)
+    weights, gradients = initial_weights(size.shapes), Gradients(size.shapes)
 
     def per_parameter(build: Any) -> float:
         return memory.peak_extra_bytes(Contender("", "", build), weights, gradients) / size.parameters
@@ -219,59 +168,24 @@ def test_memory_is_the_peak_of_state_and_temporaries() -> None:
     assert per_parameter(Hungry) - plain == pytest.approx(4.0 * (2 + 3), abs=0.1)
 
 
-# ---- results
-# -----------------------------------------------------------------------------------------------------------
+# ---- the commands
 
 
-def record_of(*results: dict[str, Any]) -> dict[str, Any]:
-    environment = {
-        "command": "python -m bench.step --made-up", "date": "2031-02-03T00:00:00+00:00",
-        "commit": "0123456789abcdef+changes",
-        "machine": {"cpu": "a CPU", "cores": 2, "caches": {"L1": "32K"}, "memory_gib": 4.0},
-        "versions": {"python": "3.11", "torch": "2.13", "pytorch-optimizer": "4.1.0"},
-    }  # fmt: skip
-    return {"kind": report.KIND, "environment": environment, "floor_bytes_per_parameter": 40, "results": list(results)}
-
-
-def test_a_run_from_the_command_line(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    arguments = [
-        "--sizes",
-        "small_cnn",
-        "--contenders",
-        "flat,copied,fastsam_foreach",
-        "--threads",
-        "1",
-        "--rounds",
-        "3",
-        "--out",
-        str(out),
-    ]
-    for start in (["-m", "bench.step"], [str(ROOT / "bench" / "step.py")]):
-        done = subprocess.run(
-            [sys.executable, *start, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert "small client CNN: 20 tensors, 51,994 parameters, 1 thread; 3 rounds" in done.stdout
-        assert done.stderr == ""
-    record = report.read(out / report.JSON)
-    assert record["environment"]["command"].startswith("python -m bench.step --sizes small_cnn")
-    (result,) = record["results"]
-    by_name = {row["name"]: row for row in result["contenders"]}
-    assert by_name["copied"]["to_copied"]["median"] == 1.0
-    assert by_name["fastsam_foreach"]["ours"] and by_name["fastsam_foreach"]["seconds"]["median"] > 0
-    flat = by_name["flat"]
-    fraction = 40 * result["parameters"] / result["copy_bytes_per_second"]["median"] / flat["seconds"]["median"]
-    assert flat["floor_fraction"]["median"] == pytest.approx(fraction, rel=0.9)
-    assert (out / report.PNG).read_bytes().startswith(b"\x89PNG")
-    shown = subprocess.run(
-        [sys.executable, "-m", "bench.report", str(out / report.JSON)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"| {flat['title']} | {flat['to_copied']['median']:.2f} |" in shown.stdout
+def test_a_run_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "flat,copied,fastsam_foreach"
+    options = ["--quick", "--sizes", "small_cnn", "--threads", "1", "--rounds", "3", "--out", str(tmp_path)]
+    assert step.main([*options, "--contenders", names]) == 0
+    assert "small client CNN: 20 tensors, 51,994 parameters, 1 thread; 3 rounds" in capsys.readouterr().out
+    record = report.read(tmp_path / "step.json")
+    rows = {row["name"]: row for row in record["results"][0]["contenders"]}
+    assert list(rows) == names.split(",") and rows["copied"]["to_copied"]["median"] == 1.0
+    assert rows["fastsam_foreach"]["ours"] and rows["flat"]["extra_bytes_per_parameter"] == pytest.approx(8, abs=0.1)
+    assert f"| {rows['flat']['title']} | {rows['flat']['to_copied']['median']:.2f} |" in report.markdown(record)
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    assert step.main([*options, "--variants"]) == 0
+    rows = {row["name"]: row for row in report.read(tmp_path / "family.json")["results"][0]["variants"]}
+    assert list(rows) == list(family.ENTRIES) and rows["SAM"]["to_sam"]["median"] == 1.0
+    assert (rows["SAM"]["kernels"], rows["SAM"]["torch_calls"]) == (3.0, 0.0)
 
 
 @pytest.mark.of_each_kind
@@ -287,87 +201,62 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         step.parse(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content", ["not json", "[]", '{"kind": "something else"}'])
-def test_a_foreign_file_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "step.json"
-    path.write_text(content)
-    assert report.main([str(path)]) == 1
-    assert "expected" in capsys.readouterr().err
-
-
-@pytest.mark.of_each_kind
-def test_results_that_are_there_survive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = step.Bench(TINY, [contenders()["flat"]])
-    record = record_of(bench.run(1, step.progress_bar(None)))
-    report.write(record, tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert set(before) == {report.JSON, report.PNG}
-
-    def fail(*arguments: Any) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(report, "plot", fail)
-    with pytest.raises(OSError, match="no space left"):
-        report.write(record | {"results": []}, tmp_path)
-    assert {name: (tmp_path / name).read_bytes() for name in before} == before
-    assert json.loads(before[report.JSON])["results"]
-
-
-# ---- what is published
-# -------------------------------------------------------------------------------------------------
-
-RESULTS = ROOT / "bench" / "results" / report.JSON
-
-
-@pytest.mark.of_each_kind
-def test_published_numbers_are_those_of_the_results() -> None:
-    pages = [path for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if "<!-- bench:" in path.read_text()]
-    assert ROOT / "docs" / "benchmarks.md" in pages
-    for page in pages:
-        text = page.read_text()
-        command = f"python -m bench.report {RESULTS.relative_to(ROOT)} --into {page.relative_to(ROOT)}"
-        assert report.fill(text, report.read(RESULTS)) == text, f"numbers differ from the results; run {command}"
-
-
-@pytest.mark.of_each_kind
-def test_the_reference_is_no_contender() -> None:
-    """It is a specification, not a choice."""
-    tables = report.sections(report.read(RESULTS))
-    assert "**fastsam (native)**" in tables["choices"]
-    assert not any("fastsam (reference)" in table for table in tables.values())
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.of_each_kind
 def test_published_results_were_all_measured() -> None:
-    results = report.read(RESULTS)["results"]
-    assert {(r["size"], r["threads"]) for r in results} == {(size, threads) for size in SIZES for threads in (1, 2)}
+    results = json.loads((ROOT / "bench" / "results" / "step.json").read_text())["results"]
+    assert {(r["size"], r["threads"]) for r in results} == set(itertools.product(SIZES, (1, 2)))
     for result in results:
-        missing = {row["name"] for row in result["contenders"] if row["gate"] != "green"}
-        assert missing == {"fastsam_triton"}, report.reasons([result])
+        assert {row["name"] for row in result["contenders"] if row["gate"] != "green"} == {"fastsam_triton"}
+
+
+# ---- SAM's variants
+
+
+def test_every_variant_is_there() -> None:
+    kinds = {
+        kind for name in variants.__all__ if isinstance(kind := getattr(variants, name), type) and issubclass(kind, SAM)
+    }
+    assert {type(entry.sam) for entry in family.ENTRIES.values()} == kinds
+
+
+def test_the_bytes_are_those_of_the_page() -> None:
+    rows = (ROOT / "docs" / "variants.md").read_text().split("| variant | rule |")[1].split("\n\n")[0].splitlines()[2:]
+    page = {"WSAM": "64", "LookSAM": f"{(96 + 9 * 32) / 10:g}"}
+    for row in rows:
+        page.setdefault(re.findall(r"\w+", row)[0], row.rsplit("|", 2)[1].split()[0])
+    for name in page.keys() & family.ENTRIES.keys():
+        assert page[name] == f"{family.ENTRIES[name].floor:g}", name
+
+
+@pytest.mark.parametrize("name", ["SAM", "WSAM", "LookSAM", "MSAM"])
+def test_a_step_is_a_training_loops(name: str) -> None:
+    shapes = ((40, 25), (40,))
+    fleet = family.fleet_of(family.Ours, family.ENTRIES[name], Small(), Size("tiny", "tiny", shapes))
+    (stepper, gradients), params, passes = fleet.pairs[0], parameters(initial_weights(shapes)), iter(range(100))
+    opt = FusedSAM(params[1:] + params[:1], torch.optim.SGD, sam=family.ENTRIES[name].sam, **SGD_OPTIONS)
+
+    def closure() -> None:
+        for p, g in zip(params, gradients.tensors(next(passes)), strict=True):
+            p.grad = g.clone()
+
+    for _ in range(3):
+        fleet.steps()
+        opt.step(closure)
+    for found, expected in zip(stepper.weights(), params, strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.of_each_kind
-def test_marked_places_are_filled_and_the_rest_is_left() -> None:
-    flat = {"name": "flat", "title": "flat", "ours": False, "gate": "green", "extra_bytes_per_parameter": 8.04}
-    flat |= {
-        key: {"median": 0.5, "q1": 0.4, "q3": 0.6} for key in ("seconds", "to_copied", "to_flat", "floor_fraction")
-    }
-    red = {"name": "x", "title": "x", "ours": False, "gate": "red", "reason": "it raised"}
-    result = {"title": "T", "threads": 2, "busy_others": 0.25, "contenders": [flat, red]}
-    record = record_of(result)
-    text = "before\n<!-- bench:memory -->\nold\n<!-- /bench -->\nafter <!-- bench:made -->\n<!-- /bench -->\n"
-    filled = report.fill(text, record)
-    assert "old" not in filled and filled.startswith("before\n<!-- bench:memory -->\nPeak memory")
-    assert "| flat | 8.0 |\n<!-- /bench -->\nafter" in filled
-    assert "commit `0123456789ab+changes`" in filled and "Not measured: x: it raised." in filled
-    assert report.fill(filled, record) == filled
-    for wrong, message in (
-        ("nothing", "there is no place marked"),
-        ("<!-- bench:x -->\n<!-- /bench -->", "there is no section 'x'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            report.fill(wrong, record)
+def test_variants_have_figures_on_a_gpu_only_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    some: dict[str, Any] = {name: family.ENTRIES[name] for name in ("SAM", "WSAM")}
+    monkeypatch.setattr(family, "ENTRIES", some)
+    assert family.wrong(some["WSAM"], Small()) == ""
+    other = Small()
+    other.device = torch.device("meta")
+    assert "Error" in family.wrong(some["SAM"], other)
+    result = family.measure(Small(cuda=True), TINY, 3, {"WSAM": "weights differ"})
+    sam, wsam = result["variants"]
+    assert sam["to_sam"]["median"] == 1 and sam["seconds"]["median"] > 0 and wsam["problem"] == "weights differ"

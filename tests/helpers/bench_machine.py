@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bench import kernel_report
-from bench.clocks import Machine
+from bench import tables
+from bench.timing import Machine
 
 
 class Small(Machine):
@@ -47,5 +47,5 @@ def record_of(**changed: Any) -> dict[str, Any]:
         "machine": {"cpu": "a CPU", "gpus": ["a GPU"]},
         "versions": {"python": "3.11", "torch": "2.13", "triton": "3.6"},
     }  # fmt: skip
-    base = {"kind": kernel_report.KIND, "environment": environment, "device": "cpu", "threads": 1}
+    base = {"kind": tables.KERNELS, "environment": environment, "device": "cpu", "threads": 1}
     return base | {"ops": [], "steps": [], "left_out": []} | changed

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import report
 from tests.helpers.places import ROOT
 
 Record = dict[str, Any]
@@ -45,11 +45,9 @@ class GeneratedPage:
 
     def fill(self, text: str, record: Record) -> str:
         """The page's text with the table of `record` in its marked place. Raises ValueError where there is none."""
-        first, last = f"<!-- {self.name}:last -->", f"<!-- /{self.name} -->"
-        place = re.compile(f"({first}\n).*?({last})", re.DOTALL)
-        if not place.search(text):
-            raise ValueError(f"the page has no place marked `{first}` ... `{last}`")
-        return place.sub(lambda found: f"{found[1]}{self.table(record)}\n{found[2]}", text)
+        if f"<!-- {self.name}:last -->" not in text:
+            raise ValueError(f"the page has no place marked `<!-- {self.name}:last -->` ... `<!-- /{self.name} -->`")
+        return report.fill(text, {f"{self.name}:last": self.table(record)})
 
     def main(self) -> int:
         """Copies the file of the command line to where the page's record is kept, and writes the page."""

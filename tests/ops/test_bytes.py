@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernel_cases import LAYOUTS, OPS, KernelCase, KernelSize, Op, Operands
+from bench.kernel_cases import LAYOUTS, OPS, KernelCase, Op, Operands
 from bench.kernel_data import Operator
+from bench.problem import Size
 from fastsam import FusedSAM, backends
 from fastsam.arena import Layout
 from fastsam_kernels import reference
 from tests.helpers.op_cases import bits
 from tests.helpers.traffic import TRITON, needs_interpreter, recorded
 
-SIZE = KernelSize("tiny", "tiny", ((70, 60), (33,), (5, 3), (16,)), rows=2)  # a whole chunk of Triton's and a rest
+SIZE = Size("tiny", "tiny", ((70, 60), (33,), (5, 3), (16,)), rows=2)  # a whole chunk of Triton's and a rest
 SUMS = ("sumsq", "products")
 CPU = torch.device("cpu")
 SERVING = [b for b in backends.table() if b.device == "cpu" and b.name != "triton" and b.available]

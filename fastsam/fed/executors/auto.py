@@ -1,7 +1,7 @@
 """Which executor trains a cohort: the one asked for, or by a rule on model, shapes and device.
 
-The rule never measures anything at run time: a timed choice would change the bits from run to run. Its numbers come
-from `bench/executors.py`; docs/executors.md shows them.
+The rule never measures anything at run time: a timed choice would change the bits from run to run. Its numbers are
+in docs/executors.md.
 """
 
 from __future__ import annotations
