@@ -131,32 +131,6 @@ def test_what_an_algorithm_says_of_totals_is_what_it_uploads(monkeypatch: pytest
     assert algorithm.totals == ("total" in kinds)
 
 
-class Summed(fed.Algorithm):
-    """An algorithm of a user's that does not say that it has totals."""
-
-    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-        return client, fed.Upload({"delta": ends.displacement}, {"sum": ends.displacement})
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "words"),
-    [
-        (
-            fed.FedAvg(),
-            {"weighting": "samples"},
-            "weighting='samples' has no meaning with aggregation='median'.*norm_filter",
-        ),
-        (fed.FedAvg(), {"participation": 0.2, "sampler": "fixed"}, "needs 3 clients in a round .* rounds of 2"),
-        (Summed(), {}, "the server of Summed also keeps a sum"),
-        (fed.FedSMOO(), {}, "the server of FedSMOO"),
-    ],
-    ids=["weights", "few", "own", "FedSMOO"],
-)
-def test_what_a_rule_has_no_meaning_for_is_refused(algorithm: fed.Algorithm, options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        fed_runs.run(algorithm, "sequential", aggregation="median", **options)
-
-
 def test_fedsmoo_without_sums_is_served() -> None:
     fed_runs.run(fed.FedSMOO(dyn=False), "sequential", aggregation="median", rounds=1)
 

@@ -105,34 +105,3 @@ def test_the_registry_names_every_algorithm():
         assert made() == made()  # frozen dataclasses with defaults
         with pytest.raises(AttributeError):
             made().rho = 1
-
-
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (lambda: fed.FedSAM(rho=-0.1), "rho.*-0.1"),
-        (lambda: fed.FedSAM(rho=math.nan), "rho.*nan"),
-        (lambda: fed.FedSAM(rho="a lot"), "rho.*'a lot'"),
-        (lambda: fed.FedSAM(eta=0.1), "adaptive=True"),
-        (lambda: fed.FedSAM(adaptive=True, eta=-1), "eta"),
-        (lambda: fed.FedSAM(adaptive="yes"), "adaptive.*'yes'"),
-        (lambda: fed.MoFedSAM(beta=1.5), "beta.*<= 1.*1.5"),
-        (lambda: fed.MoFedSAM(beta=-0.1), "beta"),
-        (lambda: fed.MoFedSAM(momentum_K="rounds"), "'steps', 'epochs'.*'rounds'"),
-        (lambda: fed.FedAdagrad(beta1=1.5), "beta1.*1.5"),
-        (lambda: fed.FedYogi(beta2=-0.1), "beta2.*-0.1"),
-        (lambda: fed.FedAvgM(beta=-1), "beta.*-1"),
-        (lambda: fed.FedExP(eps=0), "eps.*> 0.*0"),
-        (lambda: fed.FedExP(average="no"), "average.*'no'"),
-        (lambda: fed.LocalStep(rho=-1), "rho"),
-        (lambda: fed.LocalStep(a=math.inf), "a must"),
-    ],
-)
-def test_bad_hyperparameters(made, words):
-    with pytest.raises(ValueError, match=words):
-        made()
-
-
-def test_fedexp_has_a_step_of_its_own():
-    with pytest.raises(ValueError, match=r"FedExP has no learning rate: leave server_lr at 1, got 0.5"):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), fed.FedExP(), rounds=1, server_lr=0.5)

@@ -144,31 +144,6 @@ def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end):
     assert same_bits(one, other)
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (lambda: fed.Pilot(0, abs), "batches must be an integer >= 1, got 0"),
-        (lambda: fed.Pilot(1, 0.1), "radius must be a function of norms and gradients, got 0.1"),
-        (lambda: fed.LocalStep(pilot=fed.Pilot(1, abs)), "a pilot finds the radius of a perturbation.*'none'"),
-        (
-            lambda: fed.LocalStep(fed.Direction.GRADIENT, full_gradient=True, pilot=fed.Pilot(1, abs)),
-            "take the place of the full one.*full_gradient=True",
-        ),
-        (
-            lambda: fed.LocalStep(fed.Direction.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalStep()),
-            "a step with a further phase",
-        ),
-        (
-            lambda: fed.LocalStep(fed.Direction.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
-            "a pilot finds one radius for the whole round; got rho_end=0.5",
-        ),
-    ],
-)
-def test_pilots_that_do_not_fit(made, words):
-    with pytest.raises(ValueError, match=words):
-        made()
-
-
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
 @pytest.mark.parametrize(
     ("radius", "got"), [(lambda h, g: h[:, None], r"\[\d, 1\]"), (lambda h, g: 0.1, "float")], ids=["column", "number"]

@@ -129,19 +129,3 @@ def test_a_metric_that_is_not_there(tmp_path, caplog):
             callbacks=[EarlyStopping()],
         )
     assert "EarlyStopping: 'test_loss' had no value in any round" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: EarlyStopping("sharpness"), "mode must be 'min' or 'max': the name 'sharpness' does not say"),
-        (lambda: EarlyStopping("test_loss", mode="down"), "mode must be one of 'min', 'max', got 'down'"),
-        (lambda: EarlyStopping(patience=0), "patience must be an integer >= 1, got 0"),
-        (lambda: EarlyStopping(min_delta=-1), "min_delta must be a finite number >= 0"),
-        (lambda: EarlyStopping(5), "metric must be a key of a round's record such as 'test_accuracy', got 5"),
-        (lambda: SaveBest("."), "path must be that of a file such as best.safetensors, got a directory"),
-    ],
-)
-def test_bad_options(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()

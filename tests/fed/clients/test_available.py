@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.clients.sampling import draw_present, present
+from fastsam.fed.clients.sampling import draw_present
 from tests.helpers import oracle
-from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start
 from tests.helpers.fed_runs import same_bits
 
@@ -72,29 +71,6 @@ def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):
     assert same_bits(resumed.model, result.model) and records(tmp_path / "again") == records(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ([0, 5], "0 to 4, or a mask of 5 booleans; in round 3: 5 is no client"),
-        ([-1], "-1 is no client"),
-        ([True, False], "a mask of 2"),
-        ([0.5], "a client id must be an integer, got 0.5"),
-        (None, "TypeError: 'NoneType' object is not iterable"),
-    ],
-)
-def test_what_it_must_not_return(found, words):
-    with pytest.raises(
-        ValueError, match=f"available must return client ids from {words if words[0] == '0' else '.*' + words}"
-    ):
-        present(lambda t: found, 2, 5)
-
-
-@pytest.mark.parametrize("sampler", ["simulator", lambda t, g: [0]])
-def test_a_sampler_that_chooses_by_itself(sampler):
-    with pytest.raises(ValueError, match="available says among whom sampler='bernoulli' or 'fixed' draws"):
-        start_small(sampler=sampler, available=lambda t: [0])
-
-
 def test_weights_of_the_clients_own(tmp_path):
     sizes = [len(y) for _, y in oracle.ragged_clients()]
     samples = start(tmp_path / "samples", weighting="samples")
@@ -105,18 +81,3 @@ def test_weights_of_the_clients_own(tmp_path):
     assert not same_bits(uniform.model, samples.model)
     with pytest.raises(fed.RunDirectoryError, match="another weighting"):
         start(tmp_path / "0", weighting=[*sizes[:-1], 1], resume=True)
-
-
-@pytest.mark.parametrize(
-    ("weighting", "words"),
-    [
-        ([1, 2], "weighting must have one weight for each of the 1 clients, got 2"),
-        ([2**53 + 1], "weight of client 0 must be at most 9007199254740992 = 2\\^53, .*got 9007199254740993"),
-        ([0.5], "shares of 0.25 and 0.5 are 1 and 2.: the weight of client 0 must be an integer >= 1, got 0.5"),
-        (lambda i: 0, "the weight of client 0 must be an integer >= 1, got 0"),
-        ({0: 1}, "weighting must be 'uniform', 'samples', a list .* or a function of a client's id .*got {0: 1}"),
-    ],
-)
-def test_bad_weights(weighting, words):
-    with pytest.raises(ValueError, match=words):
-        start_small(weighting=weighting)

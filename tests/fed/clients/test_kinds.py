@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastsam import fed
 from fastsam.fed.clients import prepare as preparing
@@ -136,67 +136,7 @@ def test_a_user_dict_of_a_collate_and_strings_reach_the_loss() -> None:
     assert type(seen[-1]) is dict and seen[-1]["label"].dtype == torch.int64
 
 
-class Streamed(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 GOOD = pairs()[0]
-
-
-@pytest.mark.parametrize(
-    ("clients", "options", "words"),
-    [
-        ([GOOD, Streamed()], {}, "client 1 is Streamed, which has no samples by number"),
-        ([iter([GOOD])], {}, "client 0 is list_iterator, which has no samples by number"),
-        ([GOOD, []], {}, "client 1 has no samples"),
-        ([GOOD, TensorDataset(torch.zeros(0, 6), torch.zeros(0))], {}, "client 1 has no samples"),
-        ([GOOD, Rows(torch.zeros(0, 6), torch.zeros(0))], {}, "client 1 has no samples"),
-        (
-            [GOOD, [(torch.ones(6), 0), (torch.ones(5), 0)]],
-            {},
-            r"client 1: sample 1 differs.*part 0 is \[5\], there \[6\].*collate=",
-        ),
-        (
-            [GOOD, [(torch.ones(6), 0), (torch.ones(6), 0, 1)]],
-            {},
-            "client 1: sample 1 differs.*part 2 is one value, there missing",
-        ),
-        ([GOOD, [{"x": 1.0}] * 3], {}, r"client 1 must be a pair .*got a dict with x; say loss=fed.BatchLoss"),
-        ([[{"x": 1.0}] * 3, [{"z": 1.0}] * 3], {"loss": fed.BatchLoss(min)}, r"client 1: a batch has z .*client 0 x"),
-        ([[(object(), 0)] * 3], {}, "client 0: its samples make no batch .TypeError"),
-        (
-            [{"x": torch.ones(3, 6), "y": torch.ones(2)}],
-            {"loss": fed.BatchLoss(min)},
-            "client 0: columns .* x has 3, y has 2",
-        ),
-        ([{"x": torch.full((3, 6), torch.nan)}], {"loss": fed.BatchLoss(min)}, "client 0: x holds NaN"),
-        ([{"x": "words"}], {"loss": fed.BatchLoss(min)}, "client 0: x must be a tensor"),
-        (
-            [GOOD],
-            {"collate": in_another_collate},
-            "collate makes a batch of a list of samples, and all clients are tensors",
-        ),
-        (
-            [Rows(*GOOD)],
-            {"collate": lambda items: None},
-            "collate of client 0 must make a batch of tensors .* got NoneType",
-        ),
-        ([Rows(*GOOD)], {"collate": lambda items: 1 / 0}, "client 0: the collate failed.*ZeroDivisionError"),
-        ([Rows(*GOOD)], {"collate": list}, "collate must be a function"),
-        ([Rows(*GOOD)], {"collate": lambda items: torch.ones(3)}, "client 0 must be a pair .*got Tensor"),
-        ([GOOD], {"test": [{"x": 1.0}] * 2}, "the test set must be a pair"),
-        (
-            [DataLoader(Rows(*GOOD), sampler=WeightedRandomSampler([1.0] * 10, 5))],
-            {},
-            r"client 0 is a DataLoader with a sampler of its own .*WeightedRandomSampler.*Subset\(dataset, indices\)",
-        ),
-        ([{1: 2}.keys()], {}, "client 0 must be a pair .*got dict_keys"),
-    ],
-)
-def test_bad_clients(clients: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(clients, **options)
 
 
 def test_a_read_that_fails_before_the_run_names_client_and_sample() -> None:

@@ -122,23 +122,6 @@ def test_a_callable_gets_a_generator_of_seed_and_round():
     assert len(seen[0]) == 2 and len(set(seen[0])) == 1 and seen[0] != seen[1]
 
 
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        ([], "nobody"),
-        ([5], "5, which is no client"),
-        ([-1], "-1, which is no client"),
-        ([1, 1], "a client twice"),
-        ([0.5], r"round 1 it returned \[0.5\]"),
-        (["0"], r"returned \['0'\]"),
-        (None, "returned None"),
-    ],
-)
-def test_what_a_sampler_must_not_return(returned, words):
-    with pytest.raises(ValueError, match=words):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), fed.FedAvg(), rounds=1, sampler=lambda t, g: returned)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.one_of(st.integers(), st.text()), max_size=4), st.lists(st.one_of(st.integers(), st.text()), max_size=4)

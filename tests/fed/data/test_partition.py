@@ -160,41 +160,6 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
         partition.iid(labels, 7, balanced=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"clients": 21}, "21 clients cannot share 20 training samples"),
-        ({"clients": 0}, "clients must be an integer >= 1, got 0"),
-        ({"clients": 2.0}, "clients must be an integer"),
-        ({"alpha": 0.0}, "alpha must be a finite number > 0"),
-        ({"alpha": -1}, "alpha must be a finite number > 0"),
-        ({"alpha": float("nan")}, "alpha must be a finite number > 0"),
-        ({"alpha": 1e-9}, "too small"),
-        ({"labels": np.array([0, 1, 5])}, r"must lie in 0..1 \(2 classes\), got 5 at position 2"),
-        ({"labels": np.array([0, -1, 1])}, "got -1 at position 1"),
-        ({"labels": np.array([0.0, 0.5])}, "integer class numbers"),
-        ({"labels": np.array(["a", "b"])}, "integer class numbers"),
-        ({"labels": np.zeros((3, 2))}, r"vector .* got the shape \(3, 2\)"),
-        ({"labels": np.array([], dtype=int)}, "there are no samples"),
-        ({"exhausted": "recycle"}, "'reset', 'redraw', got 'recycle'"),
-    ],
-)
-def test_dirichlet_refuses(change: dict, message: str) -> None:
-    arguments = {"labels": np.arange(20) % 2, "clients": 2, "alpha": 0.3, "classes": 2} | change
-    with pytest.raises(ValueError, match=message):
-        partition.dirichlet(**arguments)
-
-
-def test_draw_refuses_what_cannot_be_filled() -> None:
-    labels, rng = np.array([0, 0, 1]), np.random.RandomState(0)
-    with pytest.raises(ValueError, match="4 slots cannot be filled from 3 samples"):
-        partition.draw(labels, np.array([[0.5, 0.5]]), np.array([4]), rng, "redraw")
-    with pytest.raises(ValueError, match="prior of client 1 gives no weight to any class that has samples"):
-        partition.draw(np.array([0, 0]), np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([1, 1]), rng)
-    with pytest.raises(ValueError, match="one integer >= 0 for each of the 1 clients"):
-        partition.draw(labels, np.array([[0.5, 0.5]]), np.array([1, 1]), rng)
-
-
 def test_make_knows_the_splits_and_their_options() -> None:
     labels = np.arange(40) % 4
     assert len(partition.make("dirichlet", labels, 4, 20, alpha=0.5)) == 4

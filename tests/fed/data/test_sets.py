@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fastsam.fed.data import (
-    FederatedData,
     as_tensors,
     digits,
     from_client_files,
@@ -108,34 +107,6 @@ def test_stratified_test_keeps_the_class_ratios(fraction: float) -> None:
     share = np.bincount(labels) * len(test) / 997
     assert (np.abs(np.bincount(labels[test], minlength=4) - share) < 1).all()
     assert np.array_equal(stratified_test(labels, fraction)[1], test)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_stratified_test_refuses(fraction: float) -> None:
-    with pytest.raises(ValueError, match="test_fraction must lie between 0 and 1"):
-        stratified_test(np.arange(10) % 2, fraction)
-
-
-def pair(n: int, labels: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(n, 2), torch.tensor(labels if labels is not None else [0] * n, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("clients", "test", "message"),
-    [
-        ([], pair(2), "at least one client"),
-        ([pair(2), pair(0)], pair(2), "client 1 has no samples"),
-        ([pair(2, [0, 3])], pair(2), r"client 0: labels must lie in 0..2 \(3 classes\), got 3 at position 1"),
-        ([pair(2)], pair(2, [0, -1]), "the test set: labels must lie in 0..2"),
-        ([(torch.zeros(3, 2), pair(2)[1])], pair(2), "client 0: x has 3 samples and y 2 labels"),
-        ([(torch.zeros(2, 2), torch.zeros(2))], pair(2), "client 0: labels must be int64"),
-        ([pair(2), (torch.zeros(2, 5), pair(2)[1])], pair(2), r"one shape, got \(2,\) and \(5,\)"),
-        ([([0.0], [0])], pair(2), "client 0 must be a pair .* of tensors"),
-    ],
-)
-def test_federated_data_refuses(clients: list, test: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FederatedData(clients, test, classes=3)
 
 
 def test_as_tensors_reads_the_types_people_have() -> None:

@@ -200,11 +200,6 @@ def test_models_that_cannot_be_stacked_are_refused_with_the_reason(model, words,
     assert taken.summary()["executor"] in ("threads", "sequential")
 
 
-def test_a_trained_map_of_the_inputs_is_refused():
-    with pytest.raises(ValueError, match="map of each client's inputs"):
-        run(fed.FedRobust(), "vmap", 3)
-
-
 def test_errors_name_the_clients():
     def loss(out, y):
         if out.shape[0] == 4:  # the partial batch of the client with 9 samples

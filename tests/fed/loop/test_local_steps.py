@@ -87,8 +87,3 @@ def test_a_batch_of_one_is_dropped_for_batch_norm():
     start(norm, [(x, y)], drop_last=True, **options)
     with pytest.raises(ValueError, match="the last batch of client 1, .* has 1 of its 1 samples"):
         start(norm, [(x, y), (x[:1], y[:1])], drop_last=True, **options)
-
-
-def test_steps_or_epochs():
-    with pytest.raises(ValueError, match="local_steps=3 stands in place of local_epochs=2; name one of them"):
-        start(local_steps=3, local_epochs=2)

@@ -131,38 +131,3 @@ def test_only_what_is_shared_is_sent():
     share = (parts["0.weight"] + parts["0.bias"]) / sum(parts.values())
     for way in ("megabytes_up", "megabytes_down"):
         assert own.history[0][way] == pytest.approx(share * plain.history[0][way])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"personal": "head.*"},
-            "personal: 'head.*' matches no trainable parameter .* 0.weight, 0.bias, 2.weight, 2.bias",
-        ),
-        ({"personal": ["2", "1"]}, "personal: '1' matches no trainable parameter"),
-        ({"personal": "*"}, "are all parameters of the model, and nothing would be learnt together"),
-        ({"personal": []}, "personal must be a parameter's name or pattern .*, or a list of them, got ..$"),
-        ({"personal": "2", "algorithm": fed.Centralised_SGD()}, "is for clients, and Centralised_SGD has none"),
-        (
-            {"personal": "2", "aggregation": "median"},
-            "is served with aggregation='mean' alone: 'median' compares whole",
-        ),
-        ({"personal": "2", "algorithm": fed.FedNTD()}, "serves no algorithm with a teacher.* FedNTD has one"),
-    ],
-    ids=str,
-)
-def test_what_cannot_stay(options, words):
-    with pytest.raises(ValueError, match=words):
-        start_small(**options)
-
-
-def test_a_run_without_them_has_no_models_of_clients():
-    with pytest.raises(ValueError, match="clients have models of their own where parameters stay with them"):
-        start_small().client_model(0)
-
-
-@pytest.mark.parametrize("client", [99, -1, "0", True])
-def test_a_client_that_the_run_does_not_have(client):
-    with pytest.raises(ValueError, match="client must be"):
-        start_small(personal="0").client_model(client)

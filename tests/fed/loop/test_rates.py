@@ -6,10 +6,9 @@ import math
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from fastsam import fed
-from fastsam.fed.loop.options import Settings
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start
 from tests.helpers.fed_runs import same_bits
@@ -55,40 +54,6 @@ def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
     seen = []
     start_small(algorithm=Asks(), rounds=2, lr=lambda t: 0.5 - 0.1 * t, server_lr="2/round")
     assert seen[-2:] == [(0, 0.5, 0.5, 2.0), (1, 0.4, 0.5, 1.0)]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lr": "linear(0.1, 0, 3)"}, "lr in round 3 must be a finite number > 0, got 0.0"),
-        ({"lr": lambda t: 0.1 if t < 2 else math.nan}, "lr in round 3 must be a finite number > 0, got nan"),
-        ({"lr": lambda t: [0.1][t]}, "lr failed in round 2: IndexError: list index out of range"),
-        ({"lr": "0.1*lr"}, r"lr = '0.1\*lr': 'lr' has no value here; names are round"),
-        ({"lr": "0.1/round", "lr_decay": 0.9}, "lr_decay is a factor on a number, and lr = '0.1/round' is none"),
-        ({"server_lr": "1 - round"}, "server_lr in round 2 must be a finite number >= 0, got -1.0"),
-        ({"server_lr": "cos(round)"}, r"server_lr = 'cos\(round\)': .* is not known"),
-    ],
-)
-def test_a_bad_rate_is_told_before_the_run(options, words):
-    with pytest.raises(ValueError, match=words):
-        Settings(rounds=3, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: fed.TorchSchedule(0.1, 5), "takes a function from an optimizer to its scheduler, got 5"),
-        (
-            lambda: fed.TorchSchedule(0.1, lambda opt: 5),
-            "takes a function that makes a scheduler of torch, got 5 from it",
-        ),
-        (lambda: fed.TorchSchedule(-1, ExponentialLR), "lr must be a finite number >= 0, got -1"),
-        (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), "lr failed in round 1: TypeError"),
-    ],
-)
-def test_what_is_no_schedule(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 @pytest.mark.filterwarnings("error")

@@ -3,8 +3,6 @@ would fail later."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,55 +11,6 @@ from torch import nn
 from fastsam import fed
 from tests.helpers import oracle
 from tests.helpers.fed_input import NOTHING, X, Y, start
-
-
-@pytest.mark.parametrize(
-    ("augment", "words"),
-    [
-        (
-            lambda x, g: x[:2],
-            r"like the one that it was given, torch.float32 \[6, 6\], got torch.float32 \[2, 6\] on cpu",
-        ),
-        (lambda x, g: x.double(), "got torch.float64"),
-        (lambda x, g: None, "got NoneType"),
-        (lambda x: x, "augment failed on a batch .*: TypeError: .* takes 1 positional argument but 2 were given"),
-        (lambda x, g: x.add_(1), "augment wrote into the batch that it was given"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_an_augmentation_that_returns_something_else(augment, words):
-    """One that works in place would change the data themselves, in stored order, anew in every epoch."""
-    with pytest.raises(ValueError, match=words):
-        start(clients=fed.FederatedData([(X, Y)] * 2, (X, Y), 3, augment=augment), shuffle=False)
-
-
-class Picky(nn.Linear):
-    def forward(self, x):
-        raise ValueError("no")
-
-
-def test_what_a_model_itself_refuses():
-    with pytest.raises(ValueError, match=r"a trial step on client 0 \(x .*\) failed: ValueError: no"):
-        start(Picky(6, 3))
-
-
-class Holds(nn.Module):
-    """A model with something that no deep copy can have."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.inner, self.what = nn.Linear(6, 3), what
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("what", [threading.Lock(), torch.ones(2, requires_grad=True) * 2], ids=["lock", "no leaf"])
-def test_a_model_that_cannot_be_copied(what):
-    with pytest.raises(
-        ValueError, match="the model cannot be copied .*: (TypeError: cannot pickle|RuntimeError: Only)"
-    ):
-        start(Holds(what))
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:The .grad attribute")

@@ -14,7 +14,7 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.algorithms import Round
 from fastsam.fed.clients.population import Population
-from fastsam.fed.measures import NAMES, Objective, Options, check, diagnostics, sharpness, unit
+from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
 from fastsam.fed.step.local_step import RowEnds, Snapshot
 from fastsam.fed.step.model_copy import trainable
@@ -249,33 +249,6 @@ def test_an_object_of_the_users_own():
     assert all(r["my_steps"] == r["steps"] for r in run(measures=Own()).history)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"measures": ["sharpnes"]}, "unknown measure 'sharpnes'; choose from train, sharpness"),
-        ({"measures": "sharpness"}, r"must be a list of names, got the string 'sharpness'; write \['sharpness'\]"),
-        ({"measures": object()}, "got object without snapshots, clients, round"),
-        (
-            {"measures": ["sharpness"], "measure_options": {"radius": 1}},
-            "unknown option 'radius'; choose from rho, steps",
-        ),
-        ({"measures": ["sharpness"], "measure_options": {"rho": 0}}, "rho"),
-        ({"measures": ["sharpness"], "measure_options": {"every": 0}}, "every"),
-        ({"measures": ["sharpness"], "measure_options": {"samples": 0}}, "samples"),
-        ({"measures": ["sharpness"], "buffers": "average"}, "use buffers='keep' or GroupNorm"),
-    ],
-)
-def test_bad_requests(options, message):
-    with pytest.raises(ValueError, match=message):
-        run(**options)
-
-
-def test_the_margin_needs_classes():
-    x, y = torch.randn(9, 6).double(), torch.randn(9, 3).double()
-    with pytest.raises(ValueError, match="needs class labels"):
-        run(measures=["margin"], clients=[(x, y)], loss=F.mse_loss, test=(x, y))
-
-
 PAGE = ROOT / "docs" / "measures.md"
 
 
@@ -299,8 +272,3 @@ def test_the_code_of_the_documentation_runs():
     assert names["F"].value(names["w"]) == pytest.approx(
         F.cross_entropy(model(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data])).item(), rel=1e-5
     )
-
-
-def test_options_of_no_measure_are_an_error() -> None:
-    with pytest.raises(ValueError, match="measure_options are given, but no measures"):
-        check([], {"rho": 0.1})

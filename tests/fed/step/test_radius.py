@@ -284,20 +284,3 @@ def test_a_scale_of_nothing_names_the_parameters():
         with pytest.raises(ValueError, match=words):
             constants = {"direction": D.GRADIENT, "rho": 0.4, "rho_scale": scale}
             fed.run(oracle.smooth_model(), oracle.ragged_clients(), Own(constants), rounds=1)
-
-
-@pytest.mark.parametrize(
-    ("constants", "words"),
-    [
-        ({"direction": D.GRADIENT, "rho_end": -0.1}, "rho_end must be a finite number >= 0, got -0.1"),
-        ({"rho_scale": torch.ones(3)}, "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),
-        ({"rho_end": 0.5}, "rho_end belongs to directions with a perturbation of every step; the direction is 'none'"),
-        (
-            {"direction": D.CONSTANT, "e": torch.zeros(3), "rho_end": 0.5},
-            "the direction is 'constant', with rho_end=0.5",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(constants, words):
-    with pytest.raises(ValueError, match=words):
-        fed.LocalStep(**constants)
