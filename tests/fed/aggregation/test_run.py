@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -87,16 +86,6 @@ def test_a_rule_that_leaves_nobody_out_is_the_mean() -> None:
     assert oracle.difference(d, e) < 1e-14
 
 
-@pytest.mark.parametrize("rule", ["median", "krum"])  # of those that choose, and of those that do not
-def test_executors_give_the_same_bits(rule: str) -> None:
-    runs = [
-        fed_runs.run(fed.FedCM(), e, s, aggregation=rule, **OPTIONS) for e, s in (("sequential", None), ("threads", 3))
-    ]
-    assert digest(runs[0]) == digest(runs[1])
-    stacked = fed_runs.run(fed.FedCM(), "vmap", 4, aggregation=rule, **OPTIONS)
-    assert oracle.difference(runs[0].model, stacked.model) < 1e-4
-
-
 WHOLE = [made for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters]
 
 
@@ -167,16 +156,3 @@ def test_averaged_buffers_follow_the_rule() -> None:
 
     assert variance("mean") > 1e4
     assert variance("median") < 100 and variance("trimmed_mean") < 100
-
-
-def test_a_run_resumes_with_its_rule_alone(tmp_path: Any) -> None:
-    where = {"run_dir": tmp_path / "run", **OPTIONS}
-    fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", **where)
-    with pytest.raises(
-        fed.RunDirectoryError, match="another aggregation: it was started with 'krum', now it is 'median'"
-    ):
-        fed_runs.run(fed.FedAvg(), "sequential", aggregation="median", resume=True, **where)
-    longer = fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", resume=True, **(where | {"rounds": 3}))
-    whole = fed_runs.run(fed.FedAvg(), "sequential", aggregation="krum", **(OPTIONS | {"rounds": 3}))
-    assert digest(longer) == digest(whole)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["aggregation"] == "krum"

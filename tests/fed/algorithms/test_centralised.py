@@ -73,30 +73,3 @@ def test_the_budget_is_that_of_a_federated_run(algorithm):
     # Over the clients of the split, not over the blocks: one block has one accuracy.
     assert central.history[-1]["client_accuracy_std"] > 0
     assert central.summary()["accuracy_final"] > federated.summary()["accuracy_final"] - 0.05
-
-
-def test_it_is_sgd_on_everything():
-    """One block: a round is `local_epochs` passes over the clients' samples in their order."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(3, 2).double()
-    clients = [(torch.randn(n, 3, dtype=torch.float64), torch.arange(n) % 2) for n in (5, 2, 8)]
-    options = {"rounds": 2, "local_epochs": 2, "batch_size": 4, "lr": 0.3, "participation": 1.0, "shuffle": False}
-    ours = fed.run(model, clients, fed.Centralised_SGD(), **options).model
-    x, y = (torch.cat([c[i] for c in clients]) for i in (0, 1))
-    for _ in range(4):
-        for a, b in zip(x.split(4), y.split(4)):
-            grads = torch.autograd.grad(torch.nn.functional.cross_entropy(model(a), b), list(model.parameters()))
-            with torch.no_grad():
-                for p, g in zip(model.parameters(), grads):
-                    p -= 0.3 * g
-    for p, q in zip(ours.parameters(), model.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-
-
-def test_a_run_is_continued(tmp_path):
-    model, data = digits()
-    options = {"participation": 0.3, "lr": 0.1}
-    whole = fed.run(model, data, fed.Centralised_SGD(), rounds=5, **options).model
-    fed.run(model, data, fed.Centralised_SGD(), rounds=2, run_dir=tmp_path, **options)
-    parts = fed.run(model, data, fed.Centralised_SGD(), rounds=5, run_dir=tmp_path, resume=True, **options).model
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), parts.parameters()))

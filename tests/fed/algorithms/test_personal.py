@@ -263,13 +263,6 @@ def test_the_train_loss_of_pfedme_is_the_mean_over_all_its_steps():
     assert one.history[0]["train_loss"] == pytest.approx(other.history[0]["train_loss"])
 
 
-@pytest.mark.slow
-def test_pfedme_clipped_in_float32_on_the_other_backend():
-    options = oracle.Options(**{**vars(OPTIONS), "clip": 0.05})
-    runs = [ran(oracle.smooth_model(torch.float32), PFEDME, options, backend=b) for b in ("reference", "auto")]
-    assert apart(runs[0].client_model(1), runs[1].client_model(1)) < 1e-5
-
-
 # --- APFL
 
 
@@ -306,13 +299,6 @@ def test_models_of_apfl_that_mix_nothing_in_are_dittos_that_nothing_holds():
     assert all(same_bits(one.client_model(i), other.client_model(i)) for i in range(5))
 
 
-@pytest.mark.slow
-def test_apfl_clipped_in_float32_on_the_other_backend():
-    options = oracle.Options(**{**vars(OPTIONS), "clip": 0.05})
-    runs = [ran(oracle.smooth_model(torch.float32), APFL, options, backend=b) for b in ("reference", "auto")]
-    assert apart(runs[0].client_model(1), runs[1].client_model(1)) < 1e-5
-
-
 # --- all of them
 
 ALL = {
@@ -324,10 +310,6 @@ ALL = {
 }
 
 some = pytest.mark.parametrize("name", sometimes(ALL, lambda name: name in ("FedBN", "Ditto")))
-
-
-def without_seconds(result: fed.Result) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if "seconds" not in k} for r in result.history]
 
 
 @some
@@ -348,29 +330,6 @@ def test_accuracies_are_those_of_the_clients_models(name):
             -1
         ]
         assert tuned[i]["after"] == last["test_accuracy"]
-
-
-@some
-def test_a_resumed_run_has_the_bits_of_one_without_a_pause(name, tmp_path):
-    made, algorithm = ALL[name]
-    options = {"test": TEST, "validation": "shared", "checkpoint_every": 1}
-    whole = ran(made(), algorithm, batch_of(OPTIONS, 6), **options)
-    begun = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "rounds": 2})
-    ran(made(), algorithm, begun, run_dir=tmp_path, **options)
-    parts = ran(made(), algorithm, batch_of(OPTIONS, 6), run_dir=tmp_path, resume=True, **options)
-    assert all(apart(whole.client_model(i), parts.client_model(i)) == 0 for i in range(5))
-    assert without_seconds(whole) == without_seconds(parts)
-
-
-@some
-def test_threads_have_the_bits_of_the_plain_executor(name):
-    made, algorithm = ALL[name]
-    one, other = (
-        ran(made(), algorithm, batch_of(OPTIONS, 6), executor=e, slots=s)
-        for e, s in (("sequential", None), ("threads", 2))
-    )
-    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
-    assert without_seconds(one) == without_seconds(other)
 
 
 MUTANTS = [
@@ -500,14 +459,3 @@ def test_samples_that_come_in_batches_have_phases_too(name):
     dicts = [({"input": x}, y) for x, y in clients]
     one, other = (replayed(model, data, algorithm, options, ACTIVE) for data in (clients, dicts))
     assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
-
-
-@pytest.mark.parametrize("name", sometimes(ALL, lambda name: name == "FedBN"))
-def test_models_of_clients_whose_states_are_on_disk(name, tmp_path):
-    made, algorithm = ALL[name]
-    options = {"test": TEST, "validation": "shared", "run_dir": tmp_path / "disk", "client_state": "disk"}
-    one, other = (
-        ran(made(), algorithm, batch_of(OPTIONS, 6), **o) for o in (options, {"test": TEST, "validation": "shared"})
-    )
-    assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
-    assert [r["client_accuracy_mean"] for r in one.history] == [r["client_accuracy_mean"] for r in other.history]

@@ -144,12 +144,3 @@ def test_a_schedule_that_fails_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="has no value in round 1"):
         final(fed.FedSAM(rho="1/(round - 1)"), run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_run_with_a_schedule_is_continued(tmp_path):
-    """The formula is part of the run's identity, and so is the name of a function."""
-    whole = final(fed.FedSAM(rho="0.3/round"))
-    final(fed.FedSAM(rho="0.3/round"), rounds=2, run_dir=tmp_path / "run")
-    with pytest.raises(RuntimeError, match="algorithm.rho"):
-        final(fed.FedSAM(rho="0.3/sqrt(round)"), run_dir=tmp_path / "run", resume=True)
-    assert torch.equal(final(fed.FedSAM(rho="0.3/round"), run_dir=tmp_path / "run", resume=True), whole)

@@ -187,18 +187,6 @@ def test_control_variates(options, rho):
     assert ours.history[0]["megabytes_down"] == pytest.approx(2 * 2 * 73 * 8 / 1e6)
 
 
-def test_client_states_survive_a_resume(tmp_path):
-    """Different clients are active in every round: those that rest keep what they had."""
-    model, clients = oracle.smooth_model(), oracle.ragged_clients()
-    for algorithm in (Scaffold(), Remembering()):
-        options = {"participation": 0.5, "checkpoint_every": 1}
-        whole = fed.run(model, clients, algorithm, rounds=7, **options)
-        directory = tmp_path / type(algorithm).__name__
-        for rounds in (2, 3, 7):
-            parts = fed.run(model, clients, algorithm, rounds=rounds, run_dir=directory, resume=True, **options)
-        assert same_bits(whole.model, parts.model)
-
-
 def test_a_shared_tensor_is_stored_once(tmp_path):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     fed.run(model, clients, Remembering(), rounds=1, participation=1.0, run_dir=tmp_path / "run")

@@ -15,7 +15,7 @@ from fastsam.fed.executors import Setup, cuda
 from fastsam.fed.executors.graph import Graph
 from fastsam.fed.step.teacher import divergence
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs, unfused
+from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.oracle.loop import add, scaled, unit
 
@@ -63,17 +63,6 @@ def test_both_gradients_of_a_sharp_step_are_taught():
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
     final = replayed(model, clients, Sharp(beta=0.8), options).model
     assert oracle.difference(final, oracle.run(model, clients, UnfusedSharp(beta=0.8), options, ACTIVE)) < 1e-12
-
-
-@pytest.mark.parametrize("method", ["fedgmt", "fedntd", "fedsol", "moon"])
-def test_threads_have_the_bits_of_the_plain_executor(method):
-    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
-    one, other = (
-        replayed(model, clients, ours(method), options, executor=executor).model
-        for executor in ("sequential", "threads")
-    )
-    assert same_bits(one, other)
-    assert oracle.difference(one, unfused(method, "clip-active", torch.float64)) < 1e-12
 
 
 @pytest.mark.parametrize("method", ["fedgmt", "fedsol"])

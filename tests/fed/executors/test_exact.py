@@ -19,46 +19,8 @@ from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.executors import auto, threads
 from fastsam_kernels import native
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.crosses import one_in
-from tests.helpers.fed_runs import FIRST, FLOAT, digest, run
-
-
-@pytest.mark.parametrize(("method", "slots"), one_in(7, sorted(FIRST.values()), (1, 3, 7)))
-def test_any_number_of_slots_ends_in_the_same_bits(method, slots):
-    assert digest(run(cases.ours(method), "threads", slots)) == digest(run(cases.ours(method), "sequential"))
-
-
-@pytest.mark.parametrize(
-    "options", [{"clip_norm": 0.05}, {"clip_norm": 0.05, "clip_scope": "linear", "weighting": "samples"}], ids=str
-)
-def test_clipped_runs_end_in_the_same_bits(options):
-    for method in ("fedprox", "fedlesam", "mofedsam"):
-        plain = digest(run(cases.ours(method), "sequential", **options))
-        assert digest(run(cases.ours(method), "threads", 3, **options)) == plain
-
-
-def test_statistics_of_batch_norm_end_in_the_same_bits():
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-    finals = [
-        run(fed.FedSAM(), executor, slots, model(), sizes=(8, 16, 8, 12), batch_size=4, buffers="average").model
-        for executor, slots in (("sequential", None), ("threads", 1), ("threads", 3))
-    ]
-    states = [torch.cat([t.double().flatten() for t in m.state_dict().values()]) for m in finals]
-    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
-
-
-def test_a_run_continues_with_another_exact_executor(tmp_path):
-    whole = run(fed.SCAFFOLD(), "sequential", rounds=5)
-    for rounds, executor, slots in ((2, "threads", 3), (3, "sequential", None), (5, "threads", 7)):
-        parts = run(fed.SCAFFOLD(), executor, slots, rounds=rounds, run_dir=tmp_path / "run", resume=True)
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True))
-    with pytest.raises(fed.RunDirectoryError, match="vmap"):
-        run(fed.SCAFFOLD(), "vmap", 3, rounds=6, run_dir=tmp_path / "run", resume=True)
+from tests.helpers.fed_runs import FLOAT, digest, run
 
 
 class Shared(nn.Module):

@@ -57,27 +57,6 @@ def test_every_client_takes_them():
     assert all(0.5 < record["train_loss"] < 2 for record in result.history)  # a mean over the samples of these steps
 
 
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("fedsmoo", {**STEPS, "drop_last": True}),
-        *(pytest.param("fedavg", options, marks=pytest.mark.slow) for options in (STEPS, {"drop_last": True})),
-    ],
-    ids=str,
-)
-def test_executors_agree(method, options):
-    """FedSMOO looks at the last step; clients of unequal sizes are in the middle of an epoch then."""
-    plain = run(cases.ours(method), "sequential", **options)
-    assert digest(run(cases.ours(method), "threads", 3, **options)) == digest(plain)
-    stacked = run(cases.ours(method), "vmap", 3, **options)
-    pairs = zip(plain.model.parameters(), stacked.model.parameters(), strict=True)
-    assert max((a - b).abs().max().item() for a, b in pairs) < 1e-5
-    assert [r["steps"] for r in stacked.history] == [r["steps"] for r in plain.history]
-    assert [r["train_loss"] for r in stacked.history] == pytest.approx(
-        [r["train_loss"] for r in plain.history], rel=1e-4
-    )
-
-
 def test_a_batch_of_one_is_dropped_for_batch_norm():
     norm = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
     x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])

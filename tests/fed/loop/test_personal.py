@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
-from tests.helpers.fed_rundir import records, start
-from tests.helpers.fed_runs import digest, run, same_bits
+from tests.helpers.fed_runs import same_bits
 
 SIZES = (7, 12, 5)
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
@@ -62,7 +60,13 @@ def far(a: nn.Module, b: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "phi"), [(fed.FedAvg(), 0.0), (fed.FedProx(phi=0.5), 0.5), (fed.FedAdam(), None)], ids=repr
+    ("algorithm", "phi"),
+    [
+        (fed.FedAvg(), 0.0),
+        (fed.FedProx(phi=0.5), 0.5),
+        *((a, None) for a in (fed.FedAdam(), fed.SCAFFOLD(), fed.FedSMOO())),
+    ],
+    ids=repr,
 )
 def test_every_client_has_a_head_of_its_own(algorithm, phi):
     begin = oracle.smooth_model()
@@ -93,36 +97,6 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     assert record["client_accuracy_std"] > 0
     right = (result.model(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
     assert record["test_accuracy"] == pytest.approx(right)
-
-
-@pytest.mark.parametrize("method", ["scaffold", "fedsmoo"])
-def test_what_servers_and_clients_keep_is_zero_there(method, tmp_path):
-    """Control variates and duals of parameters that nobody sends; resumed in the same bits."""
-    options = {"algorithm": cases.ours(method), "personal": "2.*", "checkpoint_every": 1}
-    whole = start(tmp_path / "whole", rounds=4, **options)
-    start(tmp_path / "run", rounds=2, **options)
-    parts = start(tmp_path / "run", rounds=4, resume=True, **options)
-    assert same_bits(whole.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "run")
-    assert all(same_bits(whole.client_model(i), parts.client_model(i)) for i in range(5))
-    assert same_bits(whole.model[2], oracle.smooth_model()[2])
-    assert far(whole.client_model(0)[2], whole.client_model(1)[2]) > 1e-3
-    with pytest.raises(fed.RunDirectoryError, match="another personal"):
-        start(tmp_path / "run", rounds=4, resume=True, **{**options, "personal": "0.*"})
-
-
-def test_threads_end_in_the_same_bits():
-    plain, threads = (
-        run(fed.FedSAM(), name, slots, personal="2.*") for name, slots in (("sequential", None), ("threads", 3))
-    )
-    assert digest(plain) == digest(threads) and same_bits(plain.client_model(3), threads.client_model(3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedprox", "fedsmoo"])
-def test_stacked_clients_agree(method):
-    plain = run(cases.ours(method), "sequential", personal="2.*")
-    stacked = run(cases.ours(method), "vmap", 3, personal="2.*")
-    assert far(plain.model, stacked.model) < 1e-5 and far(plain.client_model(3), stacked.client_model(3)) < 1e-5
 
 
 def test_only_what_is_shared_is_sent():
