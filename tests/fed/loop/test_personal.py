@@ -64,7 +64,7 @@ def far(a: nn.Module, b: nn.Module) -> float:
     [
         (fed.FedAvg(), 0.0),
         (fed.FedProx(phi=0.5), 0.5),
-        *((a, None) for a in (fed.FedAdam(), fed.SCAFFOLD(), fed.FedSMOO())),
+        *((a, None) for a in (fed.FedAdam(), fed.SCAFFOLD(), fed.FedGAMMA())),
     ],
     ids=repr,
 )
