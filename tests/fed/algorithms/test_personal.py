@@ -19,6 +19,7 @@ from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.mutants.apply import replaced
+from tests.helpers.mutants.table import PERSONAL
 from tests.helpers.oracle import personal as unfused
 
 OPTIONS = oracle.Options(rounds=4, momentum=0.5, weight_decay=0.02, server_lr=0.7, shuffle=True, seed=3, epochs=2)
@@ -109,25 +110,6 @@ def test_what_stays_is_not_sent():
     for way in ("megabytes_down", "megabytes_up"):
         plain, own = (record[way] for record in records)
         assert plain - own == pytest.approx(len(ACTIVE[0]) * stays / 1e6)
-
-
-WRONG = [
-    ("made[self.places] = state[OWN]", "made[self.places] += 0 * state[OWN]"),
-    ("buffers=buffers or None", "buffers=None"),
-    ("client[OWN] + ends.displacement", "client[OWN] - ends.displacement"),
-    ("start[:, self.places] = own", "pass"),
-    ("move_buffers(begun, by)", "move_buffers(begun, 0 * by)"),
-    ("None if x is None else x.masked_fill(self.mask, 0)", "x"),
-]
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [pytest.param(*w, marks=[] if "buffers" in w[0] else [pytest.mark.slow]) for w in WRONG]
-)
-def test_a_wrong_line_is_noticed(old, new):
-    model, wanted = fedbn_case()
-    with replaced("fastsam.fed.loop.personal", old, new):
-        assert furthest(ran(model, fed.FedBN(), batch_of(OPTIONS, 6)), wanted) > 1e-6
 
 
 @pytest.mark.parametrize(
@@ -272,7 +254,6 @@ def apfl_case(alpha: float = 0.3, eta_alpha: float | None = 0.4) -> tuple[nn.Mod
     return model, unfused.apfl(model, clients, OPTIONS, ACTIVE, alpha, eta_alpha)
 
 
-apfl_extreme = functools.partial(apfl_case, 0.02, 9.0)
 APFL = fed.APFL(alpha=0.3, eta_alpha=0.4)
 
 
@@ -332,49 +313,23 @@ def test_accuracies_are_those_of_the_clients_models(name):
         assert tuned[i]["after"] == last["test_accuracy"]
 
 
-MUTANTS = [
-    ("algorithms.fedrep", "place not in head", "True", fedrep_case, fed.FedRep(head_epochs=3)),
-    ("algorithms.fedrep", "epochs=self.head_epochs, only=head,", "epochs=self.head_epochs,", fedrep_case,
-        fed.FedRep(head_epochs=3)),
-    ("algorithms.fedrep", "epochs=self.head_epochs, ", "", fedrep_case, fed.FedRep(head_epochs=3)),
-    ("executors.row", "task.begun + task.epochs,", "0,", fedrep_case, fed.FedRep(head_epochs=3)),
-    ("executors.row", "self.start = first", "pass", fedrep_case, fed.FedRep(head_epochs=3)),
-    ("algorithms.ditto", "phi=self.lam, q=-self.lam", "phi=self.lam, q=self.lam", ditto_case, fed.Ditto(lam=0.7)),
-    ("algorithms.ditto", "phi=self.lam, ", "", ditto_case, fed.Ditto(lam=0.7)),
-    ("algorithms.ditto", 'client["v_i"] + ends.then', 'server["w"] + ends.then', ditto_case, fed.Ditto(lam=0.7)),
-    ("algorithms.ditto", 'start=client["v_i"]', 'start=server["w"]', ditto_case, fed.Ditto(lam=0.7)),
-    ("algorithms.ditto", '"delta": ends.displacement', '"delta": ends.then.displacement', ditto_case,
-        fed.Ditto(lam=0.7)),
-    ("algorithms.pfedme", "self.eta * self.lam", "self.eta", pfedme_case, PFEDME),
-    ("algorithms.pfedme", "q=-self.lam *", "q=0 *", pfedme_case, PFEDME),
-    ("algorithms.pfedme", "+ ends.inner", "+ ends.displacement", pfedme_case, PFEDME),
-    ("algorithms.pfedme", "Envelope(self.K,", "Envelope(1,", pfedme_case, PFEDME),
-    ("executors.phases", "torch.mul(anchor, -task.step.phi, out=q)", "pass", pfedme_case, PFEDME),
-    ("executors.phases", "anchor.lerp_(form.z, envelope.rate)", "anchor.copy_(form.z)", pfedme_case, PFEDME),
-    ("executors.row", "form.field(\"anchor\").copy_(self.start)", "form.field(\"anchor\").zero_()", pfedme_case,
-        PFEDME),
-    ("algorithms.apfl", 'client["v_i"] + ends.inner', 'server["w"] + ends.inner', apfl_case, APFL),
-    ("algorithms.apfl", 'beside=client["v_i"]', 'beside=server["w"]', apfl_case, APFL),
-    ("algorithms.apfl", '"alpha": ends.alpha[:, None]', '"alpha": client["alpha"]', apfl_case, APFL),
-    ("executors.mixed", "hyper[Column.A], hyper[Column.LR] = self.alpha[0]", "hyper[Column.A], hyper[Column.LR] = 1.0",
-        apfl_case, APFL),
-    ("executors.mixed", "if first and self.rate:", "if self.rate:", apfl_case, APFL),
-    ("executors.mixed", "(v - w)[0]", "(w - v)[0]", apfl_case, APFL),
-    ("executors.mixed", "shared.z.lerp_(v, self.alpha.to(v.dtype))", "shared.z.copy_(v)", apfl_case, APFL),
-    ("executors.mixed", ".clamp(0, 1)", "", apfl_extreme, fed.APFL(0.02, 9.0)),
-    ("executors.row", "begin = first = own", "begin = own", ditto_case, fed.Ditto(lam=0.7)),
-]  # fmt: skip
+WANTED = {
+    "fedbn": (fedbn_case, fed.FedBN(), batch_of(OPTIONS, 6)),
+    "fedrep": (fedrep_case, fed.FedRep(head_epochs=3), OPTIONS),
+    "ditto": (ditto_case, fed.Ditto(lam=0.7), OPTIONS),
+    "pfedme": (pfedme_case, PFEDME, OPTIONS),
+    "apfl": (apfl_case, APFL, OPTIONS),
+    "apfl-extreme": (functools.partial(apfl_case, 0.02, 9.0), fed.APFL(0.02, 9.0), OPTIONS),
+}
+USUAL = [*{m.case: m for m in PERSONAL}.values()]  # in `make test` the last one of each case
 
 
-USUAL = ("place not in head", 'client["v_i"] + ends.then', "torch.mul(anchor, -task.step.phi, out=q)")
-
-
-@pytest.mark.parametrize("mutant", sometimes(MUTANTS, lambda m: m[1] in USUAL), ids=lambda m: f"{m[0]}: {m[1]}: {m[2]}")
-def test_a_wrong_line_of_a_phase_is_noticed(mutant):
-    module, old, new, case, algorithm = mutant
+@pytest.mark.parametrize("mutant", sometimes(PERSONAL, USUAL.__contains__), ids=lambda m: f"{m.function}: {m.new}")
+def test_a_wrong_line_is_noticed(mutant):
+    case, algorithm, options = WANTED[mutant.case]
     model, wanted = case()
-    with replaced(f"fastsam.fed.{module}", old, new):
-        assert furthest(ran(model, algorithm), wanted) > 1e-6
+    with replaced(*mutant[:4]):
+        assert furthest(ran(model, algorithm, options), wanted) > 1e-6
 
 
 @pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "Ditto"))

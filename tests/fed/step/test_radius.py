@@ -208,25 +208,27 @@ SCALED = {"rho_scale": SCALE}
 
 
 @pytest.mark.parametrize(
-    ("module", "old", "new", "direction", "constants", "executor"),
+    ("module", "function", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_step", "(1 - self.rho_end) * k / steps", "(1 - self.rho_end) * (k + 1) / steps", D.GRADIENT, FALLS,
+        ("step.local_step", "LocalStep.radius", "(1 - self.rho_end) * k", "(1 - self.rho_end) * (k + 1)", D.GRADIENT,
+            FALLS, "sequential"),
+        ("executors.kernel_calls", "Form.pace_", "self.hyper[:, 0, Column.RHO].copy_(radii)", "pass", D.GRADIENT,
+            FALLS, "vmap"),
+        ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
+            D.GRADIENT, SCALED,
             "sequential"),
-        ("executors.kernel_calls", "Column.RHO].copy_(radii)", "Column.RHO]", D.GRADIENT, FALLS, "vmap"),
-        ("executors.kernel_calls", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]', D.GRADIENT, SCALED,
-            "sequential"),
-        ("executors.kernel_calls", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
-        ("executors.kernel_calls", "d.mul_(scale)\n", "d\n", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "for name in (\"q\", \"mu\", \"s\", *crews[0].kind.vectors)", "for name in (\"q\",)",
+        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
+        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
+        ("executors.stacked_rows", "StackedRows.begin_", '("q", "mu", "s", *crews[0].kind.vectors)', '("q",)',
             D.GRADIENT, SCALED, "vmap"),
-        ("step.rows", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
+        ("step.rows", "Rows.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
     ],
 )  # fmt: skip
-def test_a_wrong_step_is_noticed(module, old, new, direction, constants, executor):
+def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
     constants = {"direction": direction, "rho": 0.4} | constants
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
     unfused = Unfused(direction, 0.4, constants.get("rho_end", 1.0), scale)
-    with replaced(f"fastsam.fed.{module}", old, new):
+    with replaced(module, function, old, new):
         assert compared(constants, unfused, executor) > 1e-6
 
 
