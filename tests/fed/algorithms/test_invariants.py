@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam import fed
-from fastsam.arena import Layout
 from tests.helpers import oracle
 from tests.helpers.fed_watch import Watched
 
@@ -61,12 +60,6 @@ def spied(algorithm, clients, **options):
 
 def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def dense(row):
-    """A row of `smooth_model` without the padding between its parameters."""
-    table = Layout.of(list(oracle.smooth_model().parameters())).table
-    return torch.cat([row[start : start + n] for start, n in table[:, :2].tolist()])
 
 
 def watched(algorithm, **options):
@@ -132,24 +125,3 @@ def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, opti
     for w, z in zip(points[0::2], points[1::2]):
         assert math.isclose((z - w).norm().item(), rho, rel_tol=1e-4)
         assert ((z - w) != 0).sum() > 60
-
-
-@settings(max_examples=3, deadline=None)
-@given(rho=RHO, alpha=st.floats(0.3, 3), rule=st.sampled_from(["paper", "mu_active", "mu_all"]), options=RUNS)
-def test_the_duals_of_fedsmoo(rho, alpha, rule, options):
-    """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every
-    local step."""
-    record = Watched(fed.FedSMOO(rho=rho, alpha=alpha, s_rule=rule))
-    _, points, _ = spied(record, oracle.ragged_clients(), rounds=3, batch_size=5, **options)
-    for state in record._servers[1:]:
-        assert math.isclose(state["s"].norm().item(), rho, rel_tol=1e-4)
-    eps, before = [z - w for w, z in zip(points[0::2], points[1::2])], {}
-    for t, end, server in record._ends:
-        (client,), (K,) = end.clients, end.steps
-        steps, eps = eps[:K], eps[K:]
-        old = before.get(client, torch.zeros(73, dtype=torch.float64))
-        grown = (sum(steps) - K * dense(server["s"])) / alpha
-        mine = dict(record._kept[client])[t]["mu_i"]
-        torch.testing.assert_close(dense(mine), old + grown, rtol=1e-9, atol=1e-11)
-        before[client] = dense(mine)
-    assert not eps

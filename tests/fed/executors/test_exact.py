@@ -6,6 +6,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsam import fed
 from fastsam.fed import executors
@@ -21,6 +23,7 @@ from fastsam.fed.executors import auto, threads
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, run
+from tests.helpers.places import ROOT
 
 
 class Shared(nn.Module):
@@ -276,3 +279,43 @@ def test_the_names_are_those_of_the_registry_and_auto():
         ValueError, match="executor must be one of 'auto', 'graph', 'sequential', 'streams', 'threads', 'vmap'"
     ):
         run(fed.FedAvg(), "parallel")
+
+
+# --- The page's table of operations without a deterministic CUDA form, beside what torch says of itself.
+
+
+SAID = str(torch.use_deterministic_algorithms.__doc__)
+SERVED, REFUSED = SAID.split("operations will throw a\n", 1)
+NO_MODEL_TRAINS_WITH = ("resize_",)  # quantized tensors
+
+
+def names(text: str) -> set[str]:
+    """`nn.MaxPool3d` as MaxPool3d: what torch's list is about."""
+    return {name.split(".")[-1] for name in re.findall(r"\* :(?:class|func):`torch\.([\w.]+)`", text)}
+
+
+def test_the_page_names_what_torch_refuses() -> None:
+    page = (ROOT / "docs" / "executors.md").read_text()
+    table = page[page.index("## What has no deterministic form") : page.index("## Several processes")]
+    refused = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
+    families = {re.sub(r"[123]d$", "", name) for name in refused if name != "use_deterministic_algorithms"}
+    assert len(families) > 10
+    lost = {family for family in families if not re.search(rf"\b{family}", table)}
+    assert not lost, f"torch refuses {sorted(lost)}"
+    for advice in ("MaxPool3d", "ReplicationPad2d"):
+        assert advice in names(SERVED), f"the page sends people to {advice}"
+
+
+def test_one_pixel_of_adaptive_pooling_is_a_mean() -> None:
+    """So it serves on a GPU, where other sizes are refused."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    with Seen():
+        torch.nn.AdaptiveAvgPool2d(1)(x).sum().backward()
+    assert "aten.mean.dim" in seen and not any("adaptive" in name for name in seen)

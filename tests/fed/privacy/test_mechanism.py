@@ -15,7 +15,10 @@ from fastsam.fed.algorithms import registry
 from fastsam.fed.common import seeds
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import serves
+from tests.helpers import privacy_checks
 from tests.helpers import privacy_checks as checks
+from tests.helpers.mutants.apply import replaced
+from tests.helpers.mutants.privacy import MUTANTS
 
 BITS = ("scales", "local_scale", "denominator", "clipped")
 KINDS: dict[str, dict[str, Any]] = {
@@ -121,3 +124,25 @@ def test_who_is_served() -> None:
     }
     for name in sorted(served):
         checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")
+
+
+# --- Are the checks of noise, clip and epsilon worth anything? Every wrong formula must fail one of them.
+
+
+ACCOUNTS = {"poisson", "without_replacement", "unsampled", "every_round"}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=[pytest.mark.slow] * (m.case in ("poisson", "without_replacement"))) for m in MUTANTS],
+    ids=[f"{m.case}: {m.function}: {m.new}" for m in MUTANTS],
+)
+def test_a_wrong_formula_is_noticed(mutant):
+    if mutant.case in ACCOUNTS:
+        pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
+    with replaced(*mutant[:4]), pytest.raises(AssertionError):
+        getattr(privacy_checks, mutant.case)()
+
+
+def test_every_mutant_is_there_once():
+    assert len(set(MUTANTS)) == len(MUTANTS)
