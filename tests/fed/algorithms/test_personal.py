@@ -396,15 +396,6 @@ def test_what_does_not_fit(algorithm, options, words):
         ran(made, given, batch_of(OPTIONS, 6), **{k: v for k, v in options.items() if k != "model"})
 
 
-def test_an_own_model_must_be_a_row():
-    class Short(fed.Ditto):
-        def own_model(self, server, client):
-            return client["v_i"][:-1]
-
-    with pytest.raises(ValueError, match="own_model must return the weights of one client, torch.float64"):
-        ran(oracle.smooth_model(), Short())
-
-
 @pytest.mark.parametrize("name", sometimes(["FedRep", "Ditto", "pFedMe", "APFL"], lambda name: name == "FedRep"))
 def test_samples_that_come_in_batches_have_phases_too(name):
     """Clients of dicts, whose samples are taken batch by batch: the bits of clients of tensors."""

@@ -92,16 +92,6 @@ def test_clients_start_where_they_like(executor, rho):
     )
 
 
-def test_a_start_is_checked_before_the_run():
-    @dataclass(frozen=True)
-    class Short(fed.Algorithm):
-        def local_step(self, server, client, round):
-            return fed.LocalStep(start=server["w"][:-1])
-
-    with pytest.raises(ValueError, match=r"LocalStep.start must be torch.float64"):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), Short(), rounds=1)
-
-
 @dataclass(frozen=True)
 class Wavering(fed.Algorithm):
     """A learning rate that falls within every second round. What is `apart` in the numbers of two rounds, eta, plain
@@ -251,6 +241,10 @@ def closing(made):
             r"LocalStep.q must be.*\[3\]",
         ),
         (broken(local_step=lambda self, server, client, round: fed.LocalStep(q=0.1)), "LocalStep.q must be.*got float"),
+        (
+            broken(local_step=lambda self, server, client, round: fed.LocalStep(start=server["w"][:-1])),
+            "LocalStep.start",
+        ),
         (
             broken(local_step=lambda self, server, client, round: None),
             r"must return a fastsam.fed.LocalStep \(or a list of 1, one for each client\), got NoneType",

@@ -22,7 +22,7 @@ from fastsam.fed import executors
 from fastsam.fed.executors import auto, threads
 from fastsam_kernels import native
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FLOAT, digest, run
+from tests.helpers.fed_runs import FLOAT, Drops, digest, run
 from tests.helpers.places import ROOT
 
 
@@ -154,22 +154,11 @@ def test_an_error_of_the_receiver_leaves_no_thread_behind():
     assert not alive()
 
 
-class Drops(nn.Module):
-    """rarely: dropout in batches with a marked sample only, so that the trial step does not see it."""
-
-    def __init__(self, rarely):
-        super().__init__()
-        self.inner, self.rarely = oracle.smooth_model(FLOAT), rarely
-
-    def forward(self, x):
-        return self.inner(F.dropout(x, 0.4, self.training and (not self.rarely or bool((x > 99).any()))))
-
-
 @pytest.mark.parametrize(
     "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MimeLite(), fed.FedNTD()], ids=lambda a: type(a).__name__
 )
 def test_a_model_that_draws_has_the_same_numbers_in_threads(algorithm):
-    model, drops = oracle.smooth_model(FLOAT), Drops(rarely=False)  # making them seeds torch's generator
+    model, drops = oracle.smooth_model(FLOAT), Drops()  # making them seeds torch's generator
     state = torch.get_rng_state()
     plain = digest(run(algorithm, "sequential", model=drops))
     assert digest(run(algorithm, "threads", 3, drops)) == plain
@@ -204,7 +193,7 @@ def test_what_draws_unseen_is_refused_with_the_reason():
     state = torch.get_rng_state()
     data = [*oracle.ragged_clients(FLOAT, (20, 9)), (torch.full((5, 6), 100.0), torch.zeros(5, dtype=torch.long))]
     with pytest.raises(fed.ClientError, match="draws random numbers.*executor='sequential'"):
-        fed.run(Drops(rarely=True), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
+        fed.run(Drops(above=99.0), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
     assert torch.equal(state, torch.get_rng_state()) and not alive()
 
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.clients.population import Augment
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import streams
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
 
 SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1 ends with one of 2
@@ -173,13 +171,6 @@ def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
 
     with pytest.raises(fed.ClientError, match="draws random numbers"):
         train("threads", 2, loss=late)
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for CUDA, in whose streams everything is done at once."""
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 @pytest.mark.usefixtures("no_cuda")

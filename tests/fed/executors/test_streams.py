@@ -15,7 +15,7 @@ from fastsam import fed
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable, streams
+from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.cuda import CaptureError, Cuda
 from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds
@@ -34,12 +34,6 @@ CASES = {
     "fedspeed": fed.FedSpeed(rho=0.05),
 }
 UNCAPTURED = {"apfl": fed.APFL(), "ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1), "fedsol": fed.FedSOL()}
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 def train(

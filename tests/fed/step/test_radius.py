@@ -10,27 +10,19 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors import streams
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
-from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.oracle.loop import Vector, add, minus, norm, scaled
 
+pytestmark = pytest.mark.usefixtures("no_cuda")
 D = fed.Direction
 OPTIONS = oracle.Options(rounds=2, epochs=2, momentum=0.5, weight_decay=0.05, clip=0.5)
 EXECUTORS = ("sequential", "threads", "vmap", "streams", "graph")
-
-
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors for GPUs run on a stand-in."""
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 @dataclass(frozen=True)
