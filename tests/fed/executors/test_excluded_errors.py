@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.clients.population import Augment
 from fastsam.fed.data import FederatedData
+from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fed_runs import FLOAT, digest, same_bits
+from tests.helpers.fed_runs import FIRST, FLOAT, digest, same_bits
 
 SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1 ends with one of 2
 EXACT = [("sequential", None), ("threads", 3)]
@@ -65,8 +66,9 @@ def test_it_is_excluded_and_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     "algorithm",
     [
-        fed.SCAFFOLD(),
-        *(pytest.param(a, marks=pytest.mark.slow) for a in (fed.FedSMOO(), fed.MimeLite(), fed.FedLESAM(first="none"))),
+        pytest.param(cases.ours(method), marks=[] if name == "SCAFFOLD" else pytest.mark.slow)
+        for name, method in FIRST.items()
+        if not method.startswith(cases.NOT_STACKED)
     ],
     ids=lambda a: type(a).__name__,
 )
