@@ -61,6 +61,11 @@ def test_every_algorithm_agrees_with_the_plain_executor(method):
     assert agree(cases.ours(method)) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize(("slots", "method"), [(1, "fedavg"), (7, "fedsmoo"), (64, "fedlesam-d")])
+def test_any_number_of_slots_agrees_in_single_precision(slots, method):
+    assert agree(cases.ours(method), torch.float32, slots) < TOLERANCE[torch.float32]
+
+
 def test_one_number_of_slots_gives_one_set_of_bits():
     assert digest(run(cases.ours("fedsmoo"), "vmap", 3)) == digest(run(cases.ours("fedsmoo"), "vmap", 3))
 
