@@ -113,7 +113,7 @@ def _step(record: Record) -> dict[str, str]:
         f"Processors used by other processes meanwhile, per column: {others}."
     )
     found["bench:made"] = "\n".join([made, *reasons(record)])
-    return found | {"bench:all": "\n\n".join(found.values()), "bench:choices": found["bench:copied"]}
+    return found | {"bench:all": "\n\n".join(found.values())}
 
 
 # --- kernels and whole steps on a device ---

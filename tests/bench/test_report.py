@@ -49,7 +49,7 @@ def test_pages_hold_what_was_measured() -> None:
     for path, text in report.pages().items():
         assert text == path.read_text(), f"{path.name} differs from the results: python -m bench.report --publish"
     named = [name for path in report.pages() for name in report.places(path.read_text())]
-    wanted = {"bench:choices", "bench:all", "bench:kernels-cpu:all", "federated:all", "family:last", "accuracy:last"}
+    wanted = {"bench:all", "bench:kernels-cpu:all", "federated:all", "family:last", "accuracy:last"}
     assert wanted | {f"gpu:{name}" for name in ("kernels", "federated", "family", "ncu", "predictions")} <= set(named)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastsam.fed.executors import auto
+from fastsam.fed.executors import auto, streams
+from tests.helpers.fake_cuda import FakeCuda
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,10 @@ def a_short_run_is_sequential(request: pytest.FixtureRequest, monkeypatch: pytes
     """
     if request.path.parent.name != "executors":
         monkeypatch.setattr(auto, "rule", lambda setup: ("sequential", "the run is short"))
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors for GPUs run on a stand-in for CUDA, in whose streams everything is done at once."""
+    monkeypatch.setattr(streams, "Cuda", FakeCuda)
+    monkeypatch.setattr(streams, "why_not", lambda setup: None)

@@ -83,6 +83,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedrobust-diag": ("FedRobust", {"lam": 0.3, "ascent_steps": 3, "form": "diag"}),
     "fedrobust-radius": ("FedRobust", {"ascent_steps": 2, "eta_2": 0.5, "form": "full", "radius": (0.2, 0.1)}),
 }
+NOT_STACKED = ("fedrobust", "fedgmt", "fedntd", "fedsol", "moon")  # with a teacher or a map of the inputs
 # What the two spell differently.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "fedsam-schedule": {"rho": lambda t: (0.3, 0.2, 0.1)[min(t, 2)]},

@@ -1,4 +1,4 @@
-"""What the ranks of tests/fed/sums/test_ranks_cases.py do; see `rank_group`."""
+"""What the ranks of tests/fed/sums/test_ranks.py do; see `rank_group`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam import fed
-from fastsam.arena import Layout
 from tests.helpers import oracle
 from tests.helpers.fed_watch import Watched
 
@@ -63,12 +62,6 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def dense(row):
-    """A row of `smooth_model` without the padding between its parameters."""
-    table = Layout.of(list(oracle.smooth_model().parameters())).table
-    return torch.cat([row[start : start + n] for start, n in table[:, :2].tolist()])
-
-
 def watched(algorithm, **options):
     """What passed through an algorithm in a run in float64."""
     record = Watched(algorithm)
@@ -109,49 +102,6 @@ def test_what_the_server_keeps_is_the_mean_of_what_all_clients_keep(made, server
     assert record._servers[-1][server].norm() > 0
 
 
-@settings(max_examples=3, deadline=None)
-@given(lr=st.floats(1e-3, 0.2), seed=st.integers(0, 9), epochs=st.integers(1, 3))
-def test_with_everybody_there_control_is_the_mean_gradient(lr, seed, epochs):
-    """c = (w^{t-1} - w^t)/(lr*K), for equal clients and server_lr = 1."""
-    record = Watched(fed.SCAFFOLD())
-    clients = oracle.ragged_clients(sizes=(12, 12, 12))
-    fed.run(oracle.smooth_model(), clients, record, rounds=4, participation=1.0, batch_size=5, lr=lr, seed=seed,
-            local_epochs=epochs)  # fmt: skip
-    for before, after in zip(record._servers[1:], record._servers[2:]):
-        torch.testing.assert_close(after["c"], (before["w"] - after["w"]) / (lr * 3 * epochs), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
-@settings(max_examples=2, deadline=None)
-@given(options=RUNS)
-def test_an_old_model_is_the_received_one_of_the_clients_own_last_round(method, options):
-    record = watched(getattr(fed, method)(rho=0.1), **options)
-    received = [flat(oracle.smooth_model()), *(dense(s["w"]) for s in record._servers[1:])]
-    assert record._kept
-    for states in record._kept.values():
-        for t, state in states:
-            assert torch.equal(dense(state["w_old_i"]), received[t])
-            assert not torch.equal(dense(state["w_old_i"]), received[t + 1])
-
-
-@pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
-@settings(max_examples=2, deadline=None)
-@given(rho=RHO, options=RUNS)
-def test_the_perturbation_of_fedlesam_points_to_the_old_model(method, rho, options):
-    """<eps, w_old - w^t> = rho*||w_old - w^t||, and its length is rho. One client, one step a round: every gradient is
-    at w^t + eps."""
-    record = Watched(getattr(fed, method)(rho=rho))
-    options |= {"participation": 1.0, "local_epochs": 1, "batch_size": 64, "rounds": 5}
-    start, points, _ = spied(record, oracle.ragged_clients(sizes=(20,)), **options)
-    models = [torch.zeros(73, dtype=torch.float64), start, *(dense(s["w"]) for s in record._servers[1:])]
-    assert len(points) == 5
-    for z, old, w in zip(points, models, models[1:]):
-        e, eps = old - w, z - w
-        far = e.norm().item()
-        assert math.isclose(float(eps @ e), rho * far, rel_tol=1e-6 + 1e-7 / far)
-        assert math.isclose(eps.norm().item(), rho, rel_tol=1e-6 + 1e-7 / far)
-
-
 @pytest.mark.parametrize(
     "made",
     [
@@ -175,43 +125,3 @@ def test_perturbations_have_length_rho_over_the_whole_model(made, rho, phi, opti
     for w, z in zip(points[0::2], points[1::2]):
         assert math.isclose((z - w).norm().item(), rho, rel_tol=1e-4)
         assert ((z - w) != 0).sum() > 60
-
-
-@settings(max_examples=3, deadline=None)
-@given(rho=RHO, alpha=st.floats(0.3, 3), rule=st.sampled_from(["paper", "mu_active", "mu_all"]), options=RUNS)
-def test_the_duals_of_fedsmoo(rho, alpha, rule, options):
-    """||s|| = rho after round 0, ||eps|| = rho, and mu_i grows by (sum of eps - K*s)/alpha: one dual step in every
-    local step."""
-    record = Watched(fed.FedSMOO(rho=rho, alpha=alpha, s_rule=rule))
-    _, points, _ = spied(record, oracle.ragged_clients(), rounds=3, batch_size=5, **options)
-    for state in record._servers[1:]:
-        assert math.isclose(state["s"].norm().item(), rho, rel_tol=1e-4)
-    eps, before = [z - w for w, z in zip(points[0::2], points[1::2])], {}
-    for t, end, server in record._ends:
-        (client,), (K,) = end.clients, end.steps
-        steps, eps = eps[:K], eps[K:]
-        old = before.get(client, torch.zeros(73, dtype=torch.float64))
-        grown = (sum(steps) - K * dense(server["s"])) / alpha
-        mine = dict(record._kept[client])[t]["mu_i"]
-        torch.testing.assert_close(dense(mine), old + grown, rtol=1e-9, atol=1e-11)
-        before[client] = dense(mine)
-    assert not eps
-
-
-@settings(max_examples=8, deadline=None)
-@given(rho=RHO, alpha=st.floats(0.01, 2), seed=st.integers(0, 9))
-def test_gsam_adds_only_what_is_orthogonal_to_g2(rho, alpha, seed):
-    """<v - g2, g2> = 0, and the part of g1 along g2 is not touched: seen in one step of one client."""
-    clients = oracle.ragged_clients(sizes=(9,), seed=seed)
-    _, (w, z), after = spied(fed.FedGSAM(rho=rho, alpha=alpha), clients, rounds=1, participation=1.0, lr=0.1)
-    v = (w - after) / 0.1
-    gradients = []
-    for point in (w, z):
-        model = oracle.smooth_model()
-        torch.nn.utils.vector_to_parameters(point, model.parameters())
-        torch.nn.functional.cross_entropy(model(clients[0][0]), clients[0][1]).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    g1, g2 = gradients
-    off = v - g2
-    assert abs(off @ g2) < 1e-12 * (1 + alpha)
-    torch.testing.assert_close(off, -alpha * (g1 - (g1 @ g2) / (g2 @ g2) * g2), rtol=1e-6, atol=1e-12)

@@ -8,14 +8,17 @@ from dataclasses import fields
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastsam import fed
+from fastsam.arena import Layout
 from fastsam.fed import models
-from fastsam.fed.step.input_map import InputMap
+from fastsam.fed.algorithms.schedule import check_scheduled, value_at
+from fastsam.fed.step.model_copy import trainable
 from fastsam.lab import config
-from tests.helpers.places import ROOT
+from tests.helpers import oracle
 
-DIGITS = ROOT / "examples" / "digits.toml"
 REGISTRY = fed.algorithms.registry
 
 # Another value than the default for every option of every algorithm.
@@ -72,95 +75,11 @@ def test_the_rules_for_s_differ(rule):
     assert not torch.equal(final(fed.FedSMOO(rho=0.5, s_rule=rule)), final(fed.FedSMOO(rho=0.5)))
 
 
-BAD = [
-    ("fedadam", {"beta1": 1.5}, "beta1 .*<= 1, got 1.5"),
-    ("fedadam", {"beta2": -0.1}, "beta2 .*>= 0"),
-    ("fedadam", {"tau": 0}, "tau .*> 0"),
-    ("fedadam", {"V0": -1}, "V0 .*>= 0"),
-    ("fedadam", {"bias_correction": "yes"}, "bias_correction must be one of True, False"),
-    ("fedadam", {"bias_correction": True, "V0": 0.1}, "bias_correction .*needs V0 = 0"),
-    ("fedadam", {"bias_correction": True, "beta1": 1.0}, "beta1, beta2 < 1"),
-    ("fedrobust", {"lam": -1}, "lam .*>= 0"),
-    ("fedrobust", {"eta_2": -1}, "eta_2 .*>= 0"),
-    ("fedrobust", {"ascent_steps": 0}, "ascent_steps must be an integer >= 1"),
-    ("fedrobust", {"form": "rows"}, "form must be one of 'full', 'channel', 'diag', None"),
-    ("fedrobust", {"radius": 0.1}, r"radius must be two numbers \[e1, e2\].*got 0.1"),
-    ("fedrobust", {"radius": (0.1,)}, "radius must be two numbers"),
-    ("fedrobust", {"radius": "0.1,0.2"}, "radius must be two numbers"),
-    ("fedrobust", {"radius": (0.1, -0.1)}, r"radius\[1\] .*>= 0"),
-    ("fedcm", {"alpha": 1.1}, "alpha .*<= 1, got 1.1"),
-    ("fedcm", {"momentum_K": "rounds"}, "'steps', 'epochs'.*'rounds'"),
-    ("mimelite", {"beta": -0.1}, "beta .*>= 0"),
-    ("fedscam", {"kappa": -1}, "kappa .*>= 0"),
-    ("fedscam", {"pilots": 0}, "pilots must be an integer >= 1"),
-    ("mimelite", {"momentum_form": "nesterov"}, "'convex', 'heavy_ball'"),
-    ("feddyn", {"phi": -1}, "phi .*>= 0"),
-    ("feddyn", {"phi_decay": 0}, "phi_decay .*> 0"),
-    ("fedprox", {"phi": math.inf}, "phi must be a finite number"),
-    ("fedgsam", {"alpha": -0.1}, "alpha .*>= 0"),
-    ("fedgsam", {"rho_min": -0.1}, "rho_min .*>= 0"),
-    ("fedgsam", {"lr_min": 0.1}, "lr_min belongs to rho_min"),
-    ("mofedsam", {"beta": 1.1}, "beta .*<= 1"),
-    ("fedsmoo", {"alpha": 0}, "alpha .*> 0"),
-    ("fedsmoo", {"s_rule": "mean"}, "'paper', 'mu_active', 'mu_all'.*'mean'"),
-    ("fedsmoo", {"dyn": 1}, "dyn must be one of True, False"),
-    ("fedspeed", {"alpha": 1.5}, "alpha .*<= 1"),
-    ("fednsam", {"perturb": "dual"}, "'gradient', 'momentum'.*'dual'"),
-    ("fedlesam", {"first": "zero"}, "'origin', 'none'.*'zero'"),
-    ("fedlesam-s", {"ref": "server"}, "'client', 'last_round'.*'server'"),
-    ("fedlesam-s", {"control_scale": -1}, "control_scale .*>= 0"),
-    ("fedlesam-d", {"phi": math.nan}, "phi"),
-    ("centralised-sam", {"eta": 0.1}, "adaptive=True"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "words"), BAD)
-def test_values_outside_their_range(name, options, words):
-    with pytest.raises(ValueError, match=words):
-        REGISTRY[name](**options)
-
-
 @pytest.mark.parametrize("name", [name for name, made in REGISTRY.items() if "rho" in made.__dataclass_fields__])
 @pytest.mark.parametrize("rho", [-0.1, math.nan, "a lot", None, [0.1]])
 def test_every_radius_is_checked(name, rho):
     with pytest.raises(ValueError, match="rho"):
         REGISTRY[name](rho=rho)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (
-            lambda: fed.FedSAM(roh=0.1),
-            r"FedSAM has no option 'roh' \(did you mean 'rho'\?\); its options: rho, adaptive, eta",
-        ),
-        (lambda: fed.FedDyn(alpha=0.1), "FedDyn has no option 'alpha'.*its options: phi, phi_decay"),
-        (lambda: fed.FedAvg(rho=0.1), "FedAvg has no option 'rho'; its options: none"),
-    ],
-)
-def test_options_of_another_algorithm_in_python(make, words):
-    with pytest.raises(TypeError, match=words):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (
-            ["--algorithm", "feddyn", "--beta", "0.1"],
-            r"beta is an option of fedavgm, fedntd, fedscam, fedtoga, mimelite, mofedsam, not of feddyn",
-        ),
-        (["--algorithm", "fedlesam-s", "--fedlesam-s.phi", "0.1"], "phi is an option of feddyn"),
-        (["--algorithm", "fedlesam-s", "--control-scal", "0.1"], "did you mean 'control_scale'"),
-        (["--algorithm", "fedlesam_s"], r"unknown algorithm 'fedlesam_s' \(did you mean 'fedlesam-s'\?\)"),
-        (["--algorithm", "fedcm", "--fedcm.alpha", "1.5"], "alpha .*<= 1"),
-        (["--algorithm", "fedadam", "--bias-correction", "maybe"], "bias_correction must be bool, got 'maybe'"),
-        (["--algorithm", "fedsam", "--rho", "0.1*lrr"], "'lrr' is not known; names are round, lr, first_lr"),
-    ],
-)
-def test_options_on_the_command_line(flags, words):
-    with pytest.raises(ValueError, match=words):
-        config.resolve(config.read(DIGITS, flags))
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))
@@ -199,13 +118,6 @@ def test_gsam_s_lowest_learning_rate_is_below_the_first(tmp_path):
         final(fed.FedGSAM(rho=0.5, rho_min=0.0, lr_min=0.15), lr=0.2)
 
 
-def test_fedrobust_needs_numbers_as_inputs():
-    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Flatten(), torch.nn.Linear(8, 2))
-    clients = [(torch.randint(0, 7, (5, 2)), torch.arange(5) % 2)]
-    with pytest.raises(ValueError, match="floating-point inputs, got torch.int64"):
-        fed.run(model, clients, fed.FedRobust(), rounds=1)
-
-
 @pytest.mark.parametrize(("form", "ascent_steps"), [("full", 2), (None, 1), ("channel", 1)])
 def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
     """Images of bytes behind `Pixels` train like the same images that were normalised before, to the bit."""
@@ -230,15 +142,162 @@ def test_fedrobust_maps_the_normalised_numbers_of_bytes(form, ascent_steps):
         fed.run(torch.nn.Sequential(wrapped), images, method, **options)
 
 
-def test_input_maps_are_checked():
-    for options, words in (
-        ({"form": "rows"}, "form"),
-        ({"lam": -1.0}, "lam"),
-        ({"lr": math.nan}, "lr"),
-        ({"steps": 0}, "steps"),
-        ({"radius": (0.1, -1.0)}, "radius: e2"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            InputMap(**options)
-    with pytest.raises(ValueError, match="call begin"):
-        InputMap().apply(torch.zeros(2, 3))
+# --- What single algorithms do, seen from outside, and what they refuse; test_fed_oracle.py has the numbers of all of
+# them.
+
+
+def test_a_zero_gradient_is_not_perturbed():
+    """eps = 0 exactly where there is no direction: no NaN, and weight decay still acts."""
+    model = oracle.smooth_model()
+    final = fed.run(
+        model, oracle.ragged_clients(), fed.FedSAM(rho=0.5), rounds=1, loss=lambda out, y: 0.0 * out.sum(),
+        weight_decay=0.1, lr=0.1,
+        participation=1.0, batch_size=100,
+    ).model  # fmt: skip
+    for p, q in zip(final.parameters(), model.parameters()):
+        torch.testing.assert_close(p.detach(), 0.99 * q.detach(), rtol=1e-14, atol=0)
+
+
+def test_the_registry_names_every_algorithm():
+    assert len(fed.algorithms.registry) == 41
+    for name, made in fed.algorithms.registry.items():
+        assert made.__name__.lower().replace("_", "-") == name
+        assert getattr(fed, made.__name__) is made
+        assert made() == made()  # frozen dataclasses with defaults
+        with pytest.raises(AttributeError):
+            made().rho = 1
+
+
+# --- Radii that change from round to round: numbers, formulas, functions.
+
+
+MODEL = torch.nn.Linear(1, 1)
+ROWS = fed.Rows.of(MODEL, Layout.of(trainable(MODEL)))
+
+
+def radii(made):
+    """The options that take a schedule."""
+    return {field.name for field in fields(made) if field.type == "Scheduled"}
+
+
+RADIUS = [name for name, made in fed.algorithms.registry.items() if "rho" in radii(made)]
+
+
+def at(index, lr=0.1, first_lr=0.2):
+    """Round `index`, counted from 0."""
+    return fed.Round(index, lr, 1, 10, 2, 1.0, first_lr, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        ("0.3", lambda t, lr, first: 0.3),
+        ("0.5/sqrt(round)", lambda t, lr, first: 0.5 / math.sqrt(t)),
+        (" 0.5 / sqrt( 800 ) ", lambda t, lr, first: 0.5 / math.sqrt(800)),
+        ("0.1*lr", lambda t, lr, first: 0.1 * lr),
+        ("0.1 + 0.2*lr/first_lr - 0.05", lambda t, lr, first: 0.1 + 0.2 * lr / first - 0.05),
+        ("2**-round", lambda t, lr, first: 2.0**-t),
+        ("-(-1)/(round + 1)", lambda t, lr, first: 1 / (t + 1)),
+        ("exp(-round) * log(3)", lambda t, lr, first: math.exp(-t) * math.log(3)),
+        ("min(0.2, 1/round, lr)", lambda t, lr, first: min(0.2, 1 / t, lr)),
+        ("max(0.01, 0.1*(1 - round/5))", lambda t, lr, first: max(0.01, 0.1 * (1 - t / 5))),
+        ("linear(0.2, 0.1, 5)", lambda t, lr, first: 0.2 - 0.1 * min(t - 1, 4) / 4),
+        ("cosine(0.2, 0, 5)", lambda t, lr, first: 0.1 * (1 + math.cos(math.pi * min(t - 1, 4) / 4))),
+    ],
+)
+def test_formulas(formula, expected):
+    check_scheduled("rho", formula)
+    for t in (1, 2, 4, 5, 6, 900):
+        for lr, first in ((0.1, 0.2), (0.03, 0.03)):
+            found = value_at("rho", formula, at(t - 1, lr, first))
+            assert math.isclose(found, expected(t, lr, first), rel_tol=1e-12, abs_tol=1e-15)
+
+
+def test_schedules_start_and_end_where_they_say():
+    for shape in ("linear", "cosine"):
+        values = [value_at("rho", f"{shape}(0.3, 0.1, 10)", at(t)) for t in range(15)]
+        assert values[0] == 0.3 and all(v == pytest.approx(0.1) for v in values[9:])
+        assert values[:10] == sorted(values[:10], reverse=True) and len(set(values[:10])) == 10
+
+
+@given(number=st.floats(0, 1e6), index=st.integers(0, 1000))
+def test_a_number_is_itself_in_every_round(number, index):
+    check_scheduled("rho", number)
+    assert value_at("rho", number, at(index)) == number
+    assert value_at("rho", repr(number), at(index)) == number
+    assert value_at("rho", lambda round: number, at(index)) == number
+
+
+@given(st.text(max_size=30))
+def test_any_other_text_is_refused(text):
+    """A formula is a number in the end, or a ValueError that shows what came: nothing else happens."""
+    try:
+        check_scheduled("rho", text)
+        assert value_at("rho", text, at(3)) >= 0
+    except ValueError as error:
+        assert "rho" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("0.1 - 0.1*round", r"rho in round 4 .*>= 0, got -0.3"),
+        ("1/(round - 4)", "has no value in round 4: .*division by zero"),
+        ("sqrt(3 - round)", "has no value in round 4"),
+        ("10**(1000*round)", "has no value in round 4"),
+        ("(-round)**0.5", "has no value in round 4"),
+        ("linear(0.1, 0.2, 1)", "has no value in round 4: .*needs n >= 2, got 1"),
+        (lambda round: -1.0, "rho in round 4 .*got -1.0"),
+        (lambda round: "0.1", "rho in round 4 .*got '0.1'"),
+    ],
+)
+def test_values_that_are_no_radius(value, words):
+    check_scheduled("rho", value)
+    with pytest.raises(ValueError, match=words):
+        value_at("rho", value, at(3))
+
+
+def three_clients():
+    torch.manual_seed(1)
+    return torch.nn.Linear(4, 3), [(torch.randn(n, 4), torch.arange(n) % 3) for n in (6, 9, 4)]
+
+
+def weights_after(algorithm, **options):
+    model, clients = three_clients()
+    steps = {"rounds": 3, "participation": 0.7, "lr": 0.2, "local_epochs": 2}
+    result = fed.run(model, clients, algorithm, **{**steps, **options})
+    return torch.cat([p.detach().flatten() for p in result.model.parameters()])
+
+
+@pytest.mark.parametrize("name", RADIUS)
+def test_every_radius_takes_a_schedule(name):
+    """A schedule that is constant gives the bits of the number; one that changes gives others from its second round
+    on."""
+    made = fed.algorithms.registry[name]
+    plain = weights_after(made(rho=0.3))
+    assert torch.equal(weights_after(made(rho="0.1*3 + 0*lr")), weights_after(made(rho=0.1 * 3)))
+    assert torch.equal(weights_after(made(rho=lambda round: 0.3)), plain)
+    assert not torch.equal(weights_after(made(rho="0.3/round")), plain)
+    assert torch.equal(weights_after(made(rho="0.3/round"), rounds=1), weights_after(made(rho=0.3), rounds=1))
+    if name != "fedgsam":
+        assert torch.equal(
+            weights_after(made(rho="0.3*lr/first_lr"), lr_decay=0.5),
+            weights_after(made(rho="0.3*0.5**(round - 1)"), lr_decay=0.5),
+        )
+
+
+@settings(max_examples=5, deadline=None)
+@given(t=st.integers(0, 50), decay=st.floats(0.8, 1), low=st.floats(0, 0.1), high=st.floats(0.1, 1))
+def test_gsam_s_radius_falls_with_the_learning_rate(t, decay, low, high):
+    made = fed.FedGSAM(rho=high, rho_min=low, lr_min=0.01)
+    lr = 0.1 * decay**t
+    assert math.isclose(made.radius(at(0, 0.1, 0.1)), high)
+    if lr >= 0.01:
+        assert low - 1e-12 <= made.radius(at(t, lr, 0.1)) <= high + 1e-12
+    assert math.isclose(made.radius(at(t, 0.01, 0.1)), low, abs_tol=1e-12)
+
+
+def test_a_schedule_that_fails_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="has no value in round 1"):
+        weights_after(fed.FedSAM(rho="1/(round - 1)"), run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -194,15 +194,6 @@ def test_smoo_agrees_on_one_perturbation(dyn):
     assert all(oracle.flat_norm(k["mu"]) > 1e-3 for k in kept.values())
 
 
-def test_one_client_and_one_step_of_smoo_is_sam():
-    chosen, x = options(), oracle.quadratic_clients(CENTRES[:1], CURVATURES[:1])
-    a, b = (
-        oracle.run(oracle.QuadraticModel(START), x, m, chosen, [[0]], oracle.quadratic_loss)
-        for m in (oracle.FedSMOO(0.3, dyn=False), oracle.FedSAM(0.3))
-    )
-    assert oracle.difference(a, b) == 0
-
-
 @pytest.mark.parametrize("form", ["full", "diag"])
 @pytest.mark.parametrize("ascent_steps", [1, 3])
 def test_the_affine_map_of_a_linear_loss(form, ascent_steps):

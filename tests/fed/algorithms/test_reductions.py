@@ -3,14 +3,19 @@ arithmetic is the same."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastsam import fed
+from fastsam.fed import models
+from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.loop.pooled_data import in_turn, pooled
 from tests.helpers import oracle
-from tests.helpers.fed_cases import replayed
+from tests.helpers.fed_runs import same_bits
 from tests.helpers.fed_watch import Watched
 
 RUNS = st.fixed_dictionaries(
@@ -66,10 +71,6 @@ def final(algorithm, dtype=torch.float32, clients=None, **options):
     ).model
 
 
-def same_bits(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("pair", EXACT)
 @settings(max_examples=2, deadline=None)
 @given(rho=st.floats(0.01, 1), share=st.floats(0.01, 0.99), phi=st.floats(0.01, 1), options=RUNS)
@@ -102,43 +103,6 @@ def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
     assert oracle.difference(a, b) < (1e-5 if "step" in pair else 1e-300)  # penalty*g1 has another length beside nu
 
 
-@settings(max_examples=2, deadline=None)
-@given(rho=st.floats(0.01, 1), share=st.floats(0.05, 1), lr=st.floats(1e-3, 0.2), seed=st.integers(0, 9))
-def test_with_momentum_the_first_round_has_shorter_steps(rho, share, lr, seed):
-    """D = m = 0 in round 0: steps of alpha*lr (beta*lr), the clipping and weight decay aside."""
-    options = {"rounds": 1, "seed": seed, "participation": 0.6}
-    for one, base in (
-        (fed.FedCM(alpha=share), fed.FedAvg()),
-        (fed.MimeLite(beta=share), fed.FedAvg()),
-        (fed.MoFedSAM(rho=rho, beta=share), fed.FedSAM(rho=rho)),
-    ):
-        a = final(one, torch.float64, lr=lr, **options)
-        assert oracle.difference(a, final(base, torch.float64, lr=share * lr, **options)) < 1e-13
-
-
-@settings(max_examples=2, deadline=None)
-@given(phi=st.floats(0.01, 1), options=RUNS)
-def test_the_clients_of_feddyn_in_round_0_are_those_of_fedprox(phi, options):
-    """h_i = 0: the proximal term is left. And FedAdam's clients are FedAvg's."""
-    options |= {"rounds": 1}
-    for one, other in ((fed.FedDyn(phi=phi), fed.FedProx(phi=phi)), (fed.FedAdam(), fed.FedAvg())):
-        seen, expected = Watched(one), Watched(other)
-        final(seen, **options), final(expected, **options)
-        assert seen._ends and [e.clients for _, e, _ in seen._ends] == [e.clients for _, e, _ in expected._ends]
-        for (_, x, _), (_, y, _) in zip(seen._ends, expected._ends):
-            assert torch.equal(x.displacement, y.displacement)
-
-
-def test_feddyn_without_a_penalty_is_not_fedavg():
-    """The server's +H stays: a test that says otherwise would be wrong."""
-    options = oracle.Options()
-    runs = [
-        replayed(oracle.smooth_model(), oracle.ragged_clients(), m, options).model
-        for m in (fed.FedDyn(phi=1e-12), fed.FedAvg())
-    ]
-    assert oracle.difference(*runs) > 1e-3
-
-
 @pytest.mark.parametrize("method", ["FedLESAM", "FedLESAM_S", "FedLESAM_D"])
 @pytest.mark.parametrize("first", ["origin", "none"])
 def test_with_everybody_there_the_last_round_is_the_clients_last_model(method, first):
@@ -165,21 +129,63 @@ def test_the_centralised_baseline_is_training_on_the_pooled_data(centralised, mo
     assert same_bits(trained, fed.run(model, one, base, participation=1.0, **keywords).model)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fednova_with_as_many_steps_everywhere_is_fedavg(momentum):
-    clients, options = (
-        oracle.ragged_clients(sizes=(12, 11, 14)),
-        {"batch_size": 5, "momentum": momentum, "participation": 1.0},
-    )
-    a, b = (final(m, torch.float64, clients, **options) for m in (fed.FedNova(), fed.FedAvg()))
-    assert oracle.difference(a, b) < 1e-12
-    unequal = oracle.ragged_clients(sizes=(12, 31))
-    a, b = (final(m, torch.float64, unequal, **options) for m in (fed.FedNova(), fed.FedAvg()))
-    assert oracle.difference(a, b) > 1e-4
+# --- The baselines on pooled data: their samples, their budget, and that the clients are still those of the evaluation.
 
 
-def test_one_client_needs_no_correction():
-    """With one client, c = c_i and their difference is 0: SCAFFOLD is FedAvg up to the rounding of the server's sum."""
-    clients = oracle.ragged_clients(sizes=(17,))
-    a, b = (final(m, torch.float64, clients, rounds=4, participation=1.0) for m in (fed.SCAFFOLD(), fed.FedAvg()))
-    assert oracle.difference(a, b) < 1e-13
+def population(sizes=(5, 8, 3, 14)):
+    """Every sample is its own number."""
+    x = torch.arange(float(sum(sizes)))[:, None]
+    return prepare([(p, p[:, 0].long() % 2) for p in x.split(list(sizes))], None, torch.float32, torch.device("cpu"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    participation=st.floats(0.01, 1),
+    seed=st.integers(0, 99),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+)
+def test_the_blocks_are_the_data_dealt_out_evenly(participation, seed, sizes):
+    made = pooled(population(sizes), participation, seed)
+    total = sum(sizes)
+    assert len(made.clients) == min(max(1, round(1 / participation)), total)
+    assert max(made.sizes) - min(made.sizes) <= 1
+    assert sorted(torch.cat([x for x, _ in made.clients])[:, 0].tolist()) == list(range(total))
+    assert all(torch.equal(y, x[:, 0].long() % 2) for x, y in made.clients)
+    again = pooled(population(sizes), participation, seed)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(made.clients, again.clients))
+
+
+def test_blocks_mix_the_clients():
+    blocks = [x[:, 0] for x, _ in pooled(population((50, 50)), 0.5, 0).clients]
+    assert all(15 < (x < 50).sum() < 35 for x in blocks)
+    other = pooled(population((50, 50)), 0.5, 1).clients[0][0][:, 0]
+    assert not torch.equal(blocks[0], other)
+
+
+def test_blocks_come_in_turn():
+    sampler = in_turn(3)
+    assert [sampler(t, torch.Generator()) for t in range(5)] == [[0], [1], [2], [0], [1]]
+
+
+def digits():
+    data = fed.digits(clients=20, alpha=0.3)
+    return models.build("mlp", data.in_shape, data.classes, seed=0), data
+
+
+@pytest.mark.parametrize("algorithm", [fed.Centralised_SGD(), fed.Centralised_SAM(rho=0.1)], ids=repr)
+def test_the_budget_is_that_of_a_federated_run(algorithm):
+    model, data = digits()
+    options = {"rounds": 4, "participation": 0.25, "sampler": "fixed", "local_epochs": 2, "batch_size": 8, "lr": 0.1}
+    federated = fed.run(model, data, fed.FedAvg(), **options)
+    watched = Watched(algorithm)
+    central = fed.run(model, data, watched, **{**options, "sampler": "bernoulli"})
+    for ours, theirs in zip(central.history, federated.history):
+        assert ours["samples"] == pytest.approx(theirs["samples"], rel=0.2)  # client 0 has the remainder of the split
+        assert ours["steps"] == 2 * math.ceil(ours["samples"] / 8) and ours["steps"] == pytest.approx(
+            theirs["steps"], rel=0.25
+        )
+        assert ours["backprops"] == ours["steps"] * algorithm.backprops
+        assert ours["megabytes_down"] == ours["megabytes_up"] == 0 and ours["clients"] == 1
+    # Over the clients of the split, not over the blocks: one block has one accuracy.
+    assert central.history[-1]["client_accuracy_std"] > 0
+    assert central.summary()["accuracy_final"] > federated.summary()["accuracy_final"] - 0.05

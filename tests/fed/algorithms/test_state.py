@@ -127,14 +127,3 @@ def test_a_client_that_rests_keeps_its_map():
     run(watched, rounds=3, sampler=sampler)
     assert torch.equal(maps[2][0], maps[1][0]) and not torch.equal(maps[2][1], maps[1][1])
     assert not torch.equal(watched._clients[0]["Lam"], maps[2][0])
-
-
-KEPT = [fed.FedAdam(), fed.MimeLite(), fed.FedRobust(), fed.FedLESAM_S(ref="last_round"), fed.FedSMOO(s_rule="mu_all")]
-
-
-@pytest.mark.parametrize("algorithm", KEPT, ids=repr)
-def test_a_run_is_continued_in_the_same_bits(algorithm, tmp_path):
-    whole = run(algorithm, rounds=5).model
-    run(algorithm, rounds=2, run_dir=tmp_path)
-    parts = run(algorithm, rounds=5, run_dir=tmp_path, resume=True).model
-    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), parts.parameters()))

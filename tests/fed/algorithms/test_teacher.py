@@ -15,7 +15,7 @@ from fastsam.fed.executors import Setup, cuda
 from fastsam.fed.executors.graph import Graph
 from fastsam.fed.step.teacher import divergence
 from tests.helpers import oracle
-from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs, unfused
+from tests.helpers.fed_cases import ACTIVE, options_of, ours, replayed, theirs
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.oracle.loop import add, scaled, unit
 
@@ -63,17 +63,6 @@ def test_both_gradients_of_a_sharp_step_are_taught():
     model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of("fedntd", "decay")
     final = replayed(model, clients, Sharp(beta=0.8), options).model
     assert oracle.difference(final, oracle.run(model, clients, UnfusedSharp(beta=0.8), options, ACTIVE)) < 1e-12
-
-
-@pytest.mark.parametrize("method", ["fedgmt", "fedntd", "fedsol", "moon"])
-def test_threads_have_the_bits_of_the_plain_executor(method):
-    model, clients, options = oracle.smooth_model(), oracle.ragged_clients(), options_of(method, "clip-active")
-    one, other = (
-        replayed(model, clients, ours(method), options, executor=executor).model
-        for executor in ("sequential", "threads")
-    )
-    assert same_bits(one, other)
-    assert oracle.difference(one, unfused(method, "clip-active", torch.float64)) < 1e-12
 
 
 @pytest.mark.parametrize("method", ["fedgmt", "fedsol"])
@@ -161,13 +150,6 @@ def test_a_teacher_is_checked_before_the_run(teacher, words, tmp_path):
     assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*.json*"))
 
 
-def test_fedntd_needs_labels():
-    model = torch.nn.Linear(6, 1).double()
-    clients = [(x, y.double()[:, None]) for x, y in oracle.ragged_clients()]
-    with pytest.raises(ValueError, match="FedNTD needs labels that number the model's outputs"):
-        fed.run(model, clients, fed.FedNTD(), loss=F.mse_loss, rounds=1)
-
-
 def test_executors_that_do_not_take_one_say_so():
     with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm has a teacher"):
         run(fed.FedGMT(), executor="vmap")
@@ -194,12 +176,6 @@ def test_a_stream_is_lent_every_vector_of_a_step():
     step = fed.LocalStep(fed.Direction.CONSTANT, e=e, q=q, start=start, teacher=fed.Teacher(weights, divergence))
     lent = {id(t) for t in cuda.vectors(step)}
     assert {id(q), id(e), id(start), id(weights)} <= lent
-
-
-def test_samples_that_come_in_batches_have_no_teacher():
-    clients = [({"input": x}, y) for x, y in oracle.ragged_clients()]
-    with pytest.raises(ValueError, match=r"FedNTD compares two models' outputs of the inputs x of pairs \(x, y\), and"):
-        fed.run(torch.nn.Linear(6, 3).double(), clients, fed.FedNTD(), rounds=1)
 
 
 def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():

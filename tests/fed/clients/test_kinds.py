@@ -4,18 +4,29 @@ bits."""
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from collections import UserDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastsam import fed
+from fastsam.fed.clients import population, store
 from fastsam.fed.clients import prepare as preparing
+from fastsam.fed.clients.mapped_rows import one_ahead
+from fastsam.fed.clients.pairs import ALIGNMENT, all_finite
+from fastsam.fed.clients.population import Population, check_labels
 from fastsam.fed.clients.prepare import prepare
+from tests.helpers import oracle
 from tests.helpers.fed_kinds import KINDS, OfParts, Rows, in_another_collate, model, pairs, run, weights
 
 CPU = torch.device("cpu")
@@ -136,67 +147,7 @@ def test_a_user_dict_of_a_collate_and_strings_reach_the_loss() -> None:
     assert type(seen[-1]) is dict and seen[-1]["label"].dtype == torch.int64
 
 
-class Streamed(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
 GOOD = pairs()[0]
-
-
-@pytest.mark.parametrize(
-    ("clients", "options", "words"),
-    [
-        ([GOOD, Streamed()], {}, "client 1 is Streamed, which has no samples by number"),
-        ([iter([GOOD])], {}, "client 0 is list_iterator, which has no samples by number"),
-        ([GOOD, []], {}, "client 1 has no samples"),
-        ([GOOD, TensorDataset(torch.zeros(0, 6), torch.zeros(0))], {}, "client 1 has no samples"),
-        ([GOOD, Rows(torch.zeros(0, 6), torch.zeros(0))], {}, "client 1 has no samples"),
-        (
-            [GOOD, [(torch.ones(6), 0), (torch.ones(5), 0)]],
-            {},
-            r"client 1: sample 1 differs.*part 0 is \[5\], there \[6\].*collate=",
-        ),
-        (
-            [GOOD, [(torch.ones(6), 0), (torch.ones(6), 0, 1)]],
-            {},
-            "client 1: sample 1 differs.*part 2 is one value, there missing",
-        ),
-        ([GOOD, [{"x": 1.0}] * 3], {}, r"client 1 must be a pair .*got a dict with x; say loss=fed.BatchLoss"),
-        ([[{"x": 1.0}] * 3, [{"z": 1.0}] * 3], {"loss": fed.BatchLoss(min)}, r"client 1: a batch has z .*client 0 x"),
-        ([[(object(), 0)] * 3], {}, "client 0: its samples make no batch .TypeError"),
-        (
-            [{"x": torch.ones(3, 6), "y": torch.ones(2)}],
-            {"loss": fed.BatchLoss(min)},
-            "client 0: columns .* x has 3, y has 2",
-        ),
-        ([{"x": torch.full((3, 6), torch.nan)}], {"loss": fed.BatchLoss(min)}, "client 0: x holds NaN"),
-        ([{"x": "words"}], {"loss": fed.BatchLoss(min)}, "client 0: x must be a tensor"),
-        (
-            [GOOD],
-            {"collate": in_another_collate},
-            "collate makes a batch of a list of samples, and all clients are tensors",
-        ),
-        (
-            [Rows(*GOOD)],
-            {"collate": lambda items: None},
-            "collate of client 0 must make a batch of tensors .* got NoneType",
-        ),
-        ([Rows(*GOOD)], {"collate": lambda items: 1 / 0}, "client 0: the collate failed.*ZeroDivisionError"),
-        ([Rows(*GOOD)], {"collate": list}, "collate must be a function"),
-        ([Rows(*GOOD)], {"collate": lambda items: torch.ones(3)}, "client 0 must be a pair .*got Tensor"),
-        ([GOOD], {"test": [{"x": 1.0}] * 2}, "the test set must be a pair"),
-        (
-            [DataLoader(Rows(*GOOD), sampler=WeightedRandomSampler([1.0] * 10, 5))],
-            {},
-            r"client 0 is a DataLoader with a sampler of its own .*WeightedRandomSampler.*Subset\(dataset, indices\)",
-        ),
-        ([{1: 2}.keys()], {}, "client 0 must be a pair .*got dict_keys"),
-    ],
-)
-def test_bad_clients(clients: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        run(clients, **options)
 
 
 def test_a_read_that_fails_before_the_run_names_client_and_sample() -> None:
@@ -250,3 +201,238 @@ def test_a_resumed_run_knows_its_data_again(tmp_path: Any) -> None:
         )
     made = run([Rows(x, y) for x, y in pairs()], rounds=3, resume=True, **options)
     assert torch.equal(weights(made), weights(whole))
+
+
+# --- Clients whose columns lie in files: read a batch at a time, the next one ahead, with the bits of columns in
+# memory.
+
+
+class Counted(np.memmap):
+    """Remembers, with its parts, how many rows each reading had."""
+
+    taken: list[int]
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        super().__array_finalize__(made_of)
+        self.taken = getattr(made_of, "taken", [])
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.taken.append(len(index) if isinstance(index, list) else 1)
+        return found
+
+
+def in_files(folder: Path) -> list[tuple[Any, Any]]:
+    made = []
+    for i, (x, y) in enumerate(pairs()):
+        np.save(folder / f"{i}.npy", x.numpy())
+        column = np.load(folder / f"{i}.npy", mmap_mode="r").view(Counted)
+        made.append((column, y))
+    return made
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all clients together were larger than what is read into memory."""
+    monkeypatch.setattr(preparing, "LARGEST_READ", 1000)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads"])
+def test_the_bits_are_those_of_columns_in_memory(tmp_path: Path, large: None, executor: str) -> None:
+    clients, plain = in_files(tmp_path), run(pairs(), executor="sequential")
+    assert torch.equal(weights(run(clients, executor=executor)), weights(plain))
+    assert all(max(x.taken) <= 5 < len(x) for x, _ in clients), "a batch at a time"
+    assert torch.equal(weights(run(fed.Lazy(len(clients), clients.__getitem__), executor=executor)), weights(plain))
+
+
+def test_a_look_reads_only_the_first_samples(tmp_path: Path, large: None) -> None:
+    clients = in_files(tmp_path)
+    made = prepare(clients, None, torch.float32, torch.device("cpu"))
+    assert made.samples is not None and all(max(x.taken) <= 2 for x, _ in clients), [x.taken for x, _ in clients]
+    assert all(own.ahead and not own.draws for own in made.samples)  # type: ignore[attr-defined]
+
+
+def test_trees_of_columns(tmp_path: Path, large: None) -> None:
+    plain = run(pairs(), executor="sequential")
+    clients = [((x[:, :3], x[:, 3:]), y) for x, y in in_files(tmp_path)]
+    assert torch.equal(weights(run(clients, model=OfParts(), test=None)), weights(plain))
+
+
+def test_small_ones_are_read_once(tmp_path: Path) -> None:
+    made = prepare(in_files(tmp_path), None, torch.float32, torch.device("cpu"))
+    assert made.samples is None and torch.equal(made.clients[0][0], pairs()[0][0])
+
+
+def test_columns_of_unequal_length(tmp_path: Path) -> None:
+    ((x, y), *_) = in_files(tmp_path)
+    with pytest.raises(ValueError, match=r"client 0: columns must have one number of samples, 0 has \d+, 1 has \d+"):
+        run([(x, y[1:])])
+
+
+# --- one ahead ---
+
+
+def test_one_is_made_while_the_last_one_is_used() -> None:
+    begun, here = [threading.Event() for _ in range(3)], threading.get_ident()
+
+    def make(i: int) -> tuple[int, int]:
+        begun[i].set()
+        return i, threading.get_ident()
+
+    asked: list[int] = []
+
+    def makers() -> Iterator[Callable[[], tuple[int, int]]]:
+        for i in range(3):
+            asked.append(i)
+            yield partial(make, i)
+
+    for i, (made, thread) in enumerate(one_ahead(makers())):
+        assert made == i and thread != here
+        assert asked == list(range(min(i + 2, 3))), "one ahead, no more"
+        assert i == 2 or begun[i + 1].wait(10)
+
+
+def test_what_a_making_raises_comes_in_its_turn() -> None:
+    made = one_ahead([lambda: 1, lambda: 1 // 0])
+    assert next(made) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(made)
+
+
+def test_nothing_to_make() -> None:
+    assert list(one_ahead([])) == []
+
+
+# --- Many clients are looked at together: what a run does before its first round does not call torch for each of them.
+
+
+MANY = 2000
+
+
+def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(n, 3, generator=generator), torch.arange(n) % 3) for n in sizes]
+
+
+def one_by_one(pairs: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch) -> Population:
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_together", lambda *arguments: None)
+        return prepare(pairs, None, torch.float32, CPU)
+
+
+def test_clients_are_checked_once_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    checked, ranges = preparing.checked_pair, population._check_range
+    monkeypatch.setattr(
+        preparing, "checked_pair", lambda pair, who, *rest: calls.append(who) or checked(pair, who, *rest)
+    )
+    monkeypatch.setattr(population, "_check_range", lambda y, who, *rest: calls.append(who) or ranges(y, who, *rest))
+    data = clients([4] * MANY)
+    check_labels(prepare(data, data[0], torch.float32, CPU), 3)
+    assert calls == ["all clients", "the test set", "the test set"]
+
+
+@pytest.mark.parametrize("sizes", [[4, 1, 9, 3], [16, 32, 16], [1]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8])
+def test_together_they_are_what_they_are_one_by_one(
+    sizes: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [(x.abs().to(dtype), y) for x, y in clients(sizes)]
+    ours, theirs = prepare(data, None, torch.float32, CPU), one_by_one(data, monkeypatch)
+    assert ours.store is not None and theirs.store is not None
+    assert ours.store.x.dtype == (torch.uint8 if dtype == torch.uint8 else torch.float32), "bytes stay bytes"
+    assert list(ours.store.begins) == list(theirs.store.begins) and ours.sizes == theirs.sizes
+    for mine, other in zip(ours.clients, theirs.clients, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b) and a.data_ptr() % ALIGNMENT == 0
+    assert torch.equal(ours.store.x, theirs.store.x) and torch.equal(ours.store.y, theirs.store.y)
+    assert ours.fingerprint() == Population(theirs.clients, None, None, None).fingerprint(), (
+        "as in checkpoints of before"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda x, y: (x * float("nan"), y), "client 1: x holds NaN"),
+        (lambda x, y: (x[1:], y), "client 1: x has 3 samples and y 4"),
+        (lambda x, y: (x[:0], y[:0]), "client 1 has no samples"),
+        (lambda x, y: (x.to_sparse(), y), "x of client 1 must be a dense real tensor"),
+        (lambda x, y: x, "client 1 must be a pair"),
+        (lambda x, y: (x, y + 3), "client 1: labels must lie in 0..2 .*got 3"),
+    ],
+)
+def test_whose_fault_it_is_is_still_told(spoil, words: str) -> None:
+    data = clients([4, 4, 4])
+    data[1] = spoil(*data[1])
+    with pytest.raises(ValueError, match=words):
+        fed.run(torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1)
+
+
+def test_a_run_of_many_clients_is_that_of_clients_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [(x, y) for x, y in oracle.ragged_clients(torch.float32, [3] * 40)]
+    options = {"rounds": 2, "participation": 0.3, "test": data[0]}
+    ours = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
+    monkeypatch.setattr(preparing, "_together", lambda *arguments: None)
+    theirs = fed.run(oracle.smooth_model(torch.float32), data, fed.FedAvg(), **options)
+    assert [r["client_accuracy_mean"] for r in ours.history] == [r["client_accuracy_mean"] for r in theirs.history]
+    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
+
+
+def calls_before_the_first_round(many: int) -> int:
+    """Calls of functions, of Python's and of C's, that a run of so many clients makes."""
+    data, test = clients([4] * many), clients([32])[0]
+    count = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        fed.run(
+            torch.nn.Linear(3, 3), data, fed.FedAvg(), rounds=1, participation=0.5 / many, sampler="fixed", test=test
+        )
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_client_costs_few_calls_before_the_first_round() -> None:
+    """Each of them is dealt a test sample, which takes ten: a hundred thousand clients are ready in two seconds."""
+    calls_before_the_first_round(10)  # what is imported and made once
+    few, many = (calls_before_the_first_round(n) for n in (1000, 3000))
+    assert (many - few) / 2000 < 25
+
+
+def test_a_client_of_a_store_becomes_tensors_when_it_is_asked_for() -> None:
+    data = clients([4, 1, 9])
+    found = prepare(data, None, torch.float32, CPU).clients
+    assert len(found) == 3 and found[1] is found[1]
+    for taken in (list(found), [found[i] for i in range(3)]):
+        assert all(
+            torch.equal(a, b) for own, pair in zip(taken, data, strict=True) for a, b in zip(own, pair, strict=True)
+        )
+    with pytest.raises(IndexError):
+        found[3]
+
+
+def test_of_much_data_there_is_no_second_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = clients([4, 1, 9])
+    for module in (preparing, store):
+        monkeypatch.setattr(module, "LARGEST", 100)
+    found = prepare(data, None, torch.float32, CPU)
+    aligned = [(x, y) for x, y in data if x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0]
+    kept = {t.data_ptr() for pair in found.clients for t in pair}
+    assert found.store is None and aligned and all(t.data_ptr() in kept for pair in aligned for t in pair)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_not_finite_is_found_wherever_it_is(bad: float, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 50).to(dtype)
+    assert all_finite(x) and all_finite(x[:0]) and all_finite(torch.full((9,), torch.finfo(dtype).max, dtype=dtype))
+    for place in (0, 77, 149):
+        spoiled = x.clone().flatten()
+        spoiled[place] = bad
+        assert not all_finite(spoiled) and not all_finite(spoiled.view(3, 50).t())

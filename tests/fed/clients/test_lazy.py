@@ -174,25 +174,6 @@ def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
         ahead.take(0)
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (lambda: fed.Lazy(4, pairs().__getitem__, ahead=-1), "Lazy: ahead must be an integer >= 0"),
-        (lambda: fed.Lazy(0, pairs().__getitem__), "clients must be an integer >= 1"),
-        (lambda: fed.Lazy(2, pairs()), "load must be a function"),  # type: ignore[arg-type]
-        (lambda: fed.Lazy(2, pairs().__getitem__, [3]), "sizes must have a number for each of the 2 clients, got 1"),
-        (lambda: fed.Lazy(2, pairs().__getitem__, [3, 0]), r"sizes\[1\] must be an integer >= 1"),
-        (lambda: run(fed.Lazy(4, pairs().__getitem__), weighting="samples"), "weighting='samples': .*sizes="),
-        (lambda: run(fed.Lazy(4, pairs().__getitem__), measures=["sharpness"]), "measures: .*sizes="),
-        (lambda: run(fed.Lazy(4, pairs().__getitem__, SIZES), measures=["sharpness"]), "sharpness .*batch by batch"),
-    ],
-    ids=["ahead", "none", "list", "few sizes", "empty", "weighting", "measures", "measures of the loss"],
-)
-def test_bad_ones(made: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        made()
-
-
 def test_weights_by_samples_and_a_resume(tmp_path: Any) -> None:
     options: dict[str, Any] = {"weighting": "samples", "executor": "sequential"}
     plain = run(pairs(), rounds=3, **options)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastsam.fed.data import dealing, partition
+from fastsam.fed import data
+from fastsam.fed.clients.population import Population
+from fastsam.fed.clients.prepare import prepare
+from fastsam.fed.common import seeds
+from fastsam.fed.data import dealing, partition, split_data
+from fastsam.fed.loop.evaluate import client_slices
 
 # Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, alpha). They
 # depend on the labels only through the class sizes, since samples are taken from per-class lists.
@@ -160,41 +169,6 @@ def test_balanced_iid_gives_every_client_the_same_classes() -> None:
         partition.iid(labels, 7, balanced=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"clients": 21}, "21 clients cannot share 20 training samples"),
-        ({"clients": 0}, "clients must be an integer >= 1, got 0"),
-        ({"clients": 2.0}, "clients must be an integer"),
-        ({"alpha": 0.0}, "alpha must be a finite number > 0"),
-        ({"alpha": -1}, "alpha must be a finite number > 0"),
-        ({"alpha": float("nan")}, "alpha must be a finite number > 0"),
-        ({"alpha": 1e-9}, "too small"),
-        ({"labels": np.array([0, 1, 5])}, r"must lie in 0..1 \(2 classes\), got 5 at position 2"),
-        ({"labels": np.array([0, -1, 1])}, "got -1 at position 1"),
-        ({"labels": np.array([0.0, 0.5])}, "integer class numbers"),
-        ({"labels": np.array(["a", "b"])}, "integer class numbers"),
-        ({"labels": np.zeros((3, 2))}, r"vector .* got the shape \(3, 2\)"),
-        ({"labels": np.array([], dtype=int)}, "there are no samples"),
-        ({"exhausted": "recycle"}, "'reset', 'redraw', got 'recycle'"),
-    ],
-)
-def test_dirichlet_refuses(change: dict, message: str) -> None:
-    arguments = {"labels": np.arange(20) % 2, "clients": 2, "alpha": 0.3, "classes": 2} | change
-    with pytest.raises(ValueError, match=message):
-        partition.dirichlet(**arguments)
-
-
-def test_draw_refuses_what_cannot_be_filled() -> None:
-    labels, rng = np.array([0, 0, 1]), np.random.RandomState(0)
-    with pytest.raises(ValueError, match="4 slots cannot be filled from 3 samples"):
-        partition.draw(labels, np.array([[0.5, 0.5]]), np.array([4]), rng, "redraw")
-    with pytest.raises(ValueError, match="prior of client 1 gives no weight to any class that has samples"):
-        partition.draw(np.array([0, 0]), np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([1, 1]), rng)
-    with pytest.raises(ValueError, match="one integer >= 0 for each of the 1 clients"):
-        partition.draw(labels, np.array([[0.5, 0.5]]), np.array([1, 1]), rng)
-
-
 def test_make_knows_the_splits_and_their_options() -> None:
     labels = np.arange(40) % 4
     assert len(partition.make("dirichlet", labels, 4, 20, alpha=0.5)) == 4
@@ -202,3 +176,202 @@ def test_make_knows_the_splits_and_their_options() -> None:
         partition.make("shards", labels, 4, 20)
     with pytest.raises(ValueError, match="'iid' takes no alpha; its options are balanced"):
         partition.make("iid", labels, 4, 20, alpha=0.5)
+
+
+# --- Per-client validation against the split that made the clients: the same routine, each client's own prior, equal
+# sizes.
+
+
+def population(split: str, **options: object) -> Population:
+    return prepare(data.digits(clients=12, split=split, **options), None, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("split", "options"), [("dirichlet", {"alpha": 0.1}), ("pathological", {"classes_per_client": 3})]
+)
+def test_prior_is_the_splits_routine_on_the_test_set(split: str, options: dict) -> None:
+    people = population(split, **options)
+    labels = people.test[1].numpy()
+    made = client_slices("prior", people, seed=4)
+    rng = np.random.RandomState(seeds.derive(4, "validation") % 2**32)
+    order = rng.permutation(360)
+    expected = data.draw(labels[order], people.priors, np.full(12, 30), rng)
+    assert [s.tolist() for s in made] == [order[t].tolist() for t in expected]
+    assert [len(s) for s in made] == [30] * 12
+    for prior, part in zip(people.priors, made):
+        assert prior[labels[part]].min() > 0
+
+
+def test_prior_follows_the_distribution_of_each_client() -> None:
+    people = population("dirichlet", alpha=0.3)
+    counts = np.zeros((12, 10))
+    for seed in range(60):
+        for client, part in enumerate(client_slices("prior", people, seed)):
+            counts[client] += np.bincount(people.test[1].numpy()[part], minlength=10)
+    assert np.abs(counts / (60 * 30) - people.priors).max() < 0.05  # five standard deviations of 1,800 draws
+
+
+def test_no_part_of_the_test_set_is_left_out_for_where_it_is_stored() -> None:
+    people = population("dirichlet", alpha=0.1)
+    used = [np.unique(np.concatenate(client_slices("prior", people, seed))) for seed in range(40)]
+    assert max(map(len, used)) < 360  # classes run out and begin anew, others are not used up
+    assert len(np.unique(np.concatenate(used))) == 360
+
+
+def test_iid_cuts_the_test_set_into_equal_slices_and_shared_takes_all() -> None:
+    people = population("iid")
+    made = client_slices("iid", people, 1)
+    assert [len(s) for s in made] == [30] * 12 and sorted(np.concatenate(made).tolist()) == list(range(360))
+    assert client_slices("shared", people, 1) is None
+
+
+# --- The pathological split, the per-class Dirichlet split, and lists of a user's own.
+
+
+# Unique training samples used out of 50,000 with seed 20 (CIFAR's class sizes), by (classes, clients, classes per
+# client).
+CLASSES_DRAWN = {
+    (10, 100, 6): 48640,
+    (10, 100, 3): 48610,
+    (10, 200, 6): 48892,
+    (10, 200, 3): 48108,
+    (100, 100, 20): 46385,
+    (100, 100, 10): 43697,
+}
+
+
+@pytest.mark.parametrize(("classes", "clients", "own"), CLASSES_DRAWN)
+def test_pathological_regression_numbers(classes: int, clients: int, own: int) -> None:
+    labels = cifar_labels(classes)
+    made = partition.pathological(labels, clients, own)
+    assert len(np.unique(np.concatenate(made.indices))) == CLASSES_DRAWN[classes, clients, own]
+    for indices, prior in zip(made.indices, made.priors):
+        assert len(indices) == 50_000 // clients
+        assert np.array_equal(np.unique(labels[indices]), np.flatnonzero(prior))
+        assert np.array_equal(prior[prior > 0], np.full(own, 1 / own))
+
+
+def simulators_pathological(labels: np.ndarray, clients: int, c: int, seed: int) -> list[list[int]]:
+    """The public simulators' procedure with their calls: order, rows of ones shuffled in place, then the dealing
+    loop."""
+    rng = np.random.RandomState(seed)
+    order = rng.permutation(len(labels))
+    y = labels[order]
+    rows = np.ones((clients, labels.max() + 1))
+    rows[:, c:] = 0
+    for row in rows:
+        rng.shuffle(row)
+    cdf = np.where(rows > 0, np.cumsum(rows, axis=1) / c, 0.0)
+    pools = [np.where(y == k)[0] for k in range(rows.shape[1])]
+    amount = [len(p) for p in pools]
+    left = [len(y) // clients] * clients
+    left[0] += len(y) - sum(left)
+    slots = [[-1] * n for n in left]
+    while sum(left):
+        client = rng.randint(clients)
+        if left[client] <= 0:
+            continue
+        left[client] -= 1
+        while True:
+            k = int(np.argmax(rng.uniform() <= cdf[client]))
+            if amount[k] <= 0:
+                amount[k] = len(pools[k])
+                continue
+            amount[k] -= 1
+            slots[client][left[client]] = int(order[pools[k][amount[k]]])
+            break
+    return slots
+
+
+@settings(max_examples=40, deadline=None)
+@given(clients=st.integers(1, 8), own=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
+def test_pathological_is_the_simulators_procedure_call_by_call(clients: int, own: int, seed: int) -> None:
+    labels = np.concatenate([np.arange(5), np.random.default_rng(seed).integers(0, 5, 75)])
+    made = partition.pathological(labels, clients, own, seed)
+    assert [part.tolist() for part in made.indices] == simulators_pathological(labels, clients, own, seed)
+
+
+def test_pathological_without_repetition_where_it_can_be_made() -> None:
+    labels = np.arange(400) % 4
+    made = partition.pathological(labels, 4, 4, exhausted="redraw")
+    assert sorted(np.concatenate(made.indices).tolist()) == list(range(400))
+
+
+def niid_bench(labels: np.ndarray, clients: int, alpha: float, seed: int, least: int) -> list[list[int]]:
+    """``noniid-labeldir`` of NIID-Bench, with numpy's calls in its order."""
+    rng = np.random.RandomState(seed)
+    smallest = 0
+    while smallest < least:
+        batches: list[list[int]] = [[] for _ in range(clients)]
+        for k in range(labels.max() + 1):
+            ids = np.where(labels == k)[0]
+            rng.shuffle(ids)
+            p = rng.dirichlet(np.repeat(alpha, clients))
+            p = np.array([q * (len(b) < len(labels) / clients) for q, b in zip(p, batches)])
+            p = p / p.sum()
+            cuts = (np.cumsum(p) * len(ids)).astype(int)[:-1]
+            batches = [b + i.tolist() for b, i in zip(batches, np.split(ids, cuts))]
+            smallest = min(len(b) for b in batches)
+    for batch in batches:
+        rng.shuffle(batch)
+    return batches
+
+
+@settings(max_examples=30, deadline=None)
+@given(clients=st.integers(1, 6), alpha=st.floats(0.3, 20), seed=st.integers(0, 1000), least=st.integers(1, 8))
+def test_per_class_dirichlet_is_the_published_procedure(clients: int, alpha: float, seed: int, least: int) -> None:
+    labels = np.concatenate([np.arange(6), np.random.default_rng(seed).integers(0, 6, 194)])
+    made = partition.dirichlet_per_class(labels, clients, alpha, seed, least)
+    assert [part.tolist() for part in made.indices] == niid_bench(labels, clients, alpha, seed, least)
+    assert sorted(np.concatenate(made.indices).tolist()) == list(range(200))
+    assert min(map(len, made.indices)) >= least
+    for part, prior in zip(made.indices, made.priors):
+        assert np.array_equal(prior, np.bincount(labels[part], minlength=6) / len(part))
+
+
+def test_per_class_dirichlet_is_unbalanced() -> None:
+    sizes = [len(part) for part in partition.dirichlet_per_class(cifar_labels(10), 20, 0.3).indices]
+    assert max(sizes) > 2 * min(sizes)
+
+
+def test_own_lists_are_taken_as_they_are(tmp_path: Path) -> None:
+    labels = np.array([0, 1, 2, 0, 1, 2])
+    made = partition.own(labels, indices=[[5, 0], [1]])
+    assert [part.tolist() for part in made.indices] == [[5, 0], [1]]
+    assert made.priors.tolist() == [[0.5, 0, 0.5], [0, 1, 0]]
+    (tmp_path / "mine.json").write_text(json.dumps([[5, 0], [1]]))
+    from_file = partition.make("own", labels, None, 20, indices=str(tmp_path / "mine.json"))
+    assert [part.tolist() for part in from_file.indices] == [[5, 0], [1]]
+    repeated = partition.own(labels, 2, indices=[[0, 0], [0, 1]], duplicates=True)
+    assert [part.tolist() for part in repeated.indices] == [[0, 0], [0, 1]]
+
+
+def test_own_lists_from_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="with the clients' indices"):
+        partition.own(np.arange(6), indices=tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text("[[0, 1], [2")
+    with pytest.raises(ValueError, match="is no JSON file"):
+        partition.own(np.arange(6), indices=tmp_path / "cut.json")
+    with pytest.raises(ValueError, match="lists of 1 clients, and clients is 3"):
+        partition.own(np.arange(6), 3, indices=[[0, 1]])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    split=st.sampled_from(["dirichlet", "iid", "pathological", "dirichlet_per_class"]),
+    clients=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_every_split_gives_each_client_samples_that_exist(split: str, clients: int, seed: int) -> None:
+    import torch
+
+    own = {
+        "dirichlet": {"alpha": 0.3},
+        "pathological": {"classes_per_client": 2},
+        "dirichlet_per_class": {"alpha": 5.0},
+    }
+    x, y = torch.arange(400.0)[:, None], torch.arange(400) % 4
+    data = split_data(x, y, (x, y), clients=clients, split=split, seed=seed, **own.get(split, {}))
+    assert len(data) == clients
+    for cx, cy in data:
+        assert len(cy) > 0 and torch.equal(cx[:, 0].long() % 4, cy)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from fastsam.fed.data import (
-    FederatedData,
     as_tensors,
     digits,
     from_client_files,
@@ -20,6 +19,7 @@ from fastsam.fed.data import (
     split_data,
     stratified_test,
 )
+from fastsam.fed.data.dealing import Words, flags
 
 
 def pooled(n: int = 60, classes: int = 3) -> dict[str, np.ndarray]:
@@ -108,34 +108,6 @@ def test_stratified_test_keeps_the_class_ratios(fraction: float) -> None:
     share = np.bincount(labels) * len(test) / 997
     assert (np.abs(np.bincount(labels[test], minlength=4) - share) < 1).all()
     assert np.array_equal(stratified_test(labels, fraction)[1], test)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, float("nan")])
-def test_stratified_test_refuses(fraction: float) -> None:
-    with pytest.raises(ValueError, match="test_fraction must lie between 0 and 1"):
-        stratified_test(np.arange(10) % 2, fraction)
-
-
-def pair(n: int, labels: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(n, 2), torch.tensor(labels if labels is not None else [0] * n, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("clients", "test", "message"),
-    [
-        ([], pair(2), "at least one client"),
-        ([pair(2), pair(0)], pair(2), "client 1 has no samples"),
-        ([pair(2, [0, 3])], pair(2), r"client 0: labels must lie in 0..2 \(3 classes\), got 3 at position 1"),
-        ([pair(2)], pair(2, [0, -1]), "the test set: labels must lie in 0..2"),
-        ([(torch.zeros(3, 2), pair(2)[1])], pair(2), "client 0: x has 3 samples and y 2 labels"),
-        ([(torch.zeros(2, 2), torch.zeros(2))], pair(2), "client 0: labels must be int64"),
-        ([pair(2), (torch.zeros(2, 5), pair(2)[1])], pair(2), r"one shape, got \(2,\) and \(5,\)"),
-        ([([0.0], [0])], pair(2), "client 0 must be a pair .* of tensors"),
-    ],
-)
-def test_federated_data_refuses(clients: list, test: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        FederatedData(clients, test, classes=3)
 
 
 def test_as_tensors_reads_the_types_people_have() -> None:
@@ -254,3 +226,26 @@ def test_split_data_counts_classes_of_the_test_set_too() -> None:
     x, y = torch.zeros(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
     data = split_data(x, y, (x[:1], torch.tensor([4])), clients=2, split="iid")
     assert data.classes == 5
+
+
+# --- The simulators' dealing from blocks of words: the numbers that numpy's generator gives one by one, and the
+# generator left where they end.
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 50, 64, 65, 1000, 100_000])
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_words_are_the_generators_own(n: int, count: int) -> None:
+    theirs, ours = (np.random.RandomState(7) for _ in range(2))
+    theirs.randint(5), ours.randint(5)  # not from a state's beginning
+    words, slots = Words(ours), flags([1] * n)
+    for i in range(count):
+        client = theirs.randint(n)
+        while not slots[client]:
+            client = theirs.randint(n)
+        assert words.first_open(slots) == client
+        if i % 2 and sum(slots) > 1:
+            slots[client] = 0
+        if i % 3 == 0:
+            assert words.uniform() == theirs.random_sample()
+    words.close()
+    assert (ours.randint(2**31, size=5) == theirs.randint(2**31, size=5)).all()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -14,51 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsam import fed
 from fastsam.fed import executors
 from fastsam.fed.executors import auto, threads
 from fastsam_kernels import native
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.crosses import one_in
-from tests.helpers.fed_runs import FIRST, FLOAT, digest, run
-
-
-@pytest.mark.parametrize(("method", "slots"), one_in(7, sorted(FIRST.values()), (1, 3, 7)))
-def test_any_number_of_slots_ends_in_the_same_bits(method, slots):
-    assert digest(run(cases.ours(method), "threads", slots)) == digest(run(cases.ours(method), "sequential"))
-
-
-@pytest.mark.parametrize(
-    "options", [{"clip_norm": 0.05}, {"clip_norm": 0.05, "clip_scope": "linear", "weighting": "samples"}], ids=str
-)
-def test_clipped_runs_end_in_the_same_bits(options):
-    for method in ("fedprox", "fedlesam", "mofedsam"):
-        plain = digest(run(cases.ours(method), "sequential", **options))
-        assert digest(run(cases.ours(method), "threads", 3, **options)) == plain
-
-
-def test_statistics_of_batch_norm_end_in_the_same_bits():
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
-
-    finals = [
-        run(fed.FedSAM(), executor, slots, model(), sizes=(8, 16, 8, 12), batch_size=4, buffers="average").model
-        for executor, slots in (("sequential", None), ("threads", 1), ("threads", 3))
-    ]
-    states = [torch.cat([t.double().flatten() for t in m.state_dict().values()]) for m in finals]
-    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
-
-
-def test_a_run_continues_with_another_exact_executor(tmp_path):
-    whole = run(fed.SCAFFOLD(), "sequential", rounds=5)
-    for rounds, executor, slots in ((2, "threads", 3), (3, "sequential", None), (5, "threads", 7)):
-        parts = run(fed.SCAFFOLD(), executor, slots, rounds=rounds, run_dir=tmp_path / "run", resume=True)
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True))
-    with pytest.raises(fed.RunDirectoryError, match="vmap"):
-        run(fed.SCAFFOLD(), "vmap", 3, rounds=6, run_dir=tmp_path / "run", resume=True)
+from tests.helpers.fed_runs import FLOAT, Drops, digest, run
+from tests.helpers.places import ROOT
 
 
 class Shared(nn.Module):
@@ -189,25 +154,15 @@ def test_an_error_of_the_receiver_leaves_no_thread_behind():
     assert not alive()
 
 
-class Drops(nn.Module):
-    """rarely: dropout in batches with a marked sample only, so that the trial step does not see it."""
-
-    def __init__(self, rarely):
-        super().__init__()
-        self.inner, self.rarely = oracle.smooth_model(FLOAT), rarely
-
-    def forward(self, x):
-        return self.inner(F.dropout(x, 0.4, self.training and (not self.rarely or bool((x > 99).any()))))
-
-
 @pytest.mark.parametrize(
     "algorithm", [fed.FedAvg(), fed.FedSAM(rho=0.05), fed.MimeLite(), fed.FedNTD()], ids=lambda a: type(a).__name__
 )
 def test_a_model_that_draws_has_the_same_numbers_in_threads(algorithm):
+    model, drops = oracle.smooth_model(FLOAT), Drops()  # making them seeds torch's generator
     state = torch.get_rng_state()
-    plain = digest(run(algorithm, "sequential", model=Drops(rarely=False)))
-    assert digest(run(algorithm, "threads", 3, Drops(rarely=False))) == plain
-    assert plain != digest(run(algorithm, "sequential", model=oracle.smooth_model(FLOAT)))
+    plain = digest(run(algorithm, "sequential", model=drops))
+    assert digest(run(algorithm, "threads", 3, drops)) == plain
+    assert plain != digest(run(algorithm, "sequential", model=model))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -238,7 +193,7 @@ def test_what_draws_unseen_is_refused_with_the_reason():
     state = torch.get_rng_state()
     data = [*oracle.ragged_clients(FLOAT, (20, 9)), (torch.full((5, 6), 100.0), torch.zeros(5, dtype=torch.long))]
     with pytest.raises(fed.ClientError, match="draws random numbers.*executor='sequential'"):
-        fed.run(Drops(rarely=True), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
+        fed.run(Drops(above=99.0), data, fed.FedAvg(), executor="threads", slots=2, rounds=2, participation=1.0)
     assert torch.equal(state, torch.get_rng_state()) and not alive()
 
 
@@ -313,3 +268,43 @@ def test_the_names_are_those_of_the_registry_and_auto():
         ValueError, match="executor must be one of 'auto', 'graph', 'sequential', 'streams', 'threads', 'vmap'"
     ):
         run(fed.FedAvg(), "parallel")
+
+
+# --- The page's table of operations without a deterministic CUDA form, beside what torch says of itself.
+
+
+SAID = str(torch.use_deterministic_algorithms.__doc__)
+SERVED, REFUSED = SAID.split("operations will throw a\n", 1)
+NO_MODEL_TRAINS_WITH = ("resize_",)  # quantized tensors
+
+
+def names(text: str) -> set[str]:
+    """`nn.MaxPool3d` as MaxPool3d: what torch's list is about."""
+    return {name.split(".")[-1] for name in re.findall(r"\* :(?:class|func):`torch\.([\w.]+)`", text)}
+
+
+def test_the_page_names_what_torch_refuses() -> None:
+    page = (ROOT / "docs" / "executors.md").read_text()
+    table = page[page.index("## What has no deterministic form") : page.index("## Several processes")]
+    refused = names(REFUSED) - set(NO_MODEL_TRAINS_WITH) - {"scatter_reduce"}
+    families = {re.sub(r"[123]d$", "", name) for name in refused if name != "use_deterministic_algorithms"}
+    assert len(families) > 10
+    lost = {family for family in families if not re.search(rf"\b{family}", table)}
+    assert not lost, f"torch refuses {sorted(lost)}"
+    for advice in ("MaxPool3d", "ReplicationPad2d"):
+        assert advice in names(SERVED), f"the page sends people to {advice}"
+
+
+def test_one_pixel_of_adaptive_pooling_is_a_mean() -> None:
+    """So it serves on a GPU, where other sizes are refused."""
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    with Seen():
+        torch.nn.AdaptiveAvgPool2d(1)(x).sum().backward()
+    assert "aten.mean.dim" in seen and not any("adaptive" in name for name in seen)

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.clients.population import Augment
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import streams
+from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
-from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.fed_runs import FLOAT, digest, same_bits
+from tests.helpers.fed_runs import FIRST, FLOAT, digest, same_bits
 
 SIZES = (10, 7, 10, 10, 10)  # batches of 5; client 1 ends with one of 2
 EXACT = [("sequential", None), ("threads", 3)]
@@ -67,8 +66,9 @@ def test_it_is_excluded_and_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     "algorithm",
     [
-        fed.SCAFFOLD(),
-        *(pytest.param(a, marks=pytest.mark.slow) for a in (fed.FedSMOO(), fed.MimeLite(), fed.FedLESAM(first="none"))),
+        pytest.param(cases.ours(method), marks=[] if name == "SCAFFOLD" else pytest.mark.slow)
+        for name, method in FIRST.items()
+        if not method.startswith(cases.NOT_STACKED)
     ],
     ids=lambda a: type(a).__name__,
 )
@@ -173,13 +173,6 @@ def test_a_model_that_draws_where_it_must_not_is_no_clients_error() -> None:
 
     with pytest.raises(fed.ClientError, match="draws random numbers"):
         train("threads", 2, loss=late)
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for CUDA, in whose streams everything is done at once."""
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 @pytest.mark.usefixtures("no_cuda")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from fastsam import fed
 from fastsam.arena import Arena, Layout
 from fastsam.fed import executors
 from fastsam.fed.data import FederatedData
-from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable, streams
-from fastsam.fed.executors.cuda import CaptureError
+from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
+from fastsam.fed.executors.base import ClientError
+from fastsam.fed.executors.cuda import CaptureError, Cuda
 from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
@@ -32,12 +34,6 @@ CASES = {
     "fedspeed": fed.FedSpeed(rho=0.05),
 }
 UNCAPTURED = {"apfl": fed.APFL(), "ditto": fed.Ditto(), "fedrep": fed.FedRep(head_epochs=1), "fedsol": fed.FedSOL()}
-
-
-@pytest.fixture
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 def train(
@@ -338,7 +334,6 @@ def test_a_model_that_looks_at_its_values_cannot_be_captured() -> None:
 
 
 # ---- what "auto" takes
-# -------------------------------------------------------------------------------------------------
 
 
 def hooked() -> torch.nn.Module:
@@ -389,7 +384,6 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.
 
 
 # ---- lanes that end together
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_cuda")
@@ -418,3 +412,59 @@ def test_a_failed_capture_ends_the_run_with_its_reason(slots: int, monkeypatch: 
     monkeypatch.setattr(made.graphs, "capture", refuses)
     with pytest.raises((CaptureError, fed.ClientError), match="it was refused"):
         list(made.train(start, [], iter(tasks)))
+
+
+# --- A capture that fails: the caller's stream is back, and the error says why. With a stand-in for torch's graphs.
+
+
+class Torch:
+    """As torch's captures: one in which an error was raised cannot be ended, which hides the error and leaves its
+    stream behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream = "before"
+        places = {
+            "torch.cuda.CUDAGraph": object, "torch.cuda.graph": lambda *a, **k: Context(self, **k),
+            "torch.cuda.current_stream": lambda device: self.stream, "torch.cuda.set_stream": self._set,
+        }  # fmt: skip
+        for name, value in places.items():
+            monkeypatch.setattr(name, value, raising=False)
+
+    def _set(self, stream: str) -> None:
+        self.stream = stream
+
+
+class Context:
+    def __init__(self, world: Torch, stream: str, capture_error_mode: str) -> None:
+        self.world, self.own = world, stream
+
+    def __enter__(self) -> None:
+        self.before, self.world.stream = self.world.stream, self.own
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is not None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.world.stream = self.before
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "words"),
+    [
+        (ValueError("the model looks at its values"), CaptureError,
+            "ValueError: the model looks at its values. Use executor='streams'"),
+        (ClientError("client 3 failed"), ClientError, "client 3 failed"),
+    ],
+)  # fmt: skip
+def test_a_capture_that_fails_says_why(
+    raised: Exception, seen: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, cuda, stream = Torch(monkeypatch), Cuda(torch.device("cuda", 0)), "a stream"
+
+    def work() -> None:
+        raise raised
+
+    with pytest.raises(seen, match=words):
+        cuda.capture(work, stream)  # type: ignore[arg-type]
+    assert world.stream == "before"
+    cuda.capture(lambda: None, stream)  # type: ignore[arg-type]
+    assert world.stream == "before"

@@ -155,11 +155,3 @@ def test_what_is_no_function_is_no_batch_loss() -> None:
             fed.BatchLoss(bad)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="BatchLoss: predict must be a function"):
         fed.BatchLoss(cross_entropy, 3)  # type: ignore[arg-type]
-
-
-def test_algorithms_that_pool_or_map_inputs_say_what_they_need() -> None:
-    columns = [{"x": x, "y": y} for x, y in pairs()]
-    loss = fed.BatchLoss(lambda m, batch: F.cross_entropy(m(batch["x"]), batch["y"]))
-    for algorithm, words in ((fed.Centralised_SGD(), "pools pairs of tensors"), (fed.FedRobust(), "map of the inputs")):
-        with pytest.raises(ValueError, match=words):
-            fed.run(model(), columns, algorithm, rounds=1, loss=loss)

@@ -18,6 +18,7 @@ from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
 from fastsam.fed.step.local_step import RowEnds
 from fastsam.fed.sums.fixed_point import RoundSums
+from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
 
@@ -93,7 +94,9 @@ class OneByOne:
             return {n: x if id(x) in shared else torch.cat([part[n] for part in own]) for n, x in own[0].items()}
 
         states, uploads = zip(*closed, strict=True)
-        return rows(states), fed.Upload(rows([u.mean for u in uploads]), rows([u.total for u in uploads]))
+        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.weighs else None
+        means, totals = (rows(parts) for parts in zip(*((u.mean, u.total) for u in uploads), strict=True))
+        return rows(states), fed.Upload(means, totals, weight=weight)
 
     def _own(self, client, i):
         return {name: t[i : i + 1] for name, t in client.items()}
@@ -108,22 +111,7 @@ def excluded(record):
     return [found["client"] for found in record["excluded"]]
 
 
-ALGORITHMS = [
-    (fed.FedSAM, {}),
-    (fed.SCAFFOLD, {}),
-    (fed.FedGAMMA, {}),
-    (fed.FedDyn, {}),
-    (fed.FedCM, {}),
-    (fed.MoFedSAM, {}),
-    (fed.FedLESAM, {}),
-    (fed.FedLESAM_S, {}),
-    (fed.FedLESAM_D, {}),
-    (fed.FedSpeed, {}),
-    (fed.MimeLite, {}),
-    (fed.FedSMOO, {}),
-    (fed.FedSMOO, {"s_rule": "mu_all"}),
-    (fed.FedSMOO, {"s_rule": "mu_active", "dyn": False}),
-]
+ALGORITHMS = [cases.METHODS[m] for m in cases.METHODS if not m.startswith(cases.NOT_STACKED)]
 
 
 RUNS = [
@@ -136,15 +124,16 @@ RUNS = [
 
 # In every run one algorithm of some; the other combinations are slow.
 @pytest.mark.parametrize(
-    ("made", "its", "bad", "options"),
+    ("name", "its", "bad", "options"),
     [
-        pytest.param(*algorithm, *run, marks=[] if i % (2 * len(RUNS)) == j else pytest.mark.slow)
+        pytest.param(*algorithm, *run, marks=[] if i % (4 * len(RUNS)) == j else pytest.mark.slow)
         for i, algorithm in enumerate(ALGORITHMS)
         for j, run in enumerate(RUNS)
     ],
-    ids=lambda x: getattr(x, "__name__", None) or str(x),
+    ids=str,
 )
-def test_one_call_for_a_group_gives_the_bits_of_a_call_each(made, its, bad, options):
+def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, its, bad, options):
+    made = getattr(fed, name)
     each = OneByOne(made(**its))
     grouped, single = (run(algorithm, bad, **options) for algorithm in (made(**its), each))
     assert (max(each._sizes) > 1) == ("executor" not in options)

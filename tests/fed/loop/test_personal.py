@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastsam import fed
-from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_input import start as start_small
-from tests.helpers.fed_rundir import records, start
-from tests.helpers.fed_runs import digest, run, same_bits
+from tests.helpers.fed_runs import same_bits
 
 SIZES = (7, 12, 5)
 TEST = oracle.ragged_clients(sizes=(60,), seed=5)[0]
@@ -57,12 +55,14 @@ def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn
     return shared, own_models
 
 
-def far(a: nn.Module, b: nn.Module) -> float:
-    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
-    ("algorithm", "phi"), [(fed.FedAvg(), 0.0), (fed.FedProx(phi=0.5), 0.5), (fed.FedAdam(), None)], ids=repr
+    ("algorithm", "phi"),
+    [
+        (fed.FedAvg(), 0.0),
+        (fed.FedProx(phi=0.5), 0.5),
+        *((a, None) for a in (fed.FedAdam(), fed.SCAFFOLD(), fed.FedGAMMA())),
+    ],
+    ids=repr,
 )
 def test_every_client_has_a_head_of_its_own(algorithm, phi):
     begin = oracle.smooth_model()
@@ -71,10 +71,10 @@ def test_every_client_has_a_head_of_its_own(algorithm, phi):
     if phi is None:
         return
     shared, own = heads_of_their_own(phi, 0.7)
-    assert far(result.model[0], shared[0]) < 1e-12
+    assert oracle.movement(result.model[0], shared[0]) < 1e-12
     for i, model in enumerate(own):
-        assert far(result.client_model(i), model) < 1e-12
-    assert far(result.client_model(0), result.client_model(1)) > 1e-2
+        assert oracle.movement(result.client_model(i), model) < 1e-12
+    assert oracle.movement(result.client_model(0), result.client_model(1)) > 1e-2
 
 
 @pytest.mark.parametrize("validation", ["shared", "iid"])
@@ -95,36 +95,6 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     assert record["test_accuracy"] == pytest.approx(right)
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fedsmoo"])
-def test_what_servers_and_clients_keep_is_zero_there(method, tmp_path):
-    """Control variates and duals of parameters that nobody sends; resumed in the same bits."""
-    options = {"algorithm": cases.ours(method), "personal": "2.*", "checkpoint_every": 1}
-    whole = start(tmp_path / "whole", rounds=4, **options)
-    start(tmp_path / "run", rounds=2, **options)
-    parts = start(tmp_path / "run", rounds=4, resume=True, **options)
-    assert same_bits(whole.model, parts.model) and records(tmp_path / "whole") == records(tmp_path / "run")
-    assert all(same_bits(whole.client_model(i), parts.client_model(i)) for i in range(5))
-    assert same_bits(whole.model[2], oracle.smooth_model()[2])
-    assert far(whole.client_model(0)[2], whole.client_model(1)[2]) > 1e-3
-    with pytest.raises(fed.RunDirectoryError, match="another personal"):
-        start(tmp_path / "run", rounds=4, resume=True, **{**options, "personal": "0.*"})
-
-
-def test_threads_end_in_the_same_bits():
-    plain, threads = (
-        run(fed.FedSAM(), name, slots, personal="2.*") for name, slots in (("sequential", None), ("threads", 3))
-    )
-    assert digest(plain) == digest(threads) and same_bits(plain.client_model(3), threads.client_model(3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedprox", "fedsmoo"])
-def test_stacked_clients_agree(method):
-    plain = run(cases.ours(method), "sequential", personal="2.*")
-    stacked = run(cases.ours(method), "vmap", 3, personal="2.*")
-    assert far(plain.model, stacked.model) < 1e-5 and far(plain.client_model(3), stacked.client_model(3)) < 1e-5
-
-
 def test_only_what_is_shared_is_sent():
     plain, own = start_small(), start_small(personal="2.*")
     parts = {name: p.numel() for name, p in plain.model.named_parameters()}
@@ -133,36 +103,72 @@ def test_only_what_is_shared_is_sent():
         assert own.history[0][way] == pytest.approx(share * plain.history[0][way])
 
 
+# --- Fine-tuning after a run, compared with a run of one client.
+
+
+TUNED: dict[str, Any] = {
+    "test": TEST,
+    "validation": "shared",
+    "lr": 0.3,
+    "batch_size": 5,
+    "shuffle": False,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"personal": "2.*"}], ids=["global model", "client models"])
+def test_each_client_trains_alone(options: dict[str, Any]) -> None:
+    """As one round of federated averaging with only this client, from the model that it has at the end."""
+    clients = oracle.ragged_clients()
+    result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), rounds=2, **TUNED, **options)
+    kept = [p.clone() for p in result.model.parameters()]
+    tuned = fed.finetune(result, clients, epochs=4, test=TEST)
+    assert [one["client"] for one in tuned] == [0, 1, 2, 3, 4]
+    for i, one in enumerate(tuned):
+        start = result.client_model(i) if options else result.model
+        alone = fed.run(start, clients[i : i + 1], fed.FedAvg(), rounds=1, local_epochs=4, **TUNED)
+        assert one["before"] == (start(TEST[0]).argmax(1) == TEST[1]).double().mean().item()
+        assert one["after"] == alone.history[-1]["test_accuracy"]
+    assert len({one["after"] for one in tuned}) > 1, "no client learnt anything: this shows nothing"
+    assert all(map(torch.equal, kept, result.model.parameters()))
+
+
+def test_accuracies_are_measured_on_the_clients_own_samples() -> None:
+    """With its own class prior a client of one class is always right once it has learnt to predict only that class."""
+    x = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(30) % 3
+    clients = [(x[y == k], y[y == k]) for k in range(3)]
+    options: dict[str, Any] = {"participation": 1.0, "rounds": 1, "batch_size": 5, "lr": 0.1, "test": (x, y)}
+    result = fed.run(nn.Linear(6, 3), clients, fed.FedAvg(), **options)
+    tuned = fed.finetune(result, clients, epochs=60, lr=0.5, test=(x, y))
+    assert [one["after"] for one in tuned] == [1.0, 1.0, 1.0] and all(one["before"] < 1 for one in tuned)
+
+
+def test_every_kind_of_data() -> None:
+    """A FederatedData has its own test set; lazy clients are loaded one by one."""
+    data = fed.digits(clients=3, alpha=1.0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    result = fed.run(model, data, fed.FedAvg(), rounds=1, participation=1.0)
+    tuned = fed.finetune(result, data)
+    lazy = fed.Lazy(3, data.__getitem__)
+    result = fed.run(model, lazy, fed.FedAvg(), rounds=1, participation=1.0, test=data.test, validation="shared")
+    again = fed.finetune(result, lazy, test=data.test)
+    assert all(0 < one["after"] <= 1 for one in (*tuned, *again)) and len(again) == 3
+
+
+def test_two_calls_give_the_same() -> None:
+    clients = oracle.ragged_clients()
+    options = TUNED | {"shuffle": True}
+    result, other = (fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **options) for _ in range(2))
+    assert same_bits(result.model, other.model)
+    assert fed.finetune(result, clients, test=TEST) == fed.finetune(other, clients, test=TEST)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        (
-            {"personal": "head.*"},
-            "personal: 'head.*' matches no trainable parameter .* 0.weight, 0.bias, 2.weight, 2.bias",
-        ),
-        ({"personal": ["2", "1"]}, "personal: '1' matches no trainable parameter"),
-        ({"personal": "*"}, "are all parameters of the model, and nothing would be learnt together"),
-        ({"personal": []}, "personal must be a parameter's name or pattern .*, or a list of them, got ..$"),
-        ({"personal": "2", "algorithm": fed.Centralised_SGD()}, "is for clients, and Centralised_SGD has none"),
-        (
-            {"personal": "2", "aggregation": "median"},
-            "is served with aggregation='mean' alone: 'median' compares whole",
-        ),
-        ({"personal": "2", "algorithm": fed.FedNTD()}, "serves no algorithm with a teacher.* FedNTD has one"),
-    ],
-    ids=str,
+    [({"epochs": 0}, "epochs must be an integer >= 1, got 0"), ({"test": None}, "needs a test set")],
 )
-def test_what_cannot_stay(options, words):
+def test_what_is_refused(options: dict[str, Any], words: str) -> None:
+    clients = oracle.ragged_clients()
+    result = fed.run(oracle.smooth_model(), clients, fed.FedAvg(), rounds=1, **TUNED)
     with pytest.raises(ValueError, match=words):
-        start_small(**options)
-
-
-def test_a_run_without_them_has_no_models_of_clients():
-    with pytest.raises(ValueError, match="clients have models of their own where parameters stay with them"):
-        start_small().client_model(0)
-
-
-@pytest.mark.parametrize("client", [99, -1, "0", True])
-def test_a_client_that_the_run_does_not_have(client):
-    with pytest.raises(ValueError, match="client must be"):
-        start_small(personal="0").client_model(client)
+        fed.finetune(result, clients, **{"test": TEST, **options})

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 from fastsam import fed
-from fastsam.fed.loop.options import Settings
+from tests.helpers import fed_cases as cases
 from tests.helpers.fed_input import start as start_small
 from tests.helpers.fed_rundir import records, start
-from tests.helpers.fed_runs import same_bits
+from tests.helpers.fed_runs import digest, run, same_bits
 
 
 def test_a_formula_a_function_and_a_scheduler_of_torch_are_the_decay_that_they_say(tmp_path):
@@ -57,40 +57,6 @@ def test_the_rate_of_the_first_round_is_what_an_algorithm_is_told():
     assert seen[-2:] == [(0, 0.5, 0.5, 2.0), (1, 0.4, 0.5, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"lr": "linear(0.1, 0, 3)"}, "lr in round 3 must be a finite number > 0, got 0.0"),
-        ({"lr": lambda t: 0.1 if t < 2 else math.nan}, "lr in round 3 must be a finite number > 0, got nan"),
-        ({"lr": lambda t: [0.1][t]}, "lr failed in round 2: IndexError: list index out of range"),
-        ({"lr": "0.1*lr"}, r"lr = '0.1\*lr': 'lr' has no value here; names are round"),
-        ({"lr": "0.1/round", "lr_decay": 0.9}, "lr_decay is a factor on a number, and lr = '0.1/round' is none"),
-        ({"server_lr": "1 - round"}, "server_lr in round 2 must be a finite number >= 0, got -1.0"),
-        ({"server_lr": "cos(round)"}, r"server_lr = 'cos\(round\)': .* is not known"),
-    ],
-)
-def test_a_bad_rate_is_told_before_the_run(options, words):
-    with pytest.raises(ValueError, match=words):
-        Settings(rounds=3, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: fed.TorchSchedule(0.1, 5), "takes a function from an optimizer to its scheduler, got 5"),
-        (
-            lambda: fed.TorchSchedule(0.1, lambda opt: 5),
-            "takes a function that makes a scheduler of torch, got 5 from it",
-        ),
-        (lambda: fed.TorchSchedule(-1, ExponentialLR), "lr must be a finite number >= 0, got -1"),
-        (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), "lr failed in round 1: TypeError"),
-    ],
-)
-def test_what_is_no_schedule(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 @pytest.mark.filterwarnings("error")
 def test_a_schedule_of_torch_may_be_asked_in_any_order():
     rate = fed.TorchSchedule(1.0, lambda opt: ExponentialLR(opt, gamma=0.5))
@@ -104,3 +70,64 @@ def test_a_run_is_not_resumed_with_another_function(tmp_path):
     with pytest.raises(fed.RunDirectoryError, match="with another lr: in round 3 it was 0.1, now it is 0.2"):
         start(tmp_path / "run", rounds=4, resume=True, **options[1])
     start(tmp_path / "run", rounds=4, resume=True, **options[0])
+
+
+# --- A number of local steps in place of epochs, and epochs without their last part of a batch.
+
+
+STEPS = {"local_steps": 7, "local_epochs": 1}
+
+
+def batches(samples: int, **options: object) -> list[list[int]]:
+    """The batches of one client whose samples are numbered, in stored order."""
+    seen = []
+
+    def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(y.long().tolist())
+        return output.sum() * 0
+
+    numbered = torch.arange(float(samples))
+    run_options = {"shuffle": False, "batch_size": 3, "loss": loss, "executor": "sequential", **options}
+    record = start_small(clients=[(torch.zeros(samples, 6), numbered)], rounds=1, **run_options).history[0]
+    return seen[-record["steps"] :]  # behind what tries the loss
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "wanted"),
+    [
+        (7, {"local_steps": 5}, [[0, 1, 2], [3, 4, 5], [6], [0, 1, 2], [3, 4, 5]]),
+        (7, {"local_steps": 2}, [[0, 1, 2], [3, 4, 5]]),
+        (2, {"local_steps": 3}, [[0, 1]] * 3),
+        (7, {"drop_last": True, "local_epochs": 2}, [[0, 1, 2], [3, 4, 5]] * 2),
+        (6, {"drop_last": True}, [[0, 1, 2], [3, 4, 5]]),
+        (2, {"drop_last": True}, [[0, 1]]),
+        (7, {"drop_last": True, "local_steps": 3}, [[0, 1, 2], [3, 4, 5], [0, 1, 2]]),
+    ],
+)
+def test_the_batches_of_a_client(samples, options, wanted):
+    assert batches(samples, **options) == wanted
+
+
+def test_as_many_steps_as_the_epochs_have_are_these_epochs():
+    """In every client, so the clients are alike."""
+    sizes = (7, 8, 8, 6)
+    plain = run(cases.ours("fedsam"), "sequential", sizes=sizes, local_epochs=3, batch_size=4)
+    steps = run(cases.ours("fedsam"), "sequential", sizes=sizes, local_epochs=1, local_steps=6, batch_size=4)
+    assert digest(plain) == digest(steps)
+
+
+def test_every_client_takes_them():
+    result = run(fed.MoFedSAM(), "sequential", **STEPS, participation=1.0)
+    assert [record["steps"] for record in result.history] == [7 * 8] * 3
+    assert all(0.5 < record["train_loss"] < 2 for record in result.history)  # a mean over the samples of these steps
+
+
+def test_a_batch_of_one_is_dropped_for_batch_norm():
+    norm = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3))
+    x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    options = {"batch_size": 4, "buffers": "keep"}
+    with pytest.raises(ValueError, match="the last batch of client 0, .* has 1 of its 5 samples, .*use drop_last=True"):
+        start_small(norm, [(x, y)], **options)
+    start_small(norm, [(x, y)], drop_last=True, **options)
+    with pytest.raises(ValueError, match="the last batch of client 1, .* has 1 of its 1 samples"):
+        start_small(norm, [(x, y), (x[:1], y[:1])], drop_last=True, **options)

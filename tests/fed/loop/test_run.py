@@ -7,6 +7,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
 from tests.helpers import oracle
+from tests.helpers.fed_input import start
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.places import ROOT
 
@@ -218,3 +221,46 @@ def test_what_an_algorithm_draws_after_a_client_does_not_depend_on_what_was_draw
     train(2, 2, run_dir=tmp_path / "run")
     assert same_bits(whole, train(4, 3, run_dir=tmp_path / "run", resume=True))
     assert oracle.difference(whole, train(4, 1, fed.FedAvg)) > 1e-4
+
+
+# --- Several runs in threads of one process.
+
+
+DROPS = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+PLAIN = nn.Linear(6, 3)
+
+
+class Beside(fed.Callback):
+    """Starts a second run in another thread, or in this one, in the middle of the first."""
+
+    def __init__(self, model: nn.Module, thread: bool) -> None:
+        self.model, self.thread, self.made = model, thread, list[Any]()
+
+    def on_round(self, run: Any, record: Any) -> None:
+        if not self.thread:
+            self._run()
+            return
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        thread.join()
+
+    def _run(self) -> None:
+        try:
+            self.made.append(start(self.model))
+        except ValueError as error:
+            self.made.append(error)
+
+
+@pytest.mark.parametrize(("first", "second"), [(DROPS, PLAIN), (PLAIN, DROPS), (DROPS, DROPS)])
+def test_runs_in_threads_of_which_one_draws(first: nn.Module, second: nn.Module) -> None:
+    beside, state = Beside(second, thread=True), torch.get_rng_state()
+    result = start(first, callbacks=[beside])
+    assert "another fed.run is active in a thread of this process" in str(beside.made[0])
+    assert same_bits(result.model, start(first).model) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(("model", "thread"), [(PLAIN, True), (DROPS, False)])
+def test_runs_that_may_be_together(model: nn.Module, thread: bool) -> None:
+    beside = Beside(model, thread)
+    start(model, callbacks=[beside])
+    assert isinstance(beside.made[0], fed.Result)

@@ -3,65 +3,18 @@ would fail later."""
 
 from __future__ import annotations
 
-import threading
+import random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fastsam import fed
 from tests.helpers import oracle
 from tests.helpers.fed_input import NOTHING, X, Y, start
-
-
-@pytest.mark.parametrize(
-    ("augment", "words"),
-    [
-        (
-            lambda x, g: x[:2],
-            r"like the one that it was given, torch.float32 \[6, 6\], got torch.float32 \[2, 6\] on cpu",
-        ),
-        (lambda x, g: x.double(), "got torch.float64"),
-        (lambda x, g: None, "got NoneType"),
-        (lambda x: x, "augment failed on a batch .*: TypeError: .* takes 1 positional argument but 2 were given"),
-        (lambda x, g: x.add_(1), "augment wrote into the batch that it was given"),
-    ],
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_an_augmentation_that_returns_something_else(augment, words):
-    """One that works in place would change the data themselves, in stored order, anew in every epoch."""
-    with pytest.raises(ValueError, match=words):
-        start(clients=fed.FederatedData([(X, Y)] * 2, (X, Y), 3, augment=augment), shuffle=False)
-
-
-class Picky(nn.Linear):
-    def forward(self, x):
-        raise ValueError("no")
-
-
-def test_what_a_model_itself_refuses():
-    with pytest.raises(ValueError, match=r"a trial step on client 0 \(x .*\) failed: ValueError: no"):
-        start(Picky(6, 3))
-
-
-class Holds(nn.Module):
-    """A model with something that no deep copy can have."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.inner, self.what = nn.Linear(6, 3), what
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-@pytest.mark.parametrize("what", [threading.Lock(), torch.ones(2, requires_grad=True) * 2], ids=["lock", "no leaf"])
-def test_a_model_that_cannot_be_copied(what):
-    with pytest.raises(
-        ValueError, match="the model cannot be copied .*: (TypeError: cannot pickle|RuntimeError: Only)"
-    ):
-        start(Holds(what))
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:The .grad attribute")
@@ -138,3 +91,213 @@ def test_batchnorm_and_a_batch_of_one_sample(tmp_path):
     start(norm, clients, batch_size=6, buffers="keep")
     pool = fed.Centralised_SGD()  # all 11 samples, so the last batch has 3
     start(norm, clients, pool, batch_size=4, participation=1.0, buffers="keep")
+
+
+# --- What is easily got wrong in a call of `fed.run` is told in words, before the first round.
+
+
+def test_a_run_without_a_test_set(caplog: pytest.LogCaptureFixture) -> None:
+    start()
+    assert "there is no test set: the records' test_loss and test_accuracy are None. Pass test=(x, y)" in caplog.text
+    caplog.clear()
+    start(test=(X, Y))
+    assert "there is no test set" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "callback", [fed.callbacks.EarlyStopping("test_f1"), fed.callbacks.EarlyStopping("test_lossy")], ids=["f1", "typo"]
+)
+def test_a_metric_that_no_record_has(callback: Any) -> None:
+    records: list[Any] = []
+    with pytest.raises(fed.CallbackError, match=f"after 0 rounds.* have no '{callback.metric}'"):
+        start(test=(X, Y), callbacks=[callback], progress=records.append)
+    assert records == []
+
+
+# --- One look at a training pass before round 1: what it reads apart from model and batch, and what it changes, is
+# refused by name.
+
+
+class Odd(nn.Linear):
+    """A linear model with a side effect, given by name."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(6, 3)
+        self.how, self.calls = how, 0
+        self.scale = torch.ones(3, requires_grad=True)  # which is not registered
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "counter":
+            self.calls += 1
+            return super().forward(x) / self.calls
+        if self.how == "python":
+            return super().forward(x) * random.random()
+        if self.how == "numpy":
+            return super().forward(x) * float(np.random.rand())
+        if self.how == "layer drop":
+            return super().forward(x) if random.random() < 2 else x
+        if self.how == "input":
+            x.relu_()
+        if self.how == "buffer":
+            self.mean = x.mean(0)
+        if self.how == "attention":  # stored, and changes no result
+            self.calls, self.seen = self.calls + 1, x.detach().sum()
+        if self.how == "leaf inside":
+            return super().forward(x + torch.zeros(6, requires_grad=True))
+        return super().forward(x) * (self.scale if self.how == "unregistered" else 1)
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["pairs", "trees"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("counter", "repeated from the same weights, batch and seed, gives .* changes calls"),
+        ("python", "changes Python's random numbers"),
+        ("numpy", "changes numpy's random numbers"),
+        ("layer drop", "changes Python's random numbers"),
+        ("input", "writes into its batch"),
+        ("buffer", r"replaces the buffer 'mean' .* Write into it: self.mean.copy_\(new\)"),
+        ("unregistered", r"a gradient for a tensor of shape \[3\], which is not a parameter of the model"),
+        ("attention", None),
+        ("leaf inside", None),
+    ],
+)
+def test_a_training_pass_with_a_side_effect(how: str, words: str | None, tree: bool) -> None:
+    given, options = X.clone(), dict[str, Any](buffers="average", executor="sequential")
+    clients: Any = [((given,), Y)] if tree else [(given, Y)]
+    if words is None:
+        start(Odd(how), clients, **options)
+    else:
+        with pytest.raises(ValueError, match=words):
+            start(Odd(how), clients, **options)
+    assert torch.equal(given, X)
+
+
+def test_a_loss_that_refers_to_the_users_model() -> None:
+    model, head = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def penalised(outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
+
+    with pytest.raises(ValueError, match=r"refers to the parameter 'weight' of your model.*fed.BatchLoss"):
+        start(model, loss=penalised)
+    assert model.weight.grad is None
+    with pytest.raises(ValueError, match="a gradient for 'head.(weight|bias)', which is not a parameter of the model"):
+        start(model, loss=lambda outputs, y: F.cross_entropy(head(outputs), y))
+    head.requires_grad_(False)
+    start(model, loss=lambda outputs, y: F.cross_entropy(head(outputs), y))
+
+
+def test_the_penalty_as_a_loss_of_the_batch() -> None:
+    """The remedy that the refusal names."""
+
+    def penalised(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
+
+    start(nn.Linear(6, 3), loss=fed.BatchLoss(penalised))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(kind: str) -> None:
+    model = nn.Linear(6, 3)
+    getattr(model.weight, kind)(lambda g: None)
+    with pytest.raises(ValueError, match="the parameter 'weight' has hooks, and clients train on copies without them"):
+        start(model)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
+def test_a_run_inside_an_autocast_region(executor: str) -> None:
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=r"inside torch.autocast.* the model's forward\(\)"):
+        start(executor=executor)
+
+
+# --- Bad input: each a clear error before the first round, and nothing lost.
+
+
+def test_what_is_accepted():
+    """Arrays, lists, read-only arrays, other integer types, float64 inputs for a float32 model, and an ignored
+    label."""
+    x, y = X.double().numpy(), Y.numpy()
+    unwritable = x.copy()
+    unwritable.flags.writeable = False
+    clients = [
+        (x, y),
+        [unwritable, y.astype(np.uint8)],
+        (X.tolist(), Y.tolist()),
+        (X[::2], Y[::2].int()),
+        (X, torch.tensor([0, 1, -100, 0, 1, 2])),
+    ]
+    result = start(clients=clients, participation=1.0)
+    assert result.history[0]["clients"] == 5 and next(result.model.parameters()).dtype == torch.float32
+    with pytest.raises(ValueError, match="client 0: labels"):
+        start(clients=[(X, Y + 1)], loss=nn.CrossEntropyLoss())
+
+
+class Explodes(nn.Module):
+    """Infinite where the first feature is large: the inputs are fine, what becomes of them is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = oracle.smooth_model(torch.float32)
+
+    def forward(self, x):
+        return self.inner(x) * torch.where(x[:, :1] > 50, torch.inf, 1.0)
+
+
+@pytest.mark.parametrize("algorithm", [fed.FedAvg(), fed.FedSAM(), fed.MoFedSAM(), fed.SCAFFOLD()], ids=repr)
+def test_a_bad_client_does_not_poison_the_round(algorithm, caplog):
+    """It is left out and named; the others count as if it had not been sampled."""
+    clients = oracle.ragged_clients(torch.float32)
+    bad = [(x + 100, y) if i in (1, 3) else (x, y) for i, (x, y) in enumerate(clients)]
+    options = {"rounds": 2, "weighting": "samples", "lr": 0.2}
+    result = start(Explodes(), bad, algorithm, sampler=lambda t, g: range(5), **options)
+    without = start(Explodes(), bad, algorithm, sampler=lambda t, g: [0, 2, 4], **options)
+    assert all(torch.equal(a, b) for a, b in zip(result.model.parameters(), without.model.parameters()))
+    assert [e["client"] for e in result.history[0]["excluded"]] == [1, 3] and result.summary()["excluded"] == 4
+    assert "loss is not finite" in result.history[0]["excluded"][0]["reason"]
+    assert result.history[1]["train_loss"] == without.history[1]["train_loss"]
+    assert result.history[0]["clients"] == 5 and without.history[0]["excluded"] == []
+    assert "round 1: client 3 is excluded" in caplog.text
+
+
+def test_a_displacement_that_overflows_is_excluded_too():
+    """Its loss is finite in every step; what it would send is not."""
+    clients = [(X, Y), (X * 1e30, Y)]
+    result = start(nn.Linear(6, 3), clients, participation=1.0, lr=1e10, loss=lambda out, y: out.mean())
+    assert result.history[0]["excluded"][0]["client"] == 1
+    assert all(torch.isfinite(p).all() for p in result.model.parameters())
+
+
+def test_a_round_without_any_good_client_ends_the_run(tmp_path):
+    bad = [(X + 100, Y), (X + 100, Y)]
+    with pytest.raises(
+        RuntimeError, match="round 2: all 2 active clients were excluded .client 1: the loss is not finite.*smaller lr"
+    ):
+        start(Explodes(), [(X, Y), *bad], sampler=lambda t, g: [[0], [1, 2]][t], rounds=3, run_dir=tmp_path / "run")
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"run_dir": 5}, "run_dir must be a path, got 5"),
+        ({"resume": True}, "resume=True continues what is in run_dir; name the directory"),
+        ({"resume": "yes", "run_dir": "new"}, "resume must be one of True, False, got 'yes'"),
+        ({"progress": 5}, "progress must be a function of a round's record, True or False .*, got 5"),
+        (
+            {"loss": "mse_los"},
+            r"loss must be the name .* or a function loss\(model\(x\), y\) .*got 'mse_los' .did you mean 'mse_loss'",
+        ),
+        ({"loss": 5}, r"loss must be a function loss\(model\(x\), y\) .*got 5"),
+        ({"batch_size": 10**20}, "batch_size must be an integer >= 1 of 64 bits, got 100000000000000000000"),
+        ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+        ({"test": (X[:, :4], Y)}, r"not on the test set \(x torch.float32 \[6, 4\], y .*\): RuntimeError"),
+    ],
+    ids=str,
+)
+def test_what_would_only_be_found_after_a_round_is_told_before(options, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        start(**options)
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field, fields
 
@@ -14,7 +15,7 @@ from fastsam import fed
 from fastsam.arena import Layout
 from fastsam.fed.algorithms import Round
 from fastsam.fed.clients.population import Population
-from fastsam.fed.measures import NAMES, Objective, Options, check, diagnostics, sharpness, unit
+from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
 from fastsam.fed.step.local_step import RowEnds, Snapshot
 from fastsam.fed.step.model_copy import trainable
@@ -249,33 +250,6 @@ def test_an_object_of_the_users_own():
     assert all(r["my_steps"] == r["steps"] for r in run(measures=Own()).history)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"measures": ["sharpnes"]}, "unknown measure 'sharpnes'; choose from train, sharpness"),
-        ({"measures": "sharpness"}, r"must be a list of names, got the string 'sharpness'; write \['sharpness'\]"),
-        ({"measures": object()}, "got object without snapshots, clients, round"),
-        (
-            {"measures": ["sharpness"], "measure_options": {"radius": 1}},
-            "unknown option 'radius'; choose from rho, steps",
-        ),
-        ({"measures": ["sharpness"], "measure_options": {"rho": 0}}, "rho"),
-        ({"measures": ["sharpness"], "measure_options": {"every": 0}}, "every"),
-        ({"measures": ["sharpness"], "measure_options": {"samples": 0}}, "samples"),
-        ({"measures": ["sharpness"], "buffers": "average"}, "use buffers='keep' or GroupNorm"),
-    ],
-)
-def test_bad_requests(options, message):
-    with pytest.raises(ValueError, match=message):
-        run(**options)
-
-
-def test_the_margin_needs_classes():
-    x, y = torch.randn(9, 6).double(), torch.randn(9, 3).double()
-    with pytest.raises(ValueError, match="needs class labels"):
-        run(measures=["margin"], clients=[(x, y)], loss=F.mse_loss, test=(x, y))
-
-
 PAGE = ROOT / "docs" / "measures.md"
 
 
@@ -301,6 +275,47 @@ def test_the_code_of_the_documentation_runs():
     )
 
 
-def test_options_of_no_measure_are_an_error() -> None:
-    with pytest.raises(ValueError, match="measure_options are given, but no measures"):
-        check([], {"rho": 0.1})
+# --- Measures of the user's own: what they return, in the record or told.
+
+
+def own(snapshots=lambda *a: (), clients=lambda *a: {}, round=lambda *a: {}):
+    methods = {"snapshots": snapshots, "clients": clients, "round": round}
+    return type("Own", (), {name: staticmethod(method) for name, method in methods.items()})()
+
+
+@pytest.mark.parametrize(
+    ("measures", "words"),
+    [
+        (own(round=lambda *a: None), r"round\(\) of the measures must return a dict of numbers, got NoneType"),
+        (own(clients=lambda *a: 5.0), r"clients\(\) of the measures must return a dict of numbers, got float"),
+        (own(round=lambda *a: {"x": "high"}), r"round\(\) .*numbers .or None., got str for 'x'"),
+        (own(round=lambda *a: {"x": torch.zeros(2)}), r"round\(\) .*got Tensor for 'x'"),
+        (
+            own(round=lambda *a: {"seconds": 1.0}),
+            r"round\(\) of the measures returned 'seconds', which the run has already",
+        ),
+        (
+            own(clients=lambda *a: {"loss": [1.0]}),
+            r"clients\(\) of the measures returned 'loss', which the run has already",
+        ),
+        (own(clients=lambda *a: {"k": 1.0}), r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
+        (own(clients=lambda b, ends, r: {"k": ["high"] * len(ends.steps)}), r"clients\(\) .*numbers .*got str for 'k'"),
+        (own(clients=lambda b, ends, r: {"k": torch.ones(len(ends.steps) + 1)}), r"clients\(\) .*got Tensor for 'k'"),
+    ],
+)
+def test_measures_of_ones_own_that_return_something_else(measures, words):
+    with pytest.raises(ValueError, match=words):
+        run(measures=measures, rounds=1)
+
+
+def test_numbers_of_other_types_go_into_the_record(tmp_path):
+    """Tensors and numpy's numbers, which JSON does not know: a run must not end over its first record."""
+    found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
+    mine = own(
+        clients=lambda b, ends, r: {"k": torch.full((len(ends.steps),), 2.0)},
+        round=lambda b, a, sums, r: {**found, "k": sums.number("k")},
+    )
+    result = run(measures=mine, rounds=1, run_dir=tmp_path / "run")
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    expected = {"a": 1.5, "b": 0.25, "c": None, "d": 3, "k": 2.0 * line["clients"]}
+    assert {name: line[name] for name in expected} == expected == {n: result.history[0][n] for n in expected}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,10 @@ from fastsam.fed.algorithms import registry
 from fastsam.fed.common import seeds
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import serves
+from tests.helpers import privacy_checks
 from tests.helpers import privacy_checks as checks
-from tests.helpers.places import ROOT
+from tests.helpers.mutants.apply import replaced
+from tests.helpers.mutants.privacy import MUTANTS
 
 BITS = ("scales", "local_scale", "denominator", "clipped")
 KINDS: dict[str, dict[str, Any]] = {
@@ -102,61 +100,12 @@ def test_the_noise_is_philox_from_its_counter_zero() -> None:
         assert normals(50, *parts).tolist() == theirs.tolist()
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("seconds")} for line in lines]
-
-
-@pytest.mark.parametrize("kind", ["poisson", pytest.param("local", marks=pytest.mark.slow)])
-def test_a_resumed_run_has_the_same_bits(kind: str, tmp_path: Path) -> None:
-    options = KINDS[kind] | {"lr": 0.1, "noise_multiplier": 1.0}
-    options["accountant"] = None
-    checks.run(rounds=5, run_dir=tmp_path / "whole", **options)
-    checks.run(rounds=2, run_dir=tmp_path / "parts", **options)
-    checks.run(rounds=5, run_dir=tmp_path / "parts", resume=True, **options)
-    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert whole == parts
-    seen = [[record["train_loss"] for record in records(tmp_path / name)] for name in ("whole", "parts")]
-    assert seen[0] == seen[1]
-
-
-KILLED = """
-import os, signal, sys
-from tests.helpers import privacy_checks as checks
-from tests.helpers.places import ROOT
-options = {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0, "participation": 0.5}
-options["run_dir"] = sys.argv[1]
-checks.run(**options, progress=lambda record: os.kill(os.getpid(), signal.SIGKILL) if record["round"] == 3 else None)
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_run_has_the_same_bits(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "parts")], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    options: dict[str, Any] = KINDS["poisson"] | {"rounds": 5, "lr": 0.1, "noise_multiplier": 1.0}
-    checks.run(run_dir=tmp_path / "parts", resume=True, **options)
-    checks.run(run_dir=tmp_path / "whole", **options)
-    assert records(tmp_path / "parts") == records(tmp_path / "whole")
-    whole, parts = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert whole == parts
-
-
 def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
     pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
     options = KINDS["local"] | {"accountant": "rdp"}
     whole = [r["epsilon"] for r in checks.run(rounds=4, **options).history]
     checks.run(rounds=2, run_dir=tmp_path, **options)
     assert [r["epsilon"] for r in checks.run(rounds=4, run_dir=tmp_path, resume=True, **options).history] == whole
-
-
-@pytest.mark.slow
-def test_executors_agree() -> None:
-    """Local noise and the clip are the client's, whoever trains it next to whom."""
-    for kind in ("local", "poisson"):
-        options = KINDS[kind] | {"lr": 0.1, "rounds": 2}
-        one, other = (checks.run(executor=name, slots=3, **options) for name in ("threads", "vmap"))
-        torch.testing.assert_close(checks.moved(one, 6), checks.moved(other, 6), rtol=1e-4, atol=1e-5)
 
 
 def test_who_is_served() -> None:
@@ -175,3 +124,25 @@ def test_who_is_served() -> None:
     }
     for name in sorted(served):
         checks.run(algorithm=getattr(fed, name)(), lr=0.1, executor="sequential")
+
+
+# --- Are the checks of noise, clip and epsilon worth anything? Every wrong formula must fail one of them.
+
+
+ACCOUNTS = {"poisson", "without_replacement", "unsampled", "every_round"}
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=[pytest.mark.slow] * (m.case in ("poisson", "without_replacement"))) for m in MUTANTS],
+    ids=[f"{m.case}: {m.function}: {m.new}" for m in MUTANTS],
+)
+def test_a_wrong_formula_is_noticed(mutant):
+    if mutant.case in ACCOUNTS:
+        pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting")
+    with replaced(*mutant[:4]), pytest.raises(AssertionError):
+        getattr(privacy_checks, mutant.case)()
+
+
+def test_every_mutant_is_there_once():
+    assert len(set(MUTANTS)) == len(MUTANTS)

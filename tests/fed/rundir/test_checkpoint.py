@@ -188,10 +188,13 @@ def wider():
     [
         ({"algorithm": fed.FedSAM()}, "algorithm"),
         ({"algorithm": fed.MoFedSAM(beta=0.2)}, r"algorithm\.beta"),
+        ({"algorithm": fed.MoFedSAM(rho="0.3/round")}, r"algorithm\.rho"),
         ({"seed": 1}, "seed"),
         ({"lr": 0.2}, "lr"),
         ({"batch_size": 4}, "batch_size"),
         ({"weighting": "samples"}, "weighting"),
+        ({"aggregation": "median"}, "aggregation"),
+        ({"personal": "2.*"}, "personal"),
         ({"clip_norm": 10.0}, "clip_norm"),
         ({"sampler": lambda t, g: [0]}, "sampler"),
         ({"loss": F.nll_loss}, "loss"),

@@ -91,28 +91,6 @@ def test_a_pull_of_the_whole_way_takes_the_gradient_at_the_anchor():
         torch.testing.assert_close(q, p - 3 * 0.1 * g, rtol=1e-10, atol=1e-12)
 
 
-E = torch.zeros(3)
-
-
-@pytest.mark.parametrize(
-    ("constants", "words"),
-    [
-        ({"direction": D.PATH}, "'path' takes e of the vectors e, mu, s; e was not given"),
-        ({"direction": D.GRADIENT, "drift": 1.0}, "drift belongs to the directions 'path' and 'gradient plus'"),
-        ({"direction": D.PATH, "e": E, "remembers": True}, "remembers to 'gradient plus'"),
-        ({"direction": D.PATH, "e": E, "b": 0.5}, "the direction 'path' has one gradient only"),
-        ({"direction": D.GRADIENT, "pull": 0.5}, "an anchor and a pull > 0 go together.*pull=0.5, no anchor"),
-        ({"direction": D.GRADIENT, "anchor": E}, "an anchor and a pull > 0 go together.*pull=0.0, an anchor"),
-        ({"direction": D.NONE, "anchor": E, "pull": 0.5}, "found by a first gradient.*the direction 'none'"),
-        ({"direction": D.GRADIENT, "anchor": E, "pull": 1.5}, "pull must be a finite number >= 0 and <= 1, got 1.5"),
-        ({"direction": D.PATH, "e": E, "drift": float("nan")}, "drift must be a finite number"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(constants, words):
-    with pytest.raises(ValueError, match=words):
-        fed.LocalStep(**constants)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["path", "pull"])
 def test_measures_along_the_path_see_the_perturbation(name):

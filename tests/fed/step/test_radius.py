@@ -10,27 +10,19 @@ import pytest
 import torch
 
 from fastsam import fed
-from fastsam.fed.executors import streams
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
-from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
 from tests.helpers.mutants.apply import replaced
 from tests.helpers.oracle.loop import Vector, add, minus, norm, scaled
 
+pytestmark = pytest.mark.usefixtures("no_cuda")
 D = fed.Direction
 OPTIONS = oracle.Options(rounds=2, epochs=2, momentum=0.5, weight_decay=0.05, clip=0.5)
 EXECUTORS = ("sequential", "threads", "vmap", "streams", "graph")
-
-
-@pytest.fixture(autouse=True)
-def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors for GPUs run on a stand-in."""
-    monkeypatch.setattr(streams, "Cuda", FakeCuda)
-    monkeypatch.setattr(streams, "why_not", lambda setup: None)
 
 
 @dataclass(frozen=True)
@@ -208,25 +200,27 @@ SCALED = {"rho_scale": SCALE}
 
 
 @pytest.mark.parametrize(
-    ("module", "old", "new", "direction", "constants", "executor"),
+    ("module", "function", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_step", "(1 - self.rho_end) * k / steps", "(1 - self.rho_end) * (k + 1) / steps", D.GRADIENT, FALLS,
+        ("step.local_step", "LocalStep.radius", "(1 - self.rho_end) * k", "(1 - self.rho_end) * (k + 1)", D.GRADIENT,
+            FALLS, "sequential"),
+        ("executors.kernel_calls", "Form.pace_", "self.hyper[:, 0, Column.RHO].copy_(radii)", "pass", D.GRADIENT,
+            FALLS, "vmap"),
+        ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
+            D.GRADIENT, SCALED,
             "sequential"),
-        ("executors.kernel_calls", "Column.RHO].copy_(radii)", "Column.RHO]", D.GRADIENT, FALLS, "vmap"),
-        ("executors.kernel_calls", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]', D.GRADIENT, SCALED,
-            "sequential"),
-        ("executors.kernel_calls", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
-        ("executors.kernel_calls", "d.mul_(scale)\n", "d\n", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "for name in (\"q\", \"mu\", \"s\", *crews[0].kind.vectors)", "for name in (\"q\",)",
+        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
+        ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
+        ("executors.stacked_rows", "StackedRows.begin_", '("q", "mu", "s", *crews[0].kind.vectors)', '("q",)',
             D.GRADIENT, SCALED, "vmap"),
-        ("step.rows", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
+        ("step.rows", "Rows.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
     ],
 )  # fmt: skip
-def test_a_wrong_step_is_noticed(module, old, new, direction, constants, executor):
+def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
     constants = {"direction": direction, "rho": 0.4} | constants
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
     unfused = Unfused(direction, 0.4, constants.get("rho_end", 1.0), scale)
-    with replaced(f"fastsam.fed.{module}", old, new):
+    with replaced(module, function, old, new):
         assert compared(constants, unfused, executor) > 1e-6
 
 
@@ -284,20 +278,3 @@ def test_a_scale_of_nothing_names_the_parameters():
         with pytest.raises(ValueError, match=words):
             constants = {"direction": D.GRADIENT, "rho": 0.4, "rho_scale": scale}
             fed.run(oracle.smooth_model(), oracle.ragged_clients(), Own(constants), rounds=1)
-
-
-@pytest.mark.parametrize(
-    ("constants", "words"),
-    [
-        ({"direction": D.GRADIENT, "rho_end": -0.1}, "rho_end must be a finite number >= 0, got -0.1"),
-        ({"rho_scale": torch.ones(3)}, "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),
-        ({"rho_end": 0.5}, "rho_end belongs to directions with a perturbation of every step; the direction is 'none'"),
-        (
-            {"direction": D.CONSTANT, "e": torch.zeros(3), "rho_end": 0.5},
-            "the direction is 'constant', with rho_end=0.5",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(constants, words):
-    with pytest.raises(ValueError, match=words):
-        fed.LocalStep(**constants)

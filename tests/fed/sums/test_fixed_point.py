@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from fastsam import fed
 from fastsam.fed.sums.fixed_point import LIMIT, FixedPointSum, RoundSums
+from fastsam.fed.sums.own_weights import OwnWeights, weighed
+from tests.helpers import oracle, rank_cases
+from tests.helpers.fed_runs import digest, run, same_bits
+from tests.helpers.rank_group import on_ranks
 
 numbers = st.floats(-1e6, 1e6, allow_subnormal=True)
 
@@ -120,3 +129,181 @@ def test_shapes_must_agree():
     sums.add_(1, {"x": torch.ones(3)}, {}, {})
     with pytest.raises(ValueError, match=r"'x'.*\[4\] after \[3\]"):
         sums.add_(1, {"x": torch.ones(4)}, {}, {})
+
+
+# --- Weights that clients send: means over them, exact as all sums.
+
+
+SHORT: dict[str, Any] = {"rounds": 2, "sizes": (7, 12, 1, 5, 9)}
+
+
+@dataclass(frozen=True)
+class Weighed(fed.FedAvg):
+    """Weighs clients by their samples: the run's weighting="samples" by another way."""
+
+    weighs: ClassVar[bool] = True
+    scale: float = 1.0
+
+    def close_client(self, server, client, ends, round):
+        weight = [self.scale * n for n in ends.samples]
+        return client, fed.Upload({"delta": ends.displacement}, weight=weight)
+
+
+def weighing(made, weighs=True):
+    """FedAvg whose clients send `made(ends)`."""
+
+    class Sent(fed.FedAvg):
+        def close_client(self, server, client, ends, round):
+            return client, fed.Upload({"delta": ends.displacement}, weight=made(ends))
+
+    Sent.weighs = weighs
+    return Sent()
+
+
+@pytest.mark.parametrize("executor", ["sequential", pytest.param("vmap", marks=pytest.mark.slow)])
+def test_samples_as_own_weights_are_the_weighting_by_samples(executor):
+    own = run(Weighed(scale=0.37), executor, **SHORT)
+    assert oracle.movement(own.model, run(fed.FedAvg(), executor, weighting="samples", **SHORT).model) < 1e-6
+    assert oracle.movement(own.model, run(fed.FedAvg(), executor, **SHORT).model) > 1e-3
+
+
+def test_they_multiply_the_weights_of_the_run():
+    squares = run(Weighed(), "sequential", weighting="samples", **SHORT)
+    by_hand = run(fed.FedAvg(), "sequential", weighting=[n * n for n in SHORT["sizes"]], **SHORT)
+    assert oracle.movement(squares.model, by_hand.model) < 1e-6
+
+
+def test_no_order_and_no_grouping_changes_a_bit():
+    rows, weights = torch.randn(5, 7), torch.rand(5, dtype=torch.float64)
+    sums = []
+    for groups in ([[0, 1, 2, 3, 4]], [[3], [1, 4], [2, 0]]):
+        plain = RoundSums(5, 3)
+        for group in groups:
+            numbers = {"loss": [0.0] * len(group)}
+            plain.add_rows_([1 + i % 3 for i in group], weighed({"delta": rows[group]}, weights[group]), {}, numbers)
+        sums.append(OwnWeights(plain))
+    factors = weights * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0], dtype=torch.float64)
+    expected = (factors[:, None] * rows.double()).sum(0) / factors.sum()
+    assert torch.equal(sums[0].mean("delta"), sums[1].mean("delta"))
+    torch.testing.assert_close(sums[0].mean("delta"), expected, rtol=1e-14, atol=0)
+    with pytest.raises(KeyError, match="no client sent 'gradient' for a mean"):
+        sums[0].mean("gradient")
+    assert digest(run(Weighed(), "sequential", **SHORT)) == digest(run(Weighed(), "threads", 2, **SHORT))
+
+
+def test_where_all_are_zero_the_model_stays():
+    model = oracle.smooth_model(torch.float32)
+    assert same_bits(run(weighing(lambda e: [0.0] * len(e.clients)), "sequential", **SHORT).model, model)
+
+
+def test_averaged_buffers_follow_them():
+    def made(algorithm, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        options = {"buffers": "average", "sizes": (7, 12, 9), "rounds": 2} | options
+        return run(algorithm, "sequential", model=model, **options).model[1].running_mean
+
+    own = made(Weighed())
+    torch.testing.assert_close(own, made(fed.FedAvg(), weighting="samples"), rtol=1e-5, atol=1e-6)
+    assert (own - made(fed.FedAvg())).abs().max() > 1e-4
+
+
+def test_a_weight_that_is_not_finite_excludes_its_client():
+    result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.clients]), "sequential",
+                 **SHORT | {"participation": 1.0, "rounds": 1})  # fmt: skip
+    assert [(r["client"], "weight of the client" in r["reason"]) for r in result.history[0]["excluded"]] == [(1, True)]
+
+
+def test_personal_parameters_keep_the_weights():
+    own, plain = (run(a, "sequential", personal=["0.*"], **SHORT | o)
+                  for a, o in ((Weighed(), {}), (fed.FedAvg(), {"weighting": "samples"})))  # fmt: skip
+    assert oracle.movement(own.model, plain.model) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        (weighing(lambda e: [-1.0] * len(e.clients)), {},
+            r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
+        (weighing(lambda e: [1.0, 2.0]), {}, r"each of the 1 clients, \[1\]; got \[2\]"),
+        (weighing(lambda e: None), {}, "got none with weighs = True"),
+        (weighing(lambda e: [1.0] * len(e.clients), False), {}, "got one without weighs = True"),
+        (Weighed(), {"aggregation": "median"}, "send weights of their own .* use aggregation='mean'"),
+        (Weighed(), {"noise_multiplier": 1.0, "clip_update": 1.0}, "its clients send or keep more than"),
+    ],
+    ids=["negative", "two for one", "none", "undeclared", "robust rule", "privacy"],
+)  # fmt: skip
+def test_what_cannot_be_weighed_is_refused(algorithm, options, words):
+    with pytest.raises(ValueError, match=words):
+        run(algorithm, "sequential", **SHORT | options)
+
+
+# --- What ranks add up at the end of a round: exact, in one all-reduce, whatever names their clients upload.
+
+
+summands = st.floats(-1e15, 1e15).map(lambda v: v if abs(v) >= 1e-17 else 0.0)  # with 53 bits above 2^-110
+
+
+@given(st.lists(st.lists(summands, max_size=6), min_size=1, max_size=4))
+def test_numbers_of_ranks_are_added_exactly_and_rounded_once(ranks: list[list[float]]) -> None:
+    """Like those of one process, which is the sum of all without an error but its own rounding."""
+    alone, parts = RoundSums(24, 1), [RoundSums(24, 1) for _ in ranks]
+    for sums, values in zip(parts, ranks, strict=True):
+        for own in (sums, alone):
+            assert own.add_rows_([1] * len(values), {}, {}, {"x": values}) == {}
+    first, key = parts[0], ("number", "x")
+    shapes = {key: shape for sums in parts for key, shape in sums.shapes(rank_cases.W).items()}
+    for sums in parts[1:]:
+        first.limbs(key, (2,), rank_cases.W).add_(sums.limbs(key, (2,), rank_cases.W))
+    first.become_(shapes, 0, 0, rank_cases.W)
+    assert first.number("x") == alone.number("x") == math.fsum(v for values in ranks for v in values)
+
+
+@given(st.lists(st.floats(-1e-9, 1e-9), min_size=1, max_size=6))
+def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> None:
+    sums = RoundSums(6, 1)
+    sums.add_rows_([1] * len(values), {}, {}, {"x": values})
+    exact = sum(map(Fraction, values))
+    error = abs(Fraction(sums.number("x")) - exact)
+    assert error <= abs(exact) * Fraction(1, 2**53) + (len(values) + 1) * Fraction(1, 2**110)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [(math.nan, "is not finite"), (-math.inf, "is not finite"), (-1e19, r"is out of range \(-1e\+19, at")],
+)
+def test_numbers_that_cannot_be_summed_leave_their_client_out(bad: float, words: str) -> None:
+    sums = RoundSums(4, 1)
+    problems = sums.add_rows_([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
+    assert list(problems) == [1] and re.search(f"the x {words}", problems[1])
+    assert sums.number("x") == 1.0 + 4e17 and sums.number("y") == sums.clients == 2
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[Any]:
+    return on_ranks(2, rank_cases.exchanged)
+
+
+def test_all_ranks_have_the_sums_of_one_in_every_round(rounds: list[Any]) -> None:
+    """Names that only one rank has, that come later, and that stay away."""
+    expected = rank_cases.exchanged(0)
+    assert [[r["sums"] for r in one] for one in rounds] == [[r["sums"] for r in expected]] * 2
+    assert {name for r in expected for name in r["sums"]} >= {"mean a", "total late", "number late", "counts"}
+
+
+def test_a_round_is_one_all_reduce_unless_a_name_is_new(rounds: list[Any]) -> None:
+    for one in rounds:
+        calls = [r["calls"] for r in one]
+        assert calls[1] == calls[2] == calls[4] == calls[5] == {"all_reduce": 1}
+        assert calls[0] == calls[3] == {"all_reduce": 2, "all_gather_object": 1}  # the first round, and a new name
+
+
+def test_one_name_with_two_shapes_is_an_error_on_all_ranks() -> None:
+    first, second = on_ranks(2, rank_cases.of_other_shape)
+    assert first == second and first.startswith("ValueError: the upload 'a' must have one shape for all clients, got")
+
+
+def test_the_rounds_of_a_run_exchange_one_buffer() -> None:
+    """Whatever the number of rounds, all but the first are one all-reduce; the records go over once, at the end."""
+    (short, _), (long, _) = (on_ranks(2, rank_cases.collectives, n) for n in (2, 5))
+    assert long == short | {"all_reduce": short["all_reduce"] + 3}

@@ -12,15 +12,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastsam.fed.sums.ranks import RankError, Ranks, join_ranks
 from fastsam.lab import cli
-from tests.helpers import fed_ranks
+from tests.helpers import fed_ranks, rank_cases
 from tests.helpers.places import ROOT
+from tests.helpers.rank_group import on_ranks
 
 
 def start(ranks: int, directory: Path, **options: object) -> subprocess.Popen[str]:
@@ -60,7 +63,7 @@ def test_any_number_of_ranks_ends_in_the_same_bits(tmp_path: Path, alone: dict[s
     assert hashes(launch(ranks, tmp_path)) == alone
 
 
-@pytest.mark.slow  # test_ranks_cases.py has ranks that fail and are interrupted
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run_and_one_process_resumes_it(tmp_path: Path, alone: dict[str, str]) -> None:
     began = time.monotonic()
     died = launch(2, tmp_path, algorithms="scaffold", die="1:20")
@@ -193,3 +196,82 @@ def test_ranks_that_cannot_connect_say_which_interface_to_name(monkeypatch: pyte
     monkeypatch.setattr("torch.distributed.init_process_group", refused)
     with pytest.raises(RankError, match=r"Connection refused.*GLOO_SOCKET_IFNAME=eth0"), join_ranks():
         pass
+
+
+# --- Several ranks, what can be odd about them: on processes that fork, without a launcher (see `rank_group`).
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Any]:
+    return rank_cases.train_all(0, None)
+
+
+def test_the_cases_are_what_they_are_called(one_rank: dict[str, Any]) -> None:
+    assert 0 < one_rank["excluded"][2] < 3 * len(rank_cases.SIZES)
+    assert 0 < one_rank["client error"][2] < 3 * len(rank_cases.SIZES)
+    assert one_rank["outlier"][2] > 0
+    assert len({digest for digest, _, _ in one_rank.values()}) == len(one_rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_ends_as_one_alone(size: int, one_rank: dict[str, Any]) -> None:
+    """Weights, records, measures, exclusions and the size of the state."""
+    assert on_ranks(size, rank_cases.train_all, None) == [one_rank] * size
+
+
+def test_the_directory_is_that_of_rank_0(tmp_path: Path) -> None:
+    assert len({*on_ranks(3, rank_cases.other_directories, tmp_path)}) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["first"]
+
+
+def test_files_of_three_ranks_are_resumed_by_two_and_those_by_one(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    on_ranks(3, rank_cases.resumed, folder, 2)
+    files = {p.name for p in (folder / "checkpoint").glob("clients-*")}
+    assert {name.split("-")[2][0] for name in files} == {"0", "1", "2"}
+    on_ranks(2, rank_cases.resumed, folder, 4)
+    assert rank_cases.resumed(0, folder, 6) == rank_cases.resumed(0, tmp_path / "one_rank", 6)
+
+
+@pytest.mark.alone
+def test_an_error_on_one_rank_ends_the_others_in_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    first, second = on_ranks(2, rank_cases.fails_on_rank_1, tmp_path / "run")
+    assert time.monotonic() - began < 30
+    assert first.startswith("RankError: a rank of this run has died or was stopped")
+    assert second.startswith("ClientError: client") and "ValueError: bad labels" in second
+    assert rank_cases.resumed(0, tmp_path / "run", 4) == rank_cases.resumed(0, tmp_path / "one_rank", 4)
+
+
+def test_ctrl_c_is_told_as_such_and_the_run_continues(tmp_path: Path) -> None:
+    first, second = on_ranks(2, rank_cases.interrupted, tmp_path / "run")
+    assert first == "KeyboardInterrupt: by the user" and second.startswith("RankError")
+    assert rank_cases.resumed(0, tmp_path / "run", 4) == rank_cases.resumed(0, tmp_path / "one_rank", 4)
+
+
+def test_ranks_that_are_not_alike_are_refused() -> None:
+    for answer in on_ranks(2, rank_cases.other_weights):
+        assert answer.startswith(
+            "RankError: all ranks must be called alike, but 'weights' of rank 1 is not that of rank 0"
+        )
+
+
+def test_a_robust_rule_needs_the_rows_of_all_clients() -> None:
+    for answer in on_ranks(2, rank_cases.robust):
+        assert answer.startswith("ValueError: aggregation='median' looks at the rows of all clients of a round")
+
+
+def test_the_cohort_is_that_of_rank_0() -> None:
+    assert on_ranks(3, rank_cases.own_dice) == [rank_cases.own_dice(0)] * 3
+
+
+def test_a_rank_that_dies_is_noticed() -> None:
+    killed, told = on_ranks(2, _dies_on_rank_0)
+    assert killed == "died" and told.startswith("RankError")
+
+
+def _dies_on_rank_0(rank: int) -> Any:
+    dist.barrier()  # nobody is still on the way in
+    if rank == 0:
+        os._exit(1)
+    return Ranks(rank, dist.get_world_size()).gather(rank)

@@ -1,66 +1,107 @@
-"""Runs a module with one piece of its text replaced. The file is not touched: the functions of the changed text are put
-in place in memory.
+"""Runs a function with one expression of it replaced. No file is touched: the code of the changed function is put in
+place in memory, and the old one comes back afterwards.
 
-The text is compiled, and every function or method whose code differs takes the new code object; afterwards the old one
-comes back.
+An expression is named by its module, its function and its text, compared as `ast.unparse` writes it, so that a mutant
+stays valid when code moves or is wrapped otherwise. It may be a statement or a keyword of a call, too.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
 
 class Stale(Exception):
-    """A mutant no longer fits the text of its module."""
+    """A mutant no longer fits its function."""
 
 
-def _codes(code: CodeType, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CodeType]]:
-    """The code objects of the functions in a module's or a class body's code, by their qualified names."""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            here = (*path, constant.co_name)
-            yield here, constant
-            if not constant.co_flags & inspect.CO_OPTIMIZED:
-                # the body of a class; inside functions their own code counts
-                yield from _codes(constant, here)
+class Mutant(NamedTuple):
+    """In `function` of the module `fastsam.fed.<module>` (or a full name), `new` for `old`; what must notice it."""
+
+    module: str
+    function: str
+    old: str
+    new: str
+    case: str
+    options: str = "decay"
 
 
-def _function(module: ModuleType, path: tuple[str, ...]) -> FunctionType | None:
+def mutants(table: str) -> list[Mutant]:
+    """Return the mutants of a table whose rows are `module function: old => new @ case options`.
+
+    A row goes on in indented lines; a line that begins with # is a comment.
+    """
+    rows: list[str] = []
+    for line in table.strip().splitlines():
+        if line.startswith(" "):
+            rows[-1] += " " + line.strip()
+        elif not line.startswith("#"):
+            rows.append(line)
+    found = []
+    for row in rows:
+        place, _, change = row.partition(": ")
+        old, _, change = change.partition(" =>")
+        new, _, case = change.partition(" @ ")
+        module, function = place.split()
+        found.append(Mutant(module, function, old, new.strip(), *case.split()))
+    return found
+
+
+class _Swap(ast.NodeTransformer):
+    """Puts `new` in the place of one node."""
+
+    def __init__(self, place: ast.AST, new: str) -> None:
+        self.place, self.new = place, new
+
+    def visit(self, node: ast.AST) -> Any:
+        if node is not self.place:
+            return self.generic_visit(node)
+        if isinstance(node, ast.stmt):
+            return ast.parse(self.new).body
+        call = ast.parse(f"f({self.new})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        return call.keywords if isinstance(node, ast.keyword) else call.args[0]
+
+
+def _function(module: object, path: list[str]) -> FunctionType:
     """The function behind a name: through decorators, properties and classmethods."""
     found: Any = module
     for name in path:
-        if not hasattr(found, name):
-            return None
         found = inspect.getattr_static(found, name)
     found = getattr(found, "fget", None) or getattr(found, "func", None) or getattr(found, "__func__", found)
-    found = inspect.unwrap(found)
-    return found if isinstance(found, FunctionType) else None
+    return inspect.unwrap(found)
 
 
 @contextmanager
-def replaced(name: str, old: str, new: str) -> Iterator[None]:
-    """The module `name` with `new` for `old` in its functions. Raises Stale unless `old` occurs once and a function
-    changes by it."""
-    module = importlib.import_module(name)
-    text = inspect.getsource(module)
-    if text.count(old) != 1:
-        raise Stale(f"{name} has {old!r} {text.count(old)} times, expected once: bring the table of mutants up to date")
-    path = module.__file__ or name
-    before = dict(_codes(compile(text, path, "exec", dont_inherit=True)))
-    changed = dict(_codes(compile(text.replace(old, new), path, "exec", dont_inherit=True)))
-    pairs = [(_function(module, at), code) for at, code in changed.items() if code != before.get(at)]
-    swaps = [(f, f.__code__, code) for f, code in pairs if f is not None]
-    if not swaps:
-        raise Stale(f"{name}: no function changes when {old!r} becomes {new!r}")
+def replaced(module: str, function: str, old: str, new: str) -> Iterator[None]:
+    """Run `function` with `new` for `old`. Raises Stale unless `old` is one expression of it."""
+    name = module if module.startswith("fastsam") else f"fastsam.fed.{module}"
+    loaded, path = importlib.import_module(name), function.split(".")
+    tree = ast.parse(inspect.getsource(loaded))
+    node: Any = tree
+    for part in path:
+        node = next((n for n in node.body if getattr(n, "name", None) == part), None)
+        if node is None:
+            raise Stale(f"{name} has no function {function}: bring the table of mutants up to date")
+    whole = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Expr)}  # statements in themselves
+    texts, kinds = {old, ast.unparse(ast.parse(old))}, (ast.expr, ast.stmt, ast.keyword)
+    named = (n for n in ast.walk(node) if isinstance(n, kinds) and id(n) not in whole)
+    places = [n for n in named if ast.unparse(n) in texts]
+    if len(places) != 1:
+        raise Stale(f"{name}: {function} has {old!r} {len(places)} times, expected once: bring the table up to date")
+    changed = ast.fix_missing_locations(_Swap(places[0], new).visit(tree))
+    code = compile(changed, loaded.__file__ or name, "exec", dont_inherit=True)
+    for part in path:
+        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == part)
+    live = _function(loaded, path)
+    original = live.__code__
     try:
-        for f, _, code in swaps:
-            f.__code__ = code
+        live.__code__ = code
         yield
     finally:
-        for f, original, _ in swaps:
-            f.__code__ = original
+        live.__code__ = original

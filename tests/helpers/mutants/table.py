@@ -1,344 +1,364 @@
-"""The mutants: a sign, a divisor, an order, a missing term. Each names the case of `fed_cases` that must notice it."""
+"""The mutants: a sign, a divisor, an order, a missing term. Each names the case of `fed_cases` that must notice it, and
+the options of the case where they are not "decay"."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from tests.helpers.mutants.apply import mutants
 
+MUTANTS = mutants(r"""
+# FedAvg: the server's step and the weights of clients
+algorithms.base Algorithm.step_server: {**server, 'w': moved(server['w'], round.server_lr * sums.mean('delta'))} =>
+    {**server, 'w': moved(server['w'], sums.mean('delta'))} @ fedavg
+algorithms.base moved: w.double() + by => w.double() - by @ fedavg
+loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => 1 @ fedavg momentum
+loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => sizes[i] @ fedavg
+# FedAdam, FedAdagrad, FedYogi
+algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadagrad-momentum
+algorithms.fedadam FedAdam.second_moment: (1 - self.beta2) * square => square @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: delta ** 2 => delta.abs() @ fedadam-start
+algorithms.adaptive AdaptiveServer.step_server: self.beta1 * server['m'].double() => self.beta2 * server['m'].double() @
+    fedadam
+algorithms.fedadam FedAdam.second_moment: self.beta2 * V => V @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: size.sqrt() + self.tau => (size + self.tau).sqrt() @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: self.tau => 0.01 @ fedadam
+algorithms.adaptive AdaptiveServer.step_server: round.server_lr * by => by @ fedadam
+algorithms.adaptive AdaptiveServer.init_server: torch.full_like(w0, self.V0) => torch.zeros_like(w0) @ fedadam-start
+algorithms.fedadam FedAdam.corrected: self.beta1 ** (round.index + 1) => self.beta1 ** (round.index + 2) @
+    fedadam-corrected
+algorithms.fedadam FedAdam.corrected: self.beta2 => self.beta1 @ fedadam-corrected
+algorithms.fedadam FedAdam.corrected: self.bias_correction => True @ fedadam
+algorithms.fedadagrad FedAdagrad.second_moment: V + square => square @ fedadagrad
+algorithms.fedadagrad FedAdagrad.second_moment: V + square => 0.99 * V + square @ fedadagrad-momentum
+# V never falls
+algorithms.fedyogi FedYogi.second_moment: (V - square).sign() => -1.0 @ fedyogi
+# Adam
+algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square * (V - square).sign() => (1 - self.beta2) * (V -
+    square) @ fedyogi
+algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square => square @ fedyogi
+# FedAvgM, FedNova, FedExP
+algorithms.fedavgm FedAvgM.step_server: self.beta * server['m'].double() => server['m'].double() @ fedavgm
+algorithms.fedavgm FedAvgM.step_server: sums.mean('delta') => (1 - self.beta) * sums.mean('delta') @ fedavgm
+algorithms.fedavgm FedAvgM.step_server: round.server_lr * m => m @ fedavgm
+algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => round.server_lr @ fednova
+algorithms.fednova FedNova.close_client: ends.displacement / a => ends.displacement @ fednova
+algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => sums.mean('a') @ fednova
+algorithms.fednova weight_of_gradients: momentum * step + 1 => 1.0 @ fednova momentum
+algorithms.fednova weight_of_gradients: total += step => total = step @ fednova momentum
+loop.loop Loop._round: settings.momentum => 0.0 @ fednova momentum
+algorithms.fedexp FedExP.step_server: (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1) =>
+    (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=0) @ fedexp-last
+algorithms.fedexp FedExP.step_server: (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1) =>
+    (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(max=1) @ fedexp
+algorithms.fedexp FedExP.step_server: 2 * (delta.square().sum() + self.eps) => 1 * (delta.square().sum() + self.eps) @
+    fedexp
+algorithms.fedexp FedExP.step_server: delta.square().sum() + self.eps => delta.square().sum() @ fedexp
+algorithms.fedexp FedExP.close_client: norm ** 2 => norm @ fedexp
+algorithms.fedexp FedExP.step_server: 0.5 * eta => eta @ fedexp
+algorithms.fedexp FedExP.local_step: server['x'] => None @ fedexp
+# SCAFFOLD, FedGAMMA, FedLESAM_S
+algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => client['c_i'] - server['c'] @ scaffold
+algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => server['c'] @ scaffold
+algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => -client['c_i'] @ fedgamma
+algorithms.control ControlVariates.close_client: -round.lr => round.lr @ scaffold
+algorithms.control ControlVariates.close_client: round.lr => round.first_lr @ scaffold
+algorithms.control ControlVariates.close_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
+algorithms.control ControlVariates.close_client: ends.displacement / ends.column((-round.lr * K for K in ends.steps)) -
+    server['c'] => ends.displacement / ends.column((-round.lr * K for K in ends.steps)) @ scaffold
+algorithms.control ControlVariates.close_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
+    scaffold
+algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
+    {**after, 'c': moved(server['c'], sums.total('dc') / round.active)} @ scaffold
+algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
+    {**after, 'c': moved(server['c'], 0 * sums.total('dc'))} @ fedlesam-s
+algorithms.fedgamma FedGAMMA.local_step: self.correction(server, client) => None @ fedgamma
+algorithms.fedgamma FedGAMMA.local_step: rho=rho => rho=0.0 @ fedgamma
+algorithms.fedlesam_s FedLESAM_S.local_step: self.control_scale * self.correction(server, client) =>
+    self.correction(server, client) @ fedlesam-s
+# FedCM, MoFedSAM
+algorithms.fedcm FedCM.local_step: a=self.alpha => a=1 - self.alpha @ fedcm
+algorithms.fedcm FedCM.local_step: a=self.alpha => a=1.0 @ fedcm
+algorithms.fedcm FedCM.local_step: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
+algorithms.mofedsam MoFedSAM.local_step: a=self.beta => a=1.0 @ mofedsam
+algorithms.mofedsam MoFedSAM.local_step: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
+algorithms.mofedsam MoFedSAM.local_step: rho=rho => rho=0.0 @ mofedsam
+algorithms.momentum ServerDirection.close_client: -round.lr => round.lr @ fedcm
+algorithms.momentum ServerDirection.close_client: round.lr => round.first_lr @ mofedsam
+algorithms.momentum ServerDirection.close_client: -round.lr * K => -round.lr @ fedcm
+algorithms.momentum ServerDirection.close_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
+    fedcm-epochs
+algorithms.momentum ServerDirection.step_server: {**super().step_server(server, sums, round), 'D':
+    sums.mean('D').to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D': (sums.mean('D') +
+    server['D']).to(server['D'].dtype)} @ mofedsam
+# MimeLite
+algorithms.mimelite MimeLite.local_step: self._fresh => 1.0 @ mimelite
+algorithms.mimelite MimeLite.local_step: (1 - self.beta) * server['m'] => server['m'] @ mimelite
+algorithms.mimelite MimeLite.step_server: self._fresh * sums.mean('G') => sums.mean('G') @ mimelite
+algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
+algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
+algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
+executors.base Task.whole: len(y) => 1 @ mimelite
+# FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
+algorithms.dynamic attraction: client['h_i'] => -client['h_i'] @ feddyn
+algorithms.dynamic attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
+algorithms.dynamic attraction: client['h_i'] - server['w'] => -server['w'] @ fedspeed
+algorithms.dynamic DynamicRegularizer.close_client: {**state, 'h_i': client['h_i'] + ends.displacement} => {**state,
+    'h_i': client['h_i'] - ends.displacement} @ feddyn
+algorithms.dynamic DynamicRegularizer.close_client: {**state, 'h_i': client['h_i'] + ends.displacement} => {**state,
+    'h_i': ends.displacement} @ fedlesam-d
+algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
+    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta'))} @ feddyn
+# the old H
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
+    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') + server['H'].double())} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
+    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') - H.double())} @ fedsmoo
+algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
+    self.phi @ feddyn-decay
+algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
+algorithms.feddyn FedDyn.local_step: phi=phi => phi=0.0 @ feddyn
+algorithms.fedlesam_d FedLESAM_D.local_step: phi=phi => phi=0.0 @ fedlesam-d
+algorithms.fedprox FedProx.local_step: -self.phi => self.phi @ fedprox
+algorithms.fedprox FedProx.local_step: phi=self.phi => phi=0.0 @ fedprox
+algorithms.fedspeed FedSpeed.local_step: LocalStep(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q,
+    phi=self.phi) => LocalStep(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
+    fedspeed
+algorithms.fedspeed FedSpeed.local_step: 1 - self.alpha => 0.0 @ fedspeed
+algorithms.fedspeed FedSpeed.close_client: client['h_i'] + ends.displacement => ends.displacement @ fedspeed
+algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement + client['h_i'] @ fedspeed
+algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement @ fedspeed
+# FedSWA, FedMoSWA, FedNSAM
+algorithms.fedswa FedSWA.local_step: self.rho => 1.0 @ fedswa
+algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
+    sums.mean('delta'))} => {**server, 'w': moved(server['w'], round.server_lr * sums.mean('delta'))} @ fedswa
+step.local_step LocalStep.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
+step.local_step paces: steps - 1 => steps @ fedmoswa
+algorithms.fedmoswa FedMoSWA.local_step: lr_end=self.rho =>  @ fedmoswa
+algorithms.fedmoswa FedMoSWA.close_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
+algorithms.fedmoswa FedMoSWA.close_client: c_i - server['c'] => c_i @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: sums.clients => round.clients @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: self.gamma * sums.total('dc') => sums.total('dc') @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
+algorithms.fednsam FedNSAM.local_step: self.gamma * server['m'] => server['m'] @ fednsam
+algorithms.fednsam FedNSAM.step_server: self.gamma * server['m'].double() => server['m'].double() @ fednsam
+algorithms.fednsam FedNSAM.local_step: -server['m'] => server['m'] @ fednsam-momentum
+algorithms.fednsam FedNSAM.local_step: start=start =>  @ fednsam-momentum
+algorithms.fednsam FedNSAM.local_step: start=start =>  @ fednsam
+algorithms.fednsam FedNSAM.local_step: value_at('rho', self.rho, round) => 0.0 @ fednsam
+# FedGloSS
+algorithms.fedgloss FedGloSS.step_server: -delta => delta @ fedgloss
+algorithms.fedgloss FedGloSS.local_step: server['w'] + value_at('rho', self.rho, round) * server['d'] => server['w'] @
+    fedgloss
+algorithms.fedgloss FedGloSS.local_step: start=start =>  @ fedgloss
+algorithms.fedgloss FedGloSS.local_step: client['h_i'] - start => client['h_i'] - server['w'] @ fedgloss
+algorithms.fedgloss FedGloSS.local_step: client['h_i'] - start => -start @ fedgloss-sgd
+algorithms.fedgloss FedGloSS.local_step: rho=rho_local => rho=0.0 @ fedgloss
+algorithms.fedgloss FedGloSS.step_server: -delta / (torch.linalg.vector_norm(delta) + NU) => -delta @ fedgloss-sgd
+# FedGMT, FedNTD
+algorithms.fedgmt FedGMT.local_step: client['h_i'] => -client['h_i'] @ fedgmt
+algorithms.fedgmt FedGMT.local_step: self.gamma => 1.0 @ fedgmt
+algorithms.fedgmt FedGMT.local_step: server['e'] => server['w'] @ fedgmt
+algorithms.fedgmt FedGMT.step_server: after['w'] => server['w'] @ fedgmt
+algorithms.fedgmt _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedgmt
+algorithms.fedntd _term: classes == y.unsqueeze(1) => None @ fedntd
+algorithms.fedntd FedNTD.local_step: self.beta => 1.0 @ fedntd
+# FedSOL
+algorithms.fedsol FedSOL.local_step: value_at('rho', self.rho, round) => 1.0 @ fedsol
+algorithms.fedsol _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedsol
+algorithms.fedsol FedSOL.local_step: perturbs=True => perturbs=False @ fedsol
+algorithms.fedsol FedSOL.local_step: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
+executors.gradient_passes Passes.run_taught: term if teacher.perturbs else loss + term => loss + term @ fedsol
+executors.row Row._fill: step.teacher is None or step.teacher.perturbs => step.teacher is None @ fedsol
+executors.kernel_calls Form._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
+    torch.sub(self.w, self.field('origin'), out=self.field('direction')) @ fedsol
+executors.kernel_calls Form._by_drift: torch.linalg.vector_norm(far, dim=1, keepdim=True) =>
+    torch.linalg.vector_norm(far, dim=-1, keepdim=True) @ fedsol
+# MOON
+algorithms.moon _term: old - received => received - old @ moon
+algorithms.moon _term: (old - received) / tau => old - received @ moon
+algorithms.moon MOON.local_step: self.mu => 1.0 @ moon
+algorithms.moon MOON.local_step: (server['w'], client['w_i']) => (client['w_i'], server['w']) @ moon
+algorithms.moon MOON.close_client: server['w'] => client['w_i'] @ moon
+algorithms.moon MOON.local_step: self.features is None => False @ moon
+executors.taught Taught.listen_: at[0][0] is not weights => False @ moon
+step.teacher divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q - p)).sum(1).mean() @ fedgmt
+step.teacher divergence: (outputs / temperature, told / temperature) => (outputs, told) @ fedntd
+step.teacher divergence: (share * (q - p)).sum(1) => share * (q - p) @ fedntd
+executors.gradient_passes Passes.run_taught: teacher.weight * check_scalar(teacher.compare(own, told, y)) =>
+    check_scalar(teacher.compare(own, told, y)) @ fedgmt
+# FedWMSAM
+algorithms.fedwmsam FedWMSAM.local_step: drift=-1.0 => drift=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_step: LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i,
+    drift=-1.0) => LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=server['D'], drift=-1.0) @
+    fedwmsam
+algorithms.fedwmsam FedWMSAM.local_step: (1 - alpha) * D_i => D_i @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_step: a=alpha => a=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_step: alpha / (1 - alpha) => alpha @ fedwmsam
+algorithms.fedwmsam FedWMSAM.close_client: -round.lr => round.lr @ fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: 1 + sums.mean('cos') => 1 - sums.mean('cos') @ fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: (1 + sums.mean('cos')).clamp(LEAST, MOST) => 1 + sums.mean('cos') @ fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
+executors.kernel_calls Form.walk_: path.add_(self.vectors['e']) => pass @ fedwmsam
+executors.kernel_calls Form._drifted: d.mul_(self.kind.drift) => d @ fedwmsam
+# FedTOGA
+algorithms.fedtoga FedTOGA.local_step: self.kappa * D => D @ fedtoga
+algorithms.fedtoga FedTOGA.local_step: self.beta * D => D @ fedtoga
+algorithms.fedtoga FedTOGA.local_step: remembers=True => remembers=False @ fedtoga
+algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, sums, round), 'D':
+    (-sums.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D':
+    sums.mean('delta').to(server['D'].dtype)} @ fedtoga
+algorithms.fedtoga FedTOGA.local_step: rho=rho => rho=0.0 @ fedtoga
+executors.kernel_calls Form.begin_: self.field(name).zero_() => pass @ fedtoga
+# FedGF
+algorithms.fedgf FedGF.local_step: max(1, min(round.index, self.window)) => self.window @ fedgf
+algorithms.fedgf FedGF.local_step: min(round.index, self.window) => round.index @ fedgf-window
+algorithms.fedgf FedGF.step_server: round.index % self.window => 0 @ fedgf
+algorithms.fedgf FedGF.step_server: sums.mean('length') > self.threshold => sums.mean('length') < self.threshold @ fedgf
+algorithms.fedgf FedGF.local_step: server['d'] => -server['d'] @ fedgf
+algorithms.fedgf FedGF.local_step: pull=c => pull=c / 2 @ fedgf
+algorithms.fedgf FedGF.step_server: server['w'].double() => 2 * server['w'].double() @ fedgf
+# FedSCAM
+algorithms.fedscam FedSCAM._radius: 1 + self.alpha * self._apart(norms, cosines(-gradients, u)) => 2 + self.alpha *
+    self._apart(norms, cosines(-gradients, u)) @ fedscam
+algorithms.fedscam FedSCAM._radius: rho / (1 + self.alpha * self._apart(norms, cosines(-gradients, u))) => rho * (1 +
+    self.alpha * self._apart(norms, cosines(-gradients, u))) @ fedscam
+algorithms.fedscam FedSCAM._radius: self.alpha => self.gamma @ fedscam
+algorithms.fedscam FedSCAM._radius: -gradients => gradients @ fedscam
+algorithms.fedscam FedSCAM.close_client: -ends.gradient => ends.gradient @ fedscam
+algorithms.fedscam FedSCAM.close_client: -ends.gradient => ends.displacement @ fedscam
+algorithms.fedscam FedSCAM._apart: 1 - self.kappa * c => 1 + self.kappa * c @ fedscam
+algorithms.fedscam FedSCAM._apart: (1 - self.kappa * c).clamp(min=0) => 1 - self.kappa * c @ fedscam-turned
+algorithms.fedscam FedSCAM.close_client: (1 + self.beta * c).clamp(min=0) => (1 + self.beta * c).abs() @ fedscam-turned
+algorithms.fedscam FedSCAM.close_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
+algorithms.fedscam FedSCAM.close_client: self.gamma => 0 @ fedscam
+algorithms.fedscam FedSCAM.step_server: after['w'].double() => 2 * after['w'].double() @ fedscam
+executors.base Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
+executors.base Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
+executors.gradient_passes Passes.mean_gradient: norms.add_(gradients.norms(1), alpha=share) =>
+    norms.copy_(gradients.norms(1)) @ fedscam
+executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() => torch.stack(squares).sum(0) @ fedscam
+algorithms.fedscam FedSCAM.local_step: self.pilots => 1 @ fedscam
+# FedSMOO
+algorithms.fedsmoo FedSMOO.local_step: self.alpha => 1.0 @ fedsmoo-alpha
+algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual => ends.dual @ fedsmoo-alpha
+algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual @ fedsmoo
+algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual + ends.eps @
+    fedsmoo-alone
+algorithms.fedsmoo FedSMOO.close_client: self.s_rule == 'mu_active' => False @ fedsmoo-mu-active
+algorithms.fedsmoo FedSMOO.step_server: ({**after, 'mu': mu.to(server['mu'].dtype)}, -mu) => ({**after, 'mu':
+    mu.to(server['mu'].dtype)}, mu) @ fedsmoo-mu-all
+algorithms.fedsmoo FedSMOO.close_client: ends.dual - client['mu_i'] => ends.dual @ fedsmoo-mu-all
+algorithms.fedsmoo FedSMOO.local_step: server['s'] => 0 * server['s'] @ fedsmoo
+algorithms.fedsmoo FedSMOO.local_step: client['mu_i'] => 0 * client['mu_i'] @ fedsmoo-alone
+algorithms.fedsmoo FedSMOO.close_client: {**state, 'mu_i': ends.dual} => {**state, 'mu_i': client['mu_i']} @ fedsmoo
+algorithms.fedsmoo FedSMOO.step_server: torch.linalg.vector_norm(r) + NU => 1.0 @ fedsmoo
+algorithms.fedsmoo FedSMOO.step_server: value_at('rho', self.rho, round) * r => r @ fedsmoo
+fastsam_kernels.reference dual_perturb_: mu_ + (e - s_) / h[Column.PENALTY] => mu_ - (e - s_) / h[Column.PENALTY] @
+    fedsmoo clip-linear
+fastsam_kernels.reference dual_perturb_: e - s_ => e + s_ @ fedsmoo clip-linear
+fastsam_kernels.reference dual_perturb_: (e - s_) / h[Column.PENALTY] => e - s_ @ fedsmoo-alpha clip-linear
+fastsam_kernels.reference _dual_direction: h[Column.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype) =>
+    h[Column.PENALTY] * (g.to(dtype) - mu.to(dtype)) + s.to(dtype) @ fedsmoo
+fastsam_kernels.reference _dual_direction: g.to(dtype) - mu.to(dtype) => g.to(dtype) + mu.to(dtype) @ fedsmoo
+fastsam_kernels.reference dual_perturb_: e_.copy_(e) => e_.copy_(-e) @ fedsmoo-alone
+# FedSAM, ASAM, schedules
+algorithms.fedsam FedSAM.local_step: Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT =>
+    Direction.GRADIENT @ fedsam-asam
+algorithms.fedsam FedSAM.local_step: self.eta => 0.0 @ fedsam-asam
+fastsam_kernels.reference perturb_: t * t * direction => t * direction @ fedsam-asam
+fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[Column.ETA]) * direction => direction @ fedsam-asam
+fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
+executors.row Row._sharp_step: self.form.update_(second, first) => self.form.update_(first, second) @ fedsam
+algorithms.schedule formula: {'round': float(index + 1), **known} => {'round': float(index), **known} @ fedsam-schedule
+# FedGSAM
+algorithms.fedgsam FedGSAM.local_step: self.alpha => -self.alpha @ fedgsam
+algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
+algorithms.fedgsam FedGSAM.radius: round.lr - self.lr_min => round.lr @ fedgsam-lr-min
+algorithms.fedgsam FedGSAM.radius: round.first_lr - self.lr_min => round.first_lr @ fedgsam-lr-min
+fastsam.step weigh_: sign - hyper[:, :, Column.B] * overlap => sign + hyper[:, :, Column.B] * overlap @ fedgsam
+fastsam.step weigh_: sign - hyper[:, :, Column.B] * overlap => sign + 0 * overlap @ fedgsam
+fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
+# FedLESAM
+algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => True @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => False @ fedlesam-none
+algorithms.estimate LocalEstimate.close_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
+    ends.displacement} @ fedlesam
+algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
+    fedlesam-last-round
+algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.ref == 'client' else server.get('w_old')
+    => False or server.get('w_old') @ fedlesam
+executors.kernel_calls Form.shift_: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
+executors.kernel_calls Form.shift_: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
+executors.kernel_calls Form.shift_: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
+executors.row Row._ends: self.form.field('begin') if step.direction is Direction.CONSTANT else self.start => self.start
+    @ fedlesam
+# FedRobust
+step.input_map InputMap.ascend: 2 * self.lam * (Lam - identity) => self.lam * (Lam - identity) @ fedrobust
+step.input_map InputMap.ascend: 2 * self.lam * (Lam - identity) => 2 * self.lam * Lam @ fedrobust
+step.input_map InputMap.ascend: grad_delta - 2 * self.lam * delta => grad_delta @ fedrobust
+step.input_map InputMap.ascend: Lam + self.lr * grad_Lam => Lam - self.lr * grad_Lam @ fedrobust
+step.input_map InputMap.ascend: delta + self.lr * grad_delta => delta - self.lr * grad_delta @ fedrobust-diag
+step.input_map InputMap.ascend: identity + _project(Lam - identity, self.radius[0]) => _project(Lam, self.radius[0]) @
+    fedrobust-radius
+step.input_map InputMap.ascend: _project(delta, self.radius[1]) => delta @ fedrobust-radius
+algorithms.fedrobust FedRobust.local_step: round.lr => round.first_lr @ fedrobust-default
+algorithms.fedrobust FedRobust.local_step: self.ascent_steps => 1 @ fedrobust-diag
+algorithms.fedrobust FedRobust.local_step: client.get('Lam') => None @ fedrobust
+algorithms.fedrobust FedRobust.close_client: {**state, 'Lam': ends.input_map.Lam, 'delta': ends.input_map.delta} =>
+    {**state, 'Lam': ends.input_map.Lam, 'delta': 0 * ends.input_map.delta} @ fedrobust
+# The run's own options, in the step
+fastsam_kernels.reference _clip_factor: max=1.0 => max=2.0 @ fedavg clip-idle
+fastsam_kernels.reference update_norm_: v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v) => pass @
+    feddyn clip-active
+fastsam_kernels.reference update_: torch.where(full, v + h[Column.PHI] * w, v) => v @ feddyn clip-active
+fastsam_kernels.reference update_: torch.where(full, 0.0, h[Column.PHI]) => 0.0 @ feddyn clip-linear
+fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
+fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
+fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
+executors.kernel_calls Form.begin_: self.momentum.zero_() => pass @ fedavg momentum
+executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
+    perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
+""")
 
-class Mutant(NamedTuple):
-    """In module `fastsam.fed.<module>` (or a full name), `new` for `old`; the case and its options."""
-
-    module: str
-    old: str
-    new: str
-    case: str
-    options: str = "decay"
-
-
-REFERENCE = "fastsam_kernels.reference"
-STEP = "fastsam.step"
-SGD_RULE = "fastsam_kernels.rules.sgd"
-A = "algorithms."
-
-MUTANTS = [
-    # FedAvg: the server's step and the weights of clients
-    Mutant(A + "base", "round.server_lr * sums.mean", "sums.mean", "fedavg"),
-    Mutant(A + "base", "(w.double() + by)", "(w.double() - by)", "fedavg"),
-    Mutant("loop.round", 'sizes[i] if settings.weighting == "samples" else 1', "1", "fedavg", "momentum"),
-    Mutant("loop.round", 'sizes[i] if settings.weighting == "samples" else 1', "sizes[i]", "fedavg"),
-    # FedAdam, FedAdagrad, FedYogi
-    Mutant(A + "adaptive", "(1 - self.beta1) * delta", "delta", "fedadam"),
-    Mutant(A + "adaptive", "(1 - self.beta1) * delta", "delta", "fedadagrad-momentum"),
-    Mutant(A + "fedadam", "(1 - self.beta2) * square", "square", "fedadam"),
-    Mutant(A + "adaptive", "delta**2", "delta.abs()", "fedadam-start"),
-    Mutant(A + "adaptive", 'self.beta1 * server["m"]', 'self.beta2 * server["m"]', "fedadam"),
-    Mutant(A + "fedadam", "self.beta2 * V", "V", "fedadam"),
-    Mutant(A + "adaptive", "(size.sqrt() + self.tau)", "(size + self.tau).sqrt()", "fedadam"),
-    Mutant(A + "adaptive", "(size.sqrt() + self.tau)", "(size.sqrt() + 0.01)", "fedadam"),
-    Mutant(A + "adaptive", "round.server_lr * by", "by", "fedadam"),
-    Mutant(A + "adaptive", "torch.full_like(w0, self.V0)", "torch.zeros_like(w0)", "fedadam-start"),
-    Mutant(A + "fedadam", "self.beta1 ** (round.index + 1)", "self.beta1 ** (round.index + 2)", "fedadam-corrected"),
-    Mutant(A + "fedadam", "self.beta2 ** (round.index + 1)", "self.beta1 ** (round.index + 1)", "fedadam-corrected"),
-    Mutant(A + "fedadam", "if self.bias_correction else (m, V)", "if True else (m, V)", "fedadam"),
-    Mutant(A + "fedadagrad", "V + square", "square", "fedadagrad"),
-    Mutant(A + "fedadagrad", "V + square", "0.99 * V + square", "fedadagrad-momentum"),
-    Mutant(A + "fedyogi", "(V - square).sign()", "-1.0", "fedyogi"),  # V never falls
-    Mutant(A + "fedyogi", "square * (V - square).sign()", "(V - square)", "fedyogi"),  # Adam
-    Mutant(A + "fedyogi", "(1 - self.beta2) * square", "square", "fedyogi"),
-    # FedAvgM, FedNova, FedExP
-    Mutant(A + "fedavgm", 'self.beta * server["m"].double() +', 'server["m"].double() +', "fedavgm"),
-    Mutant(A + "fedavgm", '+ sums.mean("delta")', '+ (1 - self.beta) * sums.mean("delta")', "fedavgm"),
-    Mutant(A + "fedavgm", "round.server_lr * m", "m", "fedavgm"),
-    Mutant(A + "fednova", 'sums.mean("a") * sums.mean("d")', 'sums.mean("d")', "fednova"),
-    Mutant(A + "fednova", "ends.displacement / a", "ends.displacement", "fednova"),
-    Mutant(A + "fednova", "round.server_lr * ", "", "fednova"),
-    Mutant(A + "fednova", "momentum * step + 1", "1.0", "fednova", "momentum"),
-    Mutant(A + "fednova", "total += step", "total = step", "fednova", "momentum"),
-    Mutant("loop.loop", "            settings.momentum,\n", "            0.0,\n", "fednova", "momentum"),
-    Mutant(A + "fedexp", "clamp(min=1)", "clamp(min=0)", "fedexp-last"),
-    Mutant(A + "fedexp", "clamp(min=1)", "clamp(max=1)", "fedexp"),
-    Mutant(A + "fedexp", "(2 * (delta", "(1 * (delta", "fedexp"),
-    Mutant(A + "fedexp", " + self.eps", "", "fedexp"),
-    Mutant(A + "fedexp", '"square": norm**2', '"square": norm', "fedexp"),
-    Mutant(A + "fedexp", "0.5 * eta * delta", "eta * delta", "fedexp"),
-    Mutant(A + "fedexp", 'start=server["x"]', "start=None", "fedexp"),
-    # SCAFFOLD, FedGAMMA, FedLESAM_S
-    Mutant(A + "control", 'server["c"] - client["c_i"]', 'client["c_i"] - server["c"]', "scaffold"),
-    Mutant(A + "control", 'server["c"] - client["c_i"]', 'server["c"]', "scaffold"),
-    Mutant(A + "control", 'server["c"] - client["c_i"]', '-client["c_i"]', "fedgamma"),
-    Mutant(A + "control", "-round.lr * K for", "round.lr * K for", "scaffold"),
-    Mutant(A + "control", "-round.lr * K for", "-round.first_lr * K for", "scaffold"),
-    Mutant(A + "control", "-round.lr * K for", "-round.lr * round.local_epochs for", "fedgamma"),
-    Mutant(A + "control", ' - server["c"]\n', "\n", "scaffold"),
-    Mutant(A + "control", 'client["c_i"] + change', "change", "scaffold"),
-    Mutant(A + "control", "/ round.clients", "/ round.active", "scaffold"),
-    Mutant(A + "control", 'sums.total("dc") / round.clients', '0 * sums.total("dc")', "fedlesam-s"),
-    Mutant(A + "fedgamma", "q=self.correction(server, client)", "q=None", "fedgamma"),
-    Mutant(A + "fedgamma", "rho=rho,", "rho=0.0,", "fedgamma"),
-    Mutant(A + "fedlesam_s", "self.control_scale * ", "", "fedlesam-s"),
-    # FedCM, MoFedSAM
-    Mutant(A + "fedcm", "a=self.alpha", "a=1 - self.alpha", "fedcm"),
-    Mutant(A + "fedcm", "a=self.alpha", "a=1.0", "fedcm"),
-    Mutant(A + "fedcm", "(1 - self.alpha) * ", "", "fedcm"),
-    Mutant(A + "mofedsam", "a=self.beta", "a=1.0", "mofedsam"),
-    Mutant(A + "mofedsam", "(1 - self.beta) * ", "", "mofedsam"),
-    Mutant(A + "mofedsam", "rho=rho,", "rho=0.0,", "mofedsam"),
-    Mutant(A + "momentum", "-round.lr * K for", "round.lr * K for", "fedcm"),
-    Mutant(A + "momentum", "-round.lr * K for", "-round.first_lr * K for", "mofedsam"),
-    Mutant(A + "momentum", "-round.lr * K for", "-round.lr for", "fedcm"),
-    Mutant(A + "momentum", '== "steps"', '!= "steps"', "fedcm-epochs"),
-    Mutant(A + "momentum", 'sums.mean("D")', '(sums.mean("D") + server["D"])', "mofedsam"),
-    # MimeLite
-    Mutant(A + "mimelite", "a=self._fresh", "a=1.0", "mimelite"),
-    Mutant(A + "mimelite", 'q=(1 - self.beta) * server["m"]', 'q=server["m"]', "mimelite"),
-    Mutant(A + "mimelite", 'self._fresh * sums.mean("G")', 'sums.mean("G")', "mimelite"),
-    Mutant(A + "mimelite", 'self._fresh * sums.mean("G")', '-self._fresh * sums.mean("G")', "mimelite-heavy"),
-    Mutant(A + "mimelite", '(1 - self.beta) * server["m"].double()', '0 * server["m"].double()', "mimelite"),
-    Mutant(A + "mimelite", 'self.beta if self.momentum_form == "convex" else 1.0', "self.beta", "mimelite-heavy"),
-    Mutant("executors.base", "yield x, y, len(y) / self.samples", "yield x, y, 1 / self.samples", "mimelite"),
-    # FedDyn, FedLESAM_D, FedSMOO, FedSpeed, FedProx: the proximal half
-    Mutant(A + "dynamic", '(client["h_i"] - server["w"])', '(-client["h_i"] - server["w"])', "feddyn"),
-    Mutant(A + "dynamic", '(client["h_i"] - server["w"])', '(client["h_i"] + server["w"])', "feddyn"),
-    Mutant(A + "dynamic", '(client["h_i"] - server["w"])', '(-server["w"])', "fedspeed"),
-    Mutant(A + "dynamic", 'client["h_i"] + ends.displacement', 'client["h_i"] - ends.displacement', "feddyn"),
-    Mutant(A + "dynamic", 'client["h_i"] + ends.displacement', "ends.displacement", "fedlesam-d"),
-    Mutant(A + "dynamic", "/ round.clients", "/ round.active", "feddyn"),
-    Mutant(A + "dynamic", 'moved(server["H"], ', 'moved(0 * server["H"], ', "feddyn"),
-    Mutant(A + "dynamic", "+ H.double()", "", "feddyn"),
-    Mutant(A + "dynamic", "+ H.double()", '+ server["H"].double()', "feddyn"),  # the old H
-    Mutant(A + "dynamic", "+ H.double()", "- H.double()", "fedsmoo"),
-    Mutant(
-        A + "dynamic", 'decayed("phi", self.phi, "phi_decay", self.phi_decay, round.index)', "self.phi", "feddyn-decay"
-    ),
-    Mutant(A + "dynamic", "self.phi_decay, round.index)", "self.phi_decay, round.index + 1)", "feddyn-decay"),
-    Mutant(A + "feddyn", "phi=phi)", "phi=0.0)", "feddyn"),
-    Mutant(A + "fedlesam_d", "phi=phi)", "phi=0.0)", "fedlesam-d"),
-    Mutant(A + "fedprox", "q=-self.phi", "q=self.phi", "fedprox"),
-    Mutant(A + "fedprox", "phi=self.phi)", "phi=0.0)", "fedprox"),
-    Mutant(A + "fedspeed", "a=self.alpha, b=1 - self.alpha", "a=1 - self.alpha, b=self.alpha", "fedspeed"),
-    Mutant(A + "fedspeed", "b=1 - self.alpha", "b=0.0", "fedspeed"),
-    Mutant(A + "fedspeed", 'client["h_i"] + ends.displacement', "ends.displacement", "fedspeed"),
-    Mutant(A + "fedspeed", "ends.displacement + h_i}", 'ends.displacement + client["h_i"]}', "fedspeed"),
-    Mutant(A + "fedspeed", "ends.displacement + h_i}", "ends.displacement}", "fedspeed"),
-    # FedSWA, FedMoSWA, FedNSAM
-    Mutant(A + "fedswa", "lr_end=self.rho", "lr_end=1.0", "fedswa"),
-    Mutant(A + "fedswa", "self.alpha * round.server_lr", "round.server_lr", "fedswa"),
-    Mutant("step.local_step", "(1 - self.lr_end) * k / steps", "(1 - self.lr_end) * (k + 1) / steps", "fedswa"),
-    Mutant("step.local_step", "(1 - lr_end) * (steps - 1) / 2", "(1 - lr_end) * steps / 2", "fedmoswa"),
-    Mutant(A + "fedmoswa", ", lr_end=self.rho", "", "fedmoswa"),
-    Mutant(A + "fedmoswa", 'client["c_i"] - server["c"] + ', 'client["c_i"] + ', "fedmoswa"),
-    Mutant(A + "fedmoswa", 'c_i - server["c"]})', "c_i})", "fedmoswa"),
-    Mutant(A + "fedmoswa", "/ sums.clients", "/ round.clients", "fedmoswa"),
-    Mutant(A + "fedmoswa", "self.gamma * sums", "sums", "fedmoswa"),
-    Mutant(A + "fedmoswa", "self.alpha * round.server_lr", "round.server_lr", "fedmoswa"),
-    Mutant(A + "fednsam", 'self.gamma * server["m"]\n', 'server["m"]\n', "fednsam"),
-    Mutant(A + "fednsam", 'self.gamma * server["m"].double()', 'server["m"].double()', "fednsam"),
-    Mutant(A + "fednsam", '-server["m"]', 'server["m"]', "fednsam-momentum"),
-    Mutant(A + "fednsam", "e=e, start=start", "e=e", "fednsam-momentum"),
-    Mutant(A + "fednsam", ", start=start", "", "fednsam"),
-    Mutant(A + "fednsam", 'rho=value_at("rho", self.rho, round)', "rho=0.0", "fednsam"),
-    # FedGloSS
-    Mutant(A + "fedgloss", "d = -delta", "d = delta", "fedgloss"),
-    Mutant(A + "fedgloss", 'server["w"] + value_at("rho", self.rho, round) * server["d"]', 'server["w"]', "fedgloss"),
-    Mutant(A + "fedgloss", "phi=phi, start=start", "phi=phi", "fedgloss"),
-    Mutant(A + "fedgloss", '(client["h_i"] - start)', '(client["h_i"] - server["w"])', "fedgloss"),
-    Mutant(A + "fedgloss", '(client["h_i"] - start)', "(-start)", "fedgloss-sgd"),
-    Mutant(A + "fedgloss", "rho=rho_local", "rho=0.0", "fedgloss"),
-    Mutant(A + "fedgloss", "delta / (torch.linalg.vector_norm(delta) + NU)", "delta", "fedgloss-sgd"),
-    # FedGMT, FedNTD
-    Mutant(A + "fedgmt", '* client["h_i"]', '* -client["h_i"]', "fedgmt"),
-    Mutant(A + "fedgmt", "self.tau), self.gamma)", "self.tau), 1.0)", "fedgmt"),
-    Mutant(A + "fedgmt", 'Teacher(server["e"]', 'Teacher(server["w"]', "fedgmt"),
-    Mutant(A + "fedgmt", '(1 - self.alpha) * after["w"]', '(1 - self.alpha) * server["w"]', "fedgmt"),
-    Mutant(A + "fedgmt", "divergence(outputs, told, tau)", "divergence(told, outputs, tau)", "fedgmt"),
-    Mutant(A + "fedntd", "left_out=classes == y.unsqueeze(1)", "left_out=None", "fedntd"),
-    Mutant(A + "fedntd", "self.tau), self.beta)", "self.tau), 1.0)", "fedntd"),
-    # FedSOL
-    Mutant(A + "fedsol", 'value_at("rho", self.rho, round)', "1.0", "fedsol"),
-    Mutant(A + "fedsol", "divergence(outputs, told, tau)", "divergence(told, outputs, tau)", "fedsol"),
-    Mutant(A + "fedsol", "perturbs=True", "perturbs=False", "fedsol"),
-    Mutant(A + "fedsol", "Direction.GRADIENT_BY_DRIFT", "Direction.GRADIENT", "fedsol"),
-    Mutant("executors.gradient_passes", "term if teacher.perturbs else loss + term", "loss + term", "fedsol"),
-    Mutant("executors.row", "step.teacher is None or step.teacher.perturbs", "step.teacher is None", "fedsol"),
-    Mutant("executors.kernel_calls", 'out=self.field("direction")).abs_()', 'out=self.field("direction"))', "fedsol"),
-    Mutant("executors.kernel_calls", "vector_norm(far, dim=1,", "vector_norm(far, dim=-1,", "fedsol"),
-    # MOON
-    Mutant(A + "moon", "(old - received)", "(received - old)", "moon"),
-    Mutant(A + "moon", "(old - received) / tau", "(old - received)", "moon"),
-    Mutant(A + "moon", "            self.mu,\n", "            1.0,\n", "moon"),
-    Mutant(A + "moon", '(server["w"], client["w_i"])', '(client["w_i"], server["w"])', "moon"),
-    Mutant(
-        A + "moon", '{"w_i": server["w"] + ends.displacement}', '{"w_i": client["w_i"] + ends.displacement}', "moon"
-    ),
-    Mutant(A + "moon", "received=self.features is None", "received=False", "moon"),
-    Mutant("executors.taught", "at[0][0] is not weights", "False", "moon"),
-    Mutant("step.teacher", "temperature**2 * ", "", "fedgmt"),
-    Mutant("step.teacher", "outputs / temperature, told / temperature", "outputs, told", "fedntd"),
-    Mutant("step.teacher", ".sum(1).mean()", ".mean()", "fedntd"),
-    Mutant("executors.gradient_passes", "teacher.weight * check", "check", "fedgmt"),
-    # FedWMSAM
-    Mutant(A + "fedwmsam", "drift=-1.0", "drift=1.0", "fedwmsam"),
-    Mutant(A + "fedwmsam", "e=D_i", 'e=server["D"]', "fedwmsam"),
-    Mutant(A + "fedwmsam", "q=(1 - alpha) * D_i", "q=D_i", "fedwmsam"),
-    Mutant(A + "fedwmsam", "a=alpha", "a=1.0", "fedwmsam"),
-    Mutant(A + "fedwmsam", "alpha / (1 - alpha)", "alpha", "fedwmsam"),
-    Mutant(A + "fedwmsam", "-round.lr * K for", "round.lr * K for", "fedwmsam"),
-    Mutant(A + "fedwmsam", '(1 + sums.mean("cos"))', '(1 - sums.mean("cos"))', "fedwmsam"),
-    Mutant(A + "fedwmsam", ".clamp(LEAST, MOST)", "", "fedwmsam"),
-    Mutant(A + "fedwmsam", "(1 - self.alpha_rate) * ", "", "fedwmsam"),
-    Mutant("executors.kernel_calls", 'path.add_(self.vectors["e"])', "pass", "fedwmsam"),
-    Mutant("executors.kernel_calls", "d.mul_(self.kind.drift)", "d", "fedwmsam"),
-    # FedTOGA
-    Mutant(A + "fedtoga", "e=self.kappa * D", "e=D", "fedtoga"),
-    Mutant(A + "fedtoga", "+ self.beta * D", "+ D", "fedtoga"),
-    Mutant(A + "fedtoga", "remembers=True", "remembers=False", "fedtoga"),
-    Mutant(A + "fedtoga", '(-sums.mean("delta"))', 'sums.mean("delta")', "fedtoga"),
-    Mutant(A + "fedtoga", "rho=rho,", "rho=0.0,", "fedtoga"),
-    Mutant("executors.kernel_calls", "            self.field(name).zero_()\n", "            pass\n", "fedtoga"),
-    # FedGF
-    Mutant(A + "fedgf", "max(1, min(round.index, self.window))", "self.window", "fedgf"),
-    Mutant(A + "fedgf", "min(round.index, self.window)", "round.index", "fedgf-window"),
-    Mutant(A + "fedgf", "round.index % self.window", "0", "fedgf"),
-    Mutant(A + "fedgf", "> self.threshold", "< self.threshold", "fedgf"),
-    Mutant(A + "fedgf", '* server["d"]', '* -server["d"]', "fedgf"),
-    Mutant(A + "fedgf", "pull=c", "pull=c / 2", "fedgf"),
-    Mutant(A + "fedgf", 'server["w"].double() - after', '2 * server["w"].double() - after', "fedgf"),
-    # FedSCAM
-    Mutant(A + "fedscam", "rho / (1 + self.alpha *", "rho / (2 + self.alpha *", "fedscam"),
-    Mutant(A + "fedscam", "rho / (1 + self.alpha *", "rho * (1 + self.alpha *", "fedscam"),
-    Mutant(A + "fedscam", "1 + self.alpha * self", "1 + self.gamma * self", "fedscam"),
-    Mutant(A + "fedscam", "cosines(-gradients, u)", "cosines(gradients, u)", "fedscam"),
-    Mutant(A + "fedscam", "cosines(-ends.gradient,", "cosines(ends.gradient,", "fedscam"),
-    Mutant(A + "fedscam", 'cosines(-ends.gradient, server["u"])', 'cosines(ends.displacement, server["u"])', "fedscam"),
-    Mutant(A + "fedscam", "(1 - self.kappa * c)", "(1 + self.kappa * c)", "fedscam"),
-    Mutant(A + "fedscam", "(1 - self.kappa * c).clamp(min=0)", "(1 - self.kappa * c)", "fedscam-turned"),
-    Mutant(A + "fedscam", "(1 + self.beta * c).clamp(min=0)", "(1 + self.beta * c).abs()", "fedscam-turned"),
-    Mutant(A + "fedscam", "(1 + self.beta * c)", "(1 - self.beta * c)", "fedscam"),
-    Mutant(A + "fedscam", "(1 + self.gamma * self", "(1 + 0 * self", "fedscam"),
-    Mutant(A + "fedscam", 'after["w"].double() - server', '2 * after["w"].double() - server', "fedscam"),
-    Mutant("executors.base", "1 / min(batches, len(self.batch_sizes()))", "1 / batches", "fedscam"),
-    Mutant("executors.base", "islice(self.batches(), batches)", "self.batches()", "fedscam"),
-    Mutant(
-        "executors.gradient_passes",
-        "norms.add_(gradients.norms(1), alpha=share)",
-        "norms.copy_(gradients.norms(1))",
-        "fedscam",
-    ),
-    Mutant("executors.gradient_passes", ".sum(0).sqrt()", ".sum(0)", "fedscam"),
-    Mutant(A + "fedscam", "Pilot(self.pilots, radius)", "Pilot(1, radius)", "fedscam"),
-    # FedSMOO
-    Mutant(A + "fedsmoo", "penalty=self.alpha", "penalty=1.0", "fedsmoo-alpha"),
-    Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "ends.dual - ends.eps", "fedsmoo-alpha"),
-    Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "self.alpha * ends.dual", "fedsmoo"),
-    Mutant(A + "fedsmoo", "self.alpha * ends.dual - ends.eps", "self.alpha * ends.dual + ends.eps", "fedsmoo-alone"),
-    Mutant(A + "fedsmoo", 'self.s_rule == "mu_active" else', "False else", "fedsmoo-mu-active"),
-    Mutant(
-        A + "fedsmoo", '"mu": mu.to(server["mu"].dtype)}, -mu', '"mu": mu.to(server["mu"].dtype)}, mu', "fedsmoo-mu-all"
-    ),
-    Mutant(A + "fedsmoo", 'ends.dual - client["mu_i"]', "ends.dual", "fedsmoo-mu-all"),
-    Mutant(A + "fedsmoo", 's=server["s"]', 's=0 * server["s"]', "fedsmoo"),
-    Mutant(A + "fedsmoo", 'mu=client["mu_i"]', 'mu=0 * client["mu_i"]', "fedsmoo-alone"),
-    Mutant(A + "fedsmoo", '"mu_i": ends.dual}', '"mu_i": client["mu_i"]}', "fedsmoo"),
-    Mutant(A + "fedsmoo", "(torch.linalg.vector_norm(r) + NU)", "1.0", "fedsmoo"),
-    Mutant(A + "fedsmoo", '        s = value_at("rho", self.rho, round) * r', "        s = r", "fedsmoo"),
-    Mutant(REFERENCE, "mu_ + (e - s_)", "mu_ - (e - s_)", "fedsmoo", "clip-linear"),
-    Mutant(REFERENCE, "mu_ + (e - s_)", "mu_ + (e + s_)", "fedsmoo", "clip-linear"),
-    Mutant(REFERENCE, "mu_ + (e - s_) / h[Column.PENALTY]", "mu_ + (e - s_)", "fedsmoo-alpha", "clip-linear"),
-    Mutant(
-        REFERENCE, "(g.to(dtype) - mu.to(dtype)) - s.to(dtype)", "(g.to(dtype) - mu.to(dtype)) + s.to(dtype)", "fedsmoo"
-    ),
-    Mutant(
-        REFERENCE, "(g.to(dtype) - mu.to(dtype)) - s.to(dtype)", "(g.to(dtype) + mu.to(dtype)) - s.to(dtype)", "fedsmoo"
-    ),
-    Mutant(REFERENCE, "e_.copy_(e)", "e_.copy_(-e)", "fedsmoo-alone"),
-    # FedSAM, ASAM, schedules
-    Mutant(
-        A + "fedsam",
-        "Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT",
-        "Direction.GRADIENT",
-        "fedsam-asam",
-    ),
-    Mutant(A + "fedsam", "eta=self.eta)", "eta=0.0)", "fedsam-asam"),
-    Mutant(REFERENCE, "t * t * direction", "t * direction", "fedsam-asam"),
-    Mutant(REFERENCE, "(w.to(dtype).abs() + h[Column.ETA]) * direction", "direction", "fedsam-asam"),
-    Mutant(REFERENCE, "w + scale * direction, w)", "w - scale * direction, w)", "fedsam"),
-    Mutant("executors.row", "second, first)", "first, second)", "fedsam"),
-    Mutant(A + "schedule", '"round": float(index + 1)', '"round": float(index)', "fedsam-schedule"),
-    # FedGSAM
-    Mutant(A + "fedgsam", "surrogate_gap=self.alpha", "surrogate_gap=-self.alpha", "fedgsam"),
-    Mutant(A + "fedgsam", "(rho - self.rho_min) * share", "rho * share", "fedgsam-schedule"),
-    Mutant(A + "fedgsam", "(round.lr - self.lr_min)", "round.lr", "fedgsam-lr-min"),
-    Mutant(A + "fedgsam", "/ (round.first_lr - self.lr_min)", "/ round.first_lr", "fedgsam-lr-min"),
-    Mutant(
-        STEP,
-        "sign - hyper[:, :, Column.B] * overlap",
-        "sign + hyper[:, :, Column.B] * overlap",
-        "fedgsam",
-    ),
-    Mutant(STEP, "sign - hyper[:, :, Column.B] * overlap", "sign + 0 * overlap", "fedgsam"),
-    Mutant(REFERENCE, "(b * b).sum(1)", "(a * a).sum(1)", "fedgsam"),
-    # FedLESAM
-    Mutant(A + "estimate", 'old - server["w"]', 'server["w"] - old', "fedlesam"),
-    Mutant(A + "estimate", 'e = -server["w"] if', 'e = server["w"] if', "fedlesam"),
-    Mutant(A + "estimate", 'self.first == "none"', "True", "fedlesam"),
-    Mutant(A + "estimate", 'self.first == "none"', "False", "fedlesam-none"),
-    Mutant(A + "estimate", '"w_old_i": server["w"]}', '"w_old_i": server["w"] + ends.displacement}', "fedlesam"),
-    Mutant(A + "estimate", '"w_old": server["w"]}', '"w_old": after["w"]}', "fedlesam-last-round"),
-    Mutant(A + "estimate", 'client.get("w_old_i") if self.ref == "client" else', "False or", "fedlesam"),
-    Mutant("executors.kernel_calls", "self.z.copy_(begin)", "self.z.sub_(p)", "fedlesam"),
-    Mutant(
-        "executors.kernel_calls",
-        "inside = phi if self.sumsq_v is not None else phi + decay",
-        "inside = phi",
-        "fedlesam",
-    ),
-    Mutant("executors.kernel_calls", "p * -inside", "p * inside", "fedlesam-d"),
-    Mutant(
-        "executors.row",
-        'self.form.field("begin") if step.direction is Direction.CONSTANT else self.start',
-        "self.start",
-        "fedlesam",
-    ),
-    # FedRobust
-    Mutant(
-        "step.input_map",
-        "grad_Lam - 2 * self.lam * (Lam - identity)",
-        "grad_Lam - self.lam * (Lam - identity)",
-        "fedrobust",
-    ),
-    Mutant(
-        "step.input_map", "grad_Lam - 2 * self.lam * (Lam - identity)", "grad_Lam - 2 * self.lam * Lam", "fedrobust"
-    ),
-    Mutant("step.input_map", "grad_delta - 2 * self.lam * delta", "grad_delta", "fedrobust"),
-    Mutant("step.input_map", "Lam + self.lr * grad_Lam", "Lam - self.lr * grad_Lam", "fedrobust"),
-    Mutant("step.input_map", "delta + self.lr * grad_delta", "delta - self.lr * grad_delta", "fedrobust-diag"),
-    Mutant(
-        "step.input_map",
-        "identity + _project(Lam - identity, self.radius[0])",
-        "_project(Lam, self.radius[0])",
-        "fedrobust-radius",
-    ),
-    Mutant("step.input_map", "_project(delta, self.radius[1])", "delta", "fedrobust-radius"),
-    Mutant(
-        A + "fedrobust", "round.lr if self.eta_2 is None", "round.first_lr if self.eta_2 is None", "fedrobust-default"
-    ),
-    Mutant(A + "fedrobust", "self.ascent_steps, self.radius)", "1, self.radius)", "fedrobust-diag"),
-    Mutant(A + "fedrobust", 'Lam=client.get("Lam")', "Lam=None", "fedrobust"),
-    Mutant(A + "fedrobust", '"delta": ends.input_map.delta}', '"delta": 0 * ends.input_map.delta}', "fedrobust"),
-    # The run's own options, in the step
-    Mutant(REFERENCE, "clamp(max=1.0)", "clamp(max=2.0)", "fedavg", "clip-idle"),
-    Mutant(
-        REFERENCE,
-        "v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v)",
-        "pass",
-        "feddyn",
-        "clip-active",
-    ),
-    Mutant(REFERENCE, "inner = torch.where(full, v + h[Column.PHI] * w, v)", "inner = v", "feddyn", "clip-active"),
-    Mutant(REFERENCE, "torch.where(full, 0.0, h[Column.PHI])", "0.0", "feddyn", "clip-linear"),
-    Mutant(REFERENCE, "(w if shift_ is None else w - shift_)", "w", "fedlesam", "clip-linear"),
-    Mutant(REFERENCE, "torch.where(decoupled, 0.0, decay)", "0.0 * decay", "fedavg"),
-    Mutant(SGD_RULE, "mu * m_ + (1 - h[DAMPENING]) * d", "mu * m_ + (1 - mu) * d", "fedavg", "momentum"),
-    Mutant("executors.kernel_calls", "self.momentum.zero_()", "pass", "fedavg", "momentum"),
-    Mutant("executors.kernel_calls", "step.rho, step.eta, NU)", "step.rho, step.eta, 0.0)", "fedsam"),
-]
+# Of algorithms whose clients have models of their own; the cases stand in tests/fed/algorithms/test_personal.py.
+PERSONAL = mutants(r"""
+loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
+    state[OWN].to(w.device) @ fedbn
+loop.personal Personal._begun: buffers or None => None @ fedbn
+loop.personal Personal.close_client: client[OWN] + ends.displacement[:, self.places] => client[OWN] -
+    ends.displacement[:, self.places] @ fedbn
+loop.personal Personal.local_step: start[:, self.places] = own => pass @ fedbn
+loop.personal Personal.close_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
+loop.personal Personal._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
+algorithms.fedrep FedRep.local_step: place not in head => True @ fedrep
+algorithms.fedrep FedRep.local_step: only=head =>  @ fedrep
+algorithms.fedrep FedRep.local_step: epochs=self.head_epochs =>  @ fedrep
+executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
+executors.row Row._next_phase: self.start = first => pass @ fedrep
+algorithms.ditto Ditto.local_step: -self.lam => self.lam @ ditto
+algorithms.ditto Ditto.local_step: phi=self.lam =>  @ ditto
+algorithms.ditto Ditto.close_client: client['v_i'] => server['w'] @ ditto
+algorithms.ditto Ditto.local_step: client['v_i'] => server['w'] @ ditto
+algorithms.ditto Ditto.close_client: ends.displacement => ends.then.displacement @ ditto
+algorithms.pfedme pFedMe.local_step: self.eta * self.lam => self.eta @ pfedme
+algorithms.pfedme pFedMe.local_step: -self.lam => 0 @ pfedme
+algorithms.pfedme pFedMe.close_client: server['w'] + ends.inner => server['w'] + ends.displacement @ pfedme
+algorithms.pfedme pFedMe.local_step: self.K => 1 @ pfedme
+executors.phases repeated: torch.mul(anchor, -task.step.phi, out=q) => pass @ pfedme
+executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
+executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
+algorithms.apfl APFL.close_client: client['v_i'] => server['w'] @ apfl
+algorithms.apfl APFL.local_step: client['v_i'] => server['w'] @ apfl
+algorithms.apfl APFL.close_client: ends.alpha[:, None] => client['alpha'] @ apfl
+executors.mixed Beside.step_: self.alpha[0] => 1.0 @ apfl
+executors.mixed Beside.step_: first and self.rate => self.rate @ apfl
+executors.mixed Beside.step_: (v - w)[0] => (w - v)[0] @ apfl
+executors.mixed Beside.step_: shared.z.lerp_(v, self.alpha.to(v.dtype)) => shared.z.copy_(v) @ apfl
+executors.mixed Beside.step_: (self.alpha - self.rate * slope).clamp(0, 1) => self.alpha - self.rate * slope @
+    apfl-extreme
+executors.row Row._next_phase: begin = first = own => begin = own @ ditto
+""")

@@ -1,0 +1,340 @@
+"""Callbacks: what the loggers write (the libraries themselves: tests/integrations/test_trackers.py), early stopping and
+the best model, and progress on a terminal."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from rich.console import Console
+
+from fastsam import fed
+from fastsam.fed import callbacks
+from fastsam.fed.callbacks import CSV, EarlyStopping, MLflow, SaveBest, TensorBoard, WandB
+from fastsam.fed.callbacks.logs import numbers
+from fastsam.fed.callbacks.terminal import Countdown, RunProgress, counted, describe, duration
+from tests.helpers.fed_rundir import start
+from tests.helpers.fed_runs import same_bits
+
+
+def test_the_numbers_of_a_record():
+    record = {"round": 2, "a": 0.5, "none": None, "excluded": [{"client": 3}], "word": "x", "flag": True}
+    assert numbers(record) == {"round": 2.0, "a": 0.5, "excluded": 1.0}
+
+
+def rows(path: Any) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_every_round_of_a_run_and_of_its_continuation(tmp_path):
+    path = tmp_path / "deep" / "rounds.csv"
+    result = start(tmp_path / "run", rounds=3, eval_every=2, callbacks=[CSV(path)])
+    assert len(rows(path)) == 3
+    for row, record in zip(rows(path), result.history, strict=True):
+        assert list(row) == list(record)
+        assert row["test_loss"] == ("" if record["test_loss"] is None else repr(record["test_loss"]))
+        assert float(row["train_loss"]) == record["train_loss"] and json.loads(row["excluded"]) == record["excluded"]
+    path.write_text("of another run")
+    start(tmp_path / "run", rounds=4, eval_every=2, resume=True, callbacks=[CSV(path)])
+    assert [row["round"] for row in rows(path)] == ["1", "2", "3", "4"]
+
+
+def test_csv_of_records_that_get_a_new_key(tmp_path):
+    path = tmp_path / "rounds.csv"
+    made, view = CSV(path), SimpleNamespace(history=[])
+    made.on_start(view)
+    for record in ({"round": 1, "a": 1}, {"round": 2, "b": "x,y"}, {"round": 3, "a": 3}):
+        view.history.append(record)
+        made.on_round(view, record)
+    assert rows(path) == [
+        {"round": "1", "a": "1", "b": ""},
+        {"round": "2", "a": "", "b": "x,y"},
+        {"round": "3", "a": "3", "b": ""},
+    ]
+
+
+class Library:
+    """Stands in for a package: writes down what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, arguments, options))
+            return self
+
+        return call
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_wandb(fails, tmp_path, monkeypatch):
+    library = Library()
+    library.summary = SimpleNamespace(update=lambda found: library.calls.append(("summary", (found,), {})))
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    result = logged(tmp_path, WandB(project="fed"), fails)
+    (_, options), *_ = library.named("init")
+    assert options["project"] == "fed" and options["config"]["algorithm"] == "MoFedSAM"
+    logs = library.named("log")
+    assert [options["step"] for _, options in logs] == [1, 2] and logs[0][0][0]["train_loss"] == result[0]["train_loss"]
+    assert [found["rounds"] for (found,), _ in library.named("summary")] == ([] if fails else [2])
+    assert library.named("finish") == [((), {"exit_code": int(fails)})]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_mlflow(fails, tmp_path, monkeypatch):
+    library = Library()
+    monkeypatch.setitem(sys.modules, "mlflow", library)
+    result = logged(tmp_path, MLflow("mine", run_name="one"), fails)
+    assert [name for name, *_ in library.calls[:3]] == ["set_experiment", "start_run", "log_params"]
+    assert library.named("start_run") == [((), {"run_name": "one"})]
+    parameters = library.named("log_params")[0][0][0]
+    assert parameters["lr"] == "0.1" and all(
+        isinstance(value, str) and len(value) <= 500 for value in parameters.values()
+    )
+    logs = library.named("log_metrics")
+    assert [options["step"] for _, options in logs] == [1, 2] and logs[1][0][0]["train_loss"] == result[1]["train_loss"]
+    assert library.named("end_run") == [(("FAILED" if fails else "FINISHED",), {})]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tensorboard(fails, tmp_path, monkeypatch):
+    library = Library()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    result = logged(tmp_path, TensorBoard(tmp_path / "events"), fails)
+    assert library.named("SummaryWriter") == [((tmp_path / "events",), {"purge_step": None})]
+    scalars = {arguments for arguments, _ in library.named("add_scalar")}
+    assert ("train_loss", result[1]["train_loss"], 2) in scalars and library.calls[-1][0] == "close"
+
+
+def logged(tmp_path: Any, callback: fed.Callback, fails: bool) -> list[dict[str, Any]]:
+    """The records of a run of two rounds; with `fails` it is then interrupted."""
+    seen: list[dict[str, Any]] = []
+
+    class Watches(fed.Callback):
+        def on_round(self, run: Any, record: Any) -> None:
+            seen.append(record)
+            if fails and record["round"] == 2:
+                raise KeyboardInterrupt
+
+    options = {"rounds": 3 if fails else 2, "callbacks": [callback, Watches()]}
+    if fails:
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path / "run", **options)
+    else:
+        start(tmp_path / "run", **options)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "package"),
+    [
+        (lambda: TensorBoard("events"), "torch.utils.tensorboard", "tensorboard"),
+        (WandB, "wandb", "wandb"),
+        (MLflow, "mlflow", "mlflow"),
+    ],
+)
+def test_a_package_that_is_not_there_is_told_when_the_callback_is_made(make, module, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=f"this callback needs the package {package}: pip install {package}"):
+        make()
+
+
+# --- Progress of a run, on a terminal and without one.
+
+
+def test_progress_without_a_terminal_is_a_few_plain_lines(capsys: pytest.CaptureFixture) -> None:
+    with RunProgress(Console(force_terminal=False, width=60), "fedsam", 40) as progress:
+        for i in range(1, 41):
+            progress(
+                {
+                    "round": i,
+                    "train_loss": 0.5,
+                    "test_accuracy": 0.25,
+                    "client_accuracy_mean": 0.3,
+                    "client_accuracy_std": 0.1,
+                }
+            )
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split("round ")[1].split("/")[0]) for line in lines] == [1, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+    assert lines[0] == "fedsam: round 1/40  loss 0.5000  test 25.00 %  clients 30.00 ± 10.00 %"
+
+
+def test_progress_of_one_run_among_many_is_its_last_line(capsys: pytest.CaptureFixture) -> None:
+    with RunProgress(Console(force_terminal=False, width=60), "fedsam", 40, every=40) as progress:
+        for i in range(1, 41):
+            progress({"round": i, "train_loss": 0.5, "test_accuracy": None})
+    assert capsys.readouterr().out.splitlines() == ["fedsam: round 40/40  loss 0.5000"]
+
+
+def test_progress_on_a_terminal_moves_a_bar(capsys: pytest.CaptureFixture) -> None:
+    with RunProgress(Console(force_terminal=True, width=110), "fedsam", 4) as progress:
+        progress({"round": 4, "train_loss": 0.5, "test_accuracy": None, "client_accuracy_mean": None})
+    out = capsys.readouterr().out
+    assert "4/4" in out and "loss 0.5000" in out and "test" not in out
+
+
+def test_progress_of_a_run_that_was_done_before_is_full(capsys: pytest.CaptureFixture) -> None:
+    with RunProgress(Console(force_terminal=True, width=110), "fedsam", 4):
+        pass
+    last = capsys.readouterr().out.rpartition("fedsam")[2]
+    assert "4/4" in last and "done before" in last
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_reading_that_takes_its_time_is_shown_on_a_terminal(terminal, capsys, monkeypatch) -> None:
+    things = list(range(40))
+    console = Console(force_terminal=terminal, width=80)
+    assert list(counted(things, "reading clients", console)) == things and not capsys.readouterr().out, "it was quick"
+    monkeypatch.setattr(callbacks.terminal, "_PATIENCE", -1.0)
+    assert list(counted(things, "reading clients", console)) == things
+    assert ("reading clients" in capsys.readouterr().out) is terminal
+
+
+def test_describe_leaves_out_what_a_round_does_not_have() -> None:
+    assert describe({"round": 1, "train_loss": 1.0, "test_accuracy": None}) == "loss 1.0000"
+
+
+def test_a_countdown_of_runs() -> None:
+    """Four runs: the first was done before, the second takes a minute, the third twenty minutes."""
+    clock = iter([0.0, 1.0, 61.0, 61.0, 1261.0, 1261.0])
+    countdown = Countdown(4, lambda: next(clock))
+    assert countdown.next() == "1/4 " and countdown.next() == "2/4 "
+    countdown.trained()
+    assert countdown.next() == "3/4, 2.0 min left "
+    countdown.trained()
+    assert countdown.next() == "4/4, 10 min left "
+    assert Countdown(1).next() == ""
+    assert [duration(s) for s in (4, 89, 90, 600, 5399, 5400, 40000)] == [
+        "4 s", "89 s", "1.5 min", "10 min", "90 min", "1.5 h", "11 h",
+    ]  # fmt: skip
+
+
+# --- Early stopping and the best model, beside what a person would count from the records.
+
+
+class View:
+    """A run with these values of a metric so far."""
+
+    keys = None
+
+    def __init__(self, *values: float | None) -> None:
+        self.history = [{"round": i + 1, "score": value} for i, value in enumerate(values)]
+        self.round = len(values)
+
+
+def stopped_after(values: list[float | None], **options: Any) -> int | None:
+    """The round in which it stops a run with these values."""
+    stopping = EarlyStopping("score", **options)
+    stopping.on_start(View())
+    for record in View(*values).history:
+        try:
+            stopping.on_round(View(), record)
+        except fed.Stop:
+            return record["round"]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "stopped"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"mode": "min", "patience": 2}, 5),
+        ([1, 2, 3, 3, 3, 3], {"mode": "max", "patience": 3}, 6),
+        ([1, 2, 3], {"mode": "min", "patience": 2}, 3),
+        (
+            [3, None, 4, None, 2, 5, None, 5],
+            {"mode": "min", "patience": 2},
+            8,
+        ),  # rounds without evaluation do not count
+        ([1.0, 1.05, 1.1, 1.15], {"mode": "max", "patience": 2, "min_delta": 0.2}, 3),
+        ([1.0, 1.1, 1.25, 1.3], {"mode": "max", "patience": 2, "min_delta": 0.2}, None),
+        ([float("nan"), float("nan"), 1.0], {"mode": "min", "patience": 2}, 2),
+        ([2.0, float("nan"), 1.0, float("nan")], {"mode": "min", "patience": 2}, None),
+    ],
+)
+def test_it_stops_when_patience_is_over(values, options, stopped):
+    assert stopped_after(values, **options) == stopped
+
+
+def test_what_it_says():
+    stopping = EarlyStopping("score", patience=2, mode="min")
+    with pytest.raises(fed.Stop, match="score has not improved on 0.5 of round 1 in 2 evaluations"):
+        stopping.on_start(View(0.5, 0.7, 0.6))
+
+
+def test_a_run_interrupted_and_resumed_stops_in_the_same_round(tmp_path):
+    """What was counted before is counted again; a run that was stopped stays stopped."""
+
+    class Interrupts(fed.Callback):
+        def on_round(self, run, record):
+            if record["round"] == 2:
+                raise KeyboardInterrupt
+
+    def stopping() -> EarlyStopping:
+        return EarlyStopping("train_loss", patience=3, mode="max")  # which falls
+
+    whole = start(tmp_path / "whole", rounds=30, callbacks=[stopping()])
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path / "run", rounds=30, callbacks=[stopping(), Interrupts()])
+    resumed = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
+    again = start(tmp_path / "run", rounds=30, callbacks=[stopping()], resume=True)
+    assert 3 < len(whole.history) < 30
+    for one in (resumed, again):
+        assert same_bits(one.model, whole.model) and one.summary()["stopped"] == whole.summary()["stopped"]
+
+
+def test_the_best_model_is_that_of_its_round(tmp_path):
+    class Models(fed.Callback):
+        def __init__(self):
+            self.found = {}
+
+        def on_round(self, run, record):
+            self.found[record["round"]] = run.model()
+
+    models, path = Models(), tmp_path / "deep" / "best.safetensors"
+    best = SaveBest(path, "test_loss")
+    result = start(tmp_path / "run", rounds=8, lr=2.0, callbacks=[models, best])
+    losses = [record["test_loss"] for record in result.history]
+    right = 1 + losses.index(min(losses))
+    assert right < 8, "the last round is the best: this shows nothing"
+    model = models.found[8]
+    model.load_state_dict(safetensors.torch.load_file(path))
+    assert same_bits(model, models.found[right]) and (best.round, best.value) == (right, min(losses))
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata() == {"round": str(right), "metric": "test_loss", "value": str(min(losses))}
+    # A resumed run knows the best of before; without the file it begins anew.
+    before = path.read_bytes()
+    start(tmp_path / "run", rounds=9, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
+    worse = min(losses) < start(tmp_path / "run", rounds=9, lr=2.0, resume=True).history[8]["test_loss"]
+    assert worse and path.read_bytes() == before
+    path.unlink()
+    start(tmp_path / "run", rounds=10, lr=2.0, resume=True, callbacks=[SaveBest(path, "test_loss")])
+    assert path.is_file()
+
+
+def test_a_metric_that_is_not_there(tmp_path, caplog):
+    with pytest.raises(
+        fed.CallbackError, match="records of this run have no 'test_acuracy' .did you mean 'test_accuracy'"
+    ):
+        start(tmp_path / "run", callbacks=[EarlyStopping("test_acuracy", mode="max")])
+    with caplog.at_level(logging.WARNING, "fastsam.fed"):
+        fed.run(
+            torch.nn.Linear(2, 2),
+            [(torch.ones(2, 2), torch.tensor([0, 1]))],
+            fed.FedAvg(),
+            rounds=1,
+            callbacks=[EarlyStopping()],
+        )
+    assert "EarlyStopping: 'test_loss' had no value in any round" in caplog.text

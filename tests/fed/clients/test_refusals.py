@@ -1,0 +1,100 @@
+"""What is no client, no cohort and no weight, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from fastsam import fed
+from fastsam.fed.clients.sampling import present
+from tests.helpers.fed_input import start as start_small
+from tests.helpers.fed_kinds import Rows, in_another_collate, pairs, run
+from tests.helpers.fed_refusals import refusals
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+GOOD = pairs()[0]
+
+
+@refusals(
+    # what it must not return
+    (lambda: present(lambda t: [0, 5], 2, 5),
+     'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is no client'),
+    (lambda: present(lambda t: [-1], 2, 5), 'available must return client ids from .*-1 is no client'),
+    (lambda: present(lambda t: [True, False], 2, 5), 'available must return client ids from .*a mask of 2'),
+    (lambda: present(lambda t: [0.5], 2, 5),
+     'available must return client ids from .*a client id must be an integer, got 0.5'),
+    (lambda: present(lambda t: None, 2, 5),
+     "available must return client ids from .*TypeError: 'NoneType' object is not iterable"),
+    # a sampler that chooses by itself
+    (lambda: start_small(sampler="simulator", available=lambda t: [0]),
+     "available says among whom sampler='bernoulli' or 'fixed' draws"),
+    (lambda: start_small(sampler=lambda t, g: [0], available=lambda t: [0]),
+     "available says among whom sampler='bernoulli' or 'fixed' draws"),
+    # bad weights
+    (lambda: start_small(weighting=[1, 2]), 'weighting must have one weight for each of the 1 clients, got 2'),
+    (lambda: start_small(weighting=[2 ** 53 + 1]),
+     r"weight of client 0 must be at most 9007199254740992 = 2\^53, .*got 9007199254740993"),
+    (lambda: start_small(weighting=[0.5]),
+     'shares of 0.25 and 0.5 are 1 and 2.: the weight of client 0 must be an integer >= 1, got 0.5'),
+    (lambda: start_small(weighting=lambda i: 0), 'the weight of client 0 must be an integer >= 1, got 0'),
+    (lambda: start_small(weighting={0: 1}),
+     "weighting must be 'uniform', 'samples', a list .* or a function of a client's id .*got {0: 1}"),
+    # bad clients
+    (lambda: run([GOOD, Streamed()]), 'client 1 is Streamed, which has no samples by number'),
+    (lambda: run([iter([GOOD])]), 'client 0 is list_iterator, which has no samples by number'),
+    (lambda: run([GOOD, []]), 'client 1 has no samples'),
+    (lambda: run([GOOD, TensorDataset(torch.zeros(0, 6), torch.zeros(0))]), 'client 1 has no samples'),
+    (lambda: run([GOOD, Rows(torch.zeros(0, 6), torch.zeros(0))]), 'client 1 has no samples'),
+    (lambda: run([GOOD, [(torch.ones(6), 0), (torch.ones(5), 0)]]),
+     r"client 1: sample 1 differs.*part 0 is \[5\], there \[6\].*collate="),
+    (lambda: run([GOOD, [(torch.ones(6), 0), (torch.ones(6), 0, 1)]]),
+     'client 1: sample 1 differs.*part 2 is one value, there missing'),
+    (lambda: run([GOOD, [{"x": 1.0}] * 3]), 'client 1 must be a pair .*got a dict with x; say loss=fed.BatchLoss'),
+    (lambda: run([[{"x": 1.0}] * 3, [{"z": 1.0}] * 3], loss=fed.BatchLoss(min)),
+     'client 1: a batch has z .*client 0 x'),
+    (lambda: run([[(object(), 0)] * 3]), 'client 0: its samples make no batch .TypeError'),
+    (lambda: run([{"x": torch.ones(3, 6), "y": torch.ones(2)}], loss=fed.BatchLoss(min)),
+     'client 0: columns .* x has 3, y has 2'),
+    (lambda: run([{"x": torch.full((3, 6), torch.nan)}], loss=fed.BatchLoss(min)), 'client 0: x holds NaN'),
+    (lambda: run([{"x": "words"}], loss=fed.BatchLoss(min)), 'client 0: x must be a tensor'),
+    (lambda: run([GOOD], collate=in_another_collate),
+     'collate makes a batch of a list of samples, and all clients are tensors'),
+    (lambda: run([Rows(*GOOD)], collate=lambda items: None),
+     'collate of client 0 must make a batch of tensors .* got NoneType'),
+    (lambda: run([Rows(*GOOD)], collate=lambda items: 1 / 0), 'client 0: the collate failed.*ZeroDivisionError'),
+    (lambda: run([Rows(*GOOD)], collate=list), 'collate must be a function'),
+    (lambda: run([Rows(*GOOD)], collate=lambda items: torch.ones(3)), 'client 0 must be a pair .*got Tensor'),
+    (lambda: run([GOOD], test=[{"x": 1.0}] * 2), 'the test set must be a pair'),
+    (lambda: run([DataLoader(Rows(*GOOD), sampler=WeightedRandomSampler([1.0] * 10, 5))]),
+     r"client 0 is a DataLoader with a sampler of its own .*WeightedRandomSampler.*Subset\(dataset, indices\)"),
+    (lambda: run([{1: 2}.keys()]), 'client 0 must be a pair .*got dict_keys'),
+    # bad ones
+    (lambda: fed.Lazy(4, pairs().__getitem__, ahead=-1), 'Lazy: ahead must be an integer >= 0'),
+    (lambda: fed.Lazy(0, pairs().__getitem__), 'clients must be an integer >= 1'),
+    (lambda: fed.Lazy(2, pairs()), 'load must be a function'),
+    (lambda: fed.Lazy(2, pairs().__getitem__, [3]), 'sizes must have a number for each of the 2 clients, got 1'),
+    (lambda: fed.Lazy(2, pairs().__getitem__, [3, 0]), r"sizes\[1\] must be an integer >= 1"),
+    (lambda: run(fed.Lazy(4, pairs().__getitem__), weighting="samples"), "weighting='samples': .*sizes="),
+    (lambda: run(fed.Lazy(4, pairs().__getitem__), measures=["sharpness"]), 'measures: .*sizes='),
+    (lambda: run(fed.Lazy(4, pairs().__getitem__, [10, 11, 12, 13]), measures=["sharpness"]),
+     'sharpness .*batch by batch'),
+    # what a sampler must not return
+    (lambda: start_small(sampler=lambda t, g: []), 'nobody'),
+    (lambda: start_small(sampler=lambda t, g: [5]), '5, which is no client'),
+    (lambda: start_small(sampler=lambda t, g: [-1]), '-1, which is no client'),
+    (lambda: start_small(sampler=lambda t, g: [0, 0]), 'a client twice'),
+    (lambda: start_small(sampler=lambda t, g: [0.5]), r"round 1 it returned \[0.5\]"),
+    (lambda: start_small(sampler=lambda t, g: ["0"]), r"returned \['0'\]"),
+    (lambda: start_small(sampler=lambda t, g: None), 'returned None'),
+)  # fmt: skip
+def test_refused(call, words, error):
+    with pytest.raises(error, match=words):
+        call()

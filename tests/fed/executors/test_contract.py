@@ -1,0 +1,87 @@
+"""What every training keeps: the bits of a run in parts, in threads and with client states on disk, and the numbers of
+stacked clients."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from tests.helpers import fed_cases as cases
+from tests.helpers import oracle
+from tests.helpers.fed_runs import FIRST, FLOAT, SIZES, digest, run
+
+
+def normed():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+NORMED = {"model": normed, "sizes": (8, 16, 8, 12), "batch_size": 4}
+NOISE = {"clip_update": 0.5, "noise_multiplier": 1.0, "accountant": None, "momentum": 0.0}
+# Every algorithm, and every option that reaches into the training of a client or into the server's step.
+ALGORITHMS = {
+    name: (cases.ours(FIRST[made.__name__]) if made.__name__ in FIRST else made(), NORMED if name == "fedbn" else {})
+    for name, made in fed.algorithms.registry.items()
+}
+OPTIONS = {
+    "clip": (cases.ours("fedlesam"), {"clip_norm": 0.05}),
+    "clip of the linear part": (
+        cases.ours("fedprox"),
+        {"clip_norm": 0.05, "clip_scope": "linear", "weighting": "samples"},
+    ),
+    "averaged buffers": (fed.FedSAM(), {**NORMED, "buffers": "average"}),
+    "local buffers": (fed.FedSAM(), {**NORMED, "buffers": "local"}),
+    "local steps": (cases.ours("fedsmoo"), {"local_steps": 7, "local_epochs": 1, "drop_last": True}),
+    "whole batches": (fed.FedAvg(), {"drop_last": True}),
+    "personal head": (fed.FedSAM(), {"personal": "2.*"}),
+    "personal head with duals": (cases.ours("fedsmoo"), {"personal": "2.*"}),
+    "median": (fed.FedCM(), {"aggregation": "median", "participation": 1.0}),
+    "krum": (fed.FedCM(), {"aggregation": "krum", "participation": 1.0}),
+    "noise": (fed.FedAvg(), NOISE),
+    "noise of clients": (fed.FedAvg(), {**NOISE, "noise": "local"}),
+    "schedules": (fed.FedSAM(rho="0.3/round"), {"lr": "0.2/round", "server_lr": "1/round"}),
+    "last round's model": (fed.FedLESAM_S(ref="last_round"), {}),
+    "dual of all clients": (fed.FedSMOO(s_rule="mu_all"), {}),
+    "active teacher": (cases.ours("fedntd"), {"clip_norm": 0.05, "momentum": 0.5}),
+}
+CASES = ALGORITHMS | OPTIONS
+NOT_STACKED = ("averaged buffers", "local buffers", "active teacher")
+
+
+def trained(name, executor="sequential", slots=None, **more):
+    algorithm, options = CASES[name]
+    options = {"sizes": SIZES, **options, **more}
+    return run(algorithm, executor, slots, options.pop("model", lambda: oracle.smooth_model(FLOAT))(), **options)
+
+
+def bits(name, *arguments, **more):
+    """The digest of weights and records, and the tensors of the models of all clients that have one."""
+    result = trained(name, *arguments, **more)
+    models = [result.model]
+    with contextlib.suppress(ValueError):  # clients have no models of their own
+        models += [result.client_model(i) for i in range(len(CASES[name][1].get("sizes", SIZES)))]
+    return digest(result), [t.tolist() for model in models for t in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_in_parts_and_in_threads_has_the_bits_of_one_in_one_piece(name, tmp_path):
+    whole, slots = bits(name), (1, 3, 7)[list(CASES).index(name) % 3]
+    trained(name, rounds=1, run_dir=tmp_path)
+    assert bits(name, "threads", slots, run_dir=tmp_path, resume=True) == whole
+    assert bits(name, "threads", slots, client_state="disk") == whole
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stacked_clients_agree(name):
+    if name in NOT_STACKED:
+        with pytest.raises(ValueError, match="'vmap' cannot serve here"):
+            trained(name, "vmap", 3)
+        return
+    plain, stacked = trained(name), trained(name, "vmap", 3)
+    assert oracle.movement(plain.model, stacked.model) < 1e-4
+    for key in ("steps", "backprops", "train_loss"):
+        assert [r[key] for r in stacked.history] == pytest.approx([r[key] for r in plain.history], rel=1e-4)

@@ -1,0 +1,18 @@
+"""What executors refuse, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastsam import fed
+from tests.helpers.fed_refusals import refusals
+from tests.helpers.fed_runs import run
+
+
+@refusals(
+    # a trained map of the inputs is refused
+    (lambda: run(fed.FedRobust(), "vmap", 3), "map of each client's inputs"),
+)
+def test_refused(call, words, error):
+    with pytest.raises(error, match=words):
+        call()
