@@ -178,7 +178,7 @@ inline RestoreArgs restore_args(const Tensors& z, const Tensor& origin, const Te
   return args;
 }
 
-// update_norm_ and update_: form U.
+// update_norm_ and update_: the local update rule.
 inline UpdateArgs form_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads, const Tensor& table,
                             const Tensor& hyper, const Tensors& g1, const OptionalTensor& q,
                             const OptionalTensor& grad_scale, bool writes, bool keep) {

@@ -145,7 +145,7 @@ struct ProductArgs {
 
 struct UpdateRule;
 
-// The operands of form U, of update_norm_ and update_.
+// The operands of the local update rule, of update_norm_ and update_.
 struct UpdateArgs {
   Call call;
   List z, grads, g1;

@@ -126,7 +126,7 @@ FASTSAM_HD double magnitude_of(uint64_t bits) {
   return bit_cast<double>(bits < 0x7FF0000000000000u ? bits : 0x7FF8000000000000u);
 }
 
-// ---- update: form U, from which every rule gets its weight and its gradient -----------------------------------------
+// ---- update: the local update rule gives every base optimizer its weight and its gradient ---------------------------
 
 template <class C>
 struct LinearRule {  // v = a*g2 + b*g1 + q

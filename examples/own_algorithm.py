@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed import Algorithm, Direction, LocalStep, Round, State, Sums, models, moved
+from fastsam.fed import Algorithm, Direction, LocalUpdate, Round, State, Sums, models, moved
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class FedAvgM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(Direction.GRADIENT, rho=self.rho) if self.rho else LocalStep()
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(Direction.GRADIENT, rho=self.rho) if self.rho else LocalUpdate()
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         m = self.beta * server["m"].double() + sums.mean("delta")

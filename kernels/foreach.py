@@ -154,7 +154,7 @@ def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
 
 
 def _linear(h: Sequence[float], g2: Tensors, g1: Tensors | None, q: Tensors | None, scale: float) -> Tensors:
-    """`v = a*g2/scale + b*g1 + q` of form U; `g2` itself where that is all."""
+    """`v = a*g2/scale + b*g1 + q` of the local update rule; `g2` itself where that is all."""
     v = g2 if scale == 1 else torch._foreach_div(g2, scale)
     if h[Column.A] != 1:
         v = torch._foreach_mul(v, h[Column.A])

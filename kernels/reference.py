@@ -27,7 +27,7 @@ weights, float32: then it is their *master copy*, and `z` is its rounding.
 Functions and arguments that are written end in `_`, or are called `out`.
 
 Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9); of the update rules, in `rules`. The general
-local step (form U) covers the federated algorithms:
+local update rule covers the federated algorithms:
     d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu);  v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -=
     lr*(sig*v + kappa*w)
 """
@@ -307,7 +307,7 @@ def update_norm_(
 
 
 def _linear(h: dict[int, Tensor], g2: Tensor, g1: Tensor | None, q: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`v = a*g2 + b*g1 + q` of form U."""
+    """`v = a*g2 + b*g1 + q` of the local update rule."""
     v = h[Column.A] * g2
     if g1 is not None:
         v = v + h[Column.B] * g1.to(dtype)
@@ -334,7 +334,7 @@ def update_(
     keep: bool = False,
     shift: Tensor | None = None,
 ) -> None:
-    """Restore and step in one pass: form U, and what `rule` makes of its gradient.
+    """Restore and update in one pass: the local update rule, then `rule` with its gradient.
 
         w = origin (or z)                               the unperturbed weights
         v = a*g2 + b*g1 + q

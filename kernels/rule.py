@@ -1,4 +1,4 @@
-"""What an update rule is: what `update_` does with the gradient that form U gives it (`reference.update_`).
+"""Update rules: how `update_` uses the gradient of the local update rule (`reference.update_`).
 
 A rule is two files. `rules/NAME.py` has its `RULE`, with the equation and its source in the docstring;
 `csrc/rules/NAME.h` has the same arithmetic for the compiled kernels. Both are found by their names; nothing else lists

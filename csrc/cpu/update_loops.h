@@ -35,7 +35,7 @@ struct Beside {
   }
 };
 
-// d = the gradients that form U gives the rule where it reads more than g2, for elements [start, start + n).
+// d = the gradients of the local update rule where it reads more than g2, for elements [start, start + n).
 template <class W, class S>
 FASTSAM_ONCE void gradient_block(compute_t<W>* d, const S* w, const Beside<W>& x, int64_t start, int64_t n,
                                  FormU<compute_t<W>> form) {

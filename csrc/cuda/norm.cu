@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const Params __grid_cons
   norm_unit<W, Weighted>(p, blockIdx.x);
 }
 
-// ---- update_norm_: v of form U -------------------------------------------------------------------------------------
+// ---- update_norm_: v of the local update rule -----------------------------------------------------------------------
 
 template <class W, class O>
 struct Linear {

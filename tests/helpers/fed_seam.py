@@ -30,9 +30,9 @@ class Scaffold:
     def init_client(self, server: State) -> State:
         return {"c_i": torch.zeros_like(server["w"])}
 
-    def local_step(self, server: State, client: State, round: fed.Round) -> fed.LocalStep:
+    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
         q = server["c"] - client["c_i"]
-        return fed.LocalStep(q=q) if self.rho is None else fed.LocalStep(fed.Direction.GRADIENT, rho=self.rho, q=q)
+        return fed.LocalUpdate(q=q) if self.rho is None else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, q=q)
 
     def close_client(
         self, server: State, client: State, ends: fed.RowEnds, round: fed.Round

@@ -40,8 +40,8 @@ class Watched:
         self._servers = [self._inner.init_server(w0)]
         return self._servers[0]
 
-    def local_step(self, server: State, client: State, round: fed.Round) -> fed.LocalStep:
-        self._steps.append(self._inner.local_step(server, client, round))
+    def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
+        self._steps.append(self._inner.local_update(server, client, round))
         return self._steps[-1]
 
     def close_client(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastsam.fed.algorithms.base import (
     Algorithm,
     Direction,
-    LocalStep,
+    LocalUpdate,
     Round,
     RowEnds,
     Rows,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Algorithm",
     "Direction",
-    "LocalStep",
+    "LocalUpdate",
     "Round",
     "RowEnds",
     "Rows",

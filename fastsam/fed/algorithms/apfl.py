@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.mixture import Mixture
 
@@ -46,12 +46,12 @@ class APFL(Algorithm):
         w = server["w"]
         return {"v_i": w, "alpha": torch.full((1,), self.alpha, dtype=torch.float64, device=w.device)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rate = round.lr if self.eta_alpha is None else self.eta_alpha
-        return LocalStep(beside=client["v_i"], mixture=Mixture(client["alpha"].flatten(), rate))
+        return LocalUpdate(beside=client["v_i"], mixture=Mixture(client["alpha"].flatten(), rate))
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.inner is not None and ends.alpha is not None  # local_step asked for a mixture
+        assert ends.inner is not None and ends.alpha is not None  # local_update asked for a mixture
         state = {"v_i": client["v_i"] + ends.inner, "alpha": ends.alpha[:, None]}
         return state, Upload(mean={"delta": ends.displacement})
 

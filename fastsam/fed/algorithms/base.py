@@ -8,7 +8,7 @@ All vectors are flat rows `[stride]` of one layout (the trainable parameters in 
 the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
 it is stored: `round.rows` gives views by name (`Rows.unflatten`).
 
-Clients are rows: `local_step` and `close_client` are called for n of them at once, as many as it suits the executor,
+Clients are rows: `local_update` and `close_client` are called for n of them at once, as many as it suits the executor,
 with all vectors `[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
 """
 
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds
+from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds
 from fastsam.fed.step.rows import Rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Algorithm", "Direction", "LocalStep", "Round", "RowEnds", "Rows", "State", "Sums", "Upload", "moved"]
+__all__ = ["Algorithm", "Direction", "LocalUpdate", "Round", "RowEnds", "Rows", "State", "Sums", "Upload", "moved"]
 
 State = dict[str, Tensor]
 
@@ -134,11 +134,11 @@ class Algorithm:
         """The state of one client when it takes part for the first time."""
         return {}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep | Sequence[LocalStep]:
-        """The constants of form U for n clients in this round, whose states are `client`: one LocalStep for all, with
-        vectors `[n, stride]`, or `[stride]` where they are the same. Or n of them, with vectors `[stride]`, where their
-        numbers (rho, ...) differ."""
-        return LocalStep()
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
+        """Return the constants of the local update rule for n clients in this round, whose states are `client`: one
+        LocalUpdate for all, with vectors `[n, stride]`, or `[stride]` if they are the same; or n of them with vectors
+        `[stride]` if their numbers (rho, ...) differ."""
+        return LocalUpdate()
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         """The new states of n clients, `[n, ...]`, and what they add to the sums.

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.common.checks import integer, number
 
 
@@ -40,12 +40,12 @@ class Ditto(Algorithm):
     def init_client(self, server: State) -> State:
         return {"v_i": server["w"]}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        own = LocalStep(start=client["v_i"], phi=self.lam, q=-self.lam * server["w"], epochs=self.epochs)
-        return LocalStep(then=own)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        own = LocalUpdate(start=client["v_i"], phi=self.lam, q=-self.lam * server["w"], epochs=self.epochs)
+        return LocalUpdate(then=own)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.then is not None  # of the phase that local_step asked for
+        assert ends.then is not None  # of the phase that local_update asked for
         return {"v_i": client["v_i"] + ends.then.displacement}, Upload(mean={"delta": ends.displacement})
 
     def own_model(self, server: State, client: State) -> Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice
 
@@ -45,14 +45,14 @@ class LocalEstimate(Algorithm):
         choice("first", self.first, ("origin", "none"))
         choice("ref", self.ref, ("client", "last_round"))
 
-    def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalStep:
+    def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
         """The local step with this perturbation and the other constants given."""
         old = client.get("w_old_i") if self.ref == "client" else server.get("w_old")
         rho = value_at("rho", self.rho, round)
         if old is None and self.first == "none":
-            return LocalStep(**constants)
+            return LocalUpdate(**constants)
         e = -server["w"] if old is None else old - server["w"]
-        return LocalStep(Direction.CONSTANT, rho=rho, e=e, **constants)
+        return LocalUpdate(Direction.CONSTANT, rho=rho, e=e, **constants)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, ends, round)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.momentum import COUNTS, ServerDirection
 from fastsam.fed.common.checks import choice, number
 
@@ -30,5 +30,5 @@ class FedCM(ServerDirection):
         number("alpha", self.alpha, at_least=0, at_most=1)
         choice("momentum_K", self.momentum_K, COUNTS)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(a=self.alpha, q=(1 - self.alpha) * server["D"])
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(a=self.alpha, q=(1 - self.alpha) * server["D"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 
 
@@ -29,6 +29,6 @@ class FedDyn(DynamicRegularizer):
     def __post_init__(self) -> None:
         check_phi(self.phi, self.phi_decay)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
-        return LocalStep(q=attraction(phi, server, client), phi=phi)
+        return LocalUpdate(q=attraction(phi, server, client), phi=phi)

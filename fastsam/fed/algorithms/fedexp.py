@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
 from fastsam.fed.common.checks import choice, number
 
 
@@ -39,9 +39,9 @@ class FedExP(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "x": w0}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         no_server_lr(self, round)
-        return LocalStep(start=server["x"])
+        return LocalUpdate(start=server["x"])
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         norm = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)

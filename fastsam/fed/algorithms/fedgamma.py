@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Direction, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 
@@ -31,6 +31,6 @@ class FedGAMMA(ControlVariates):
     def __post_init__(self) -> None:
         check_scheduled("rho", self.rho)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        return LocalStep(Direction.GRADIENT, rho=rho, q=self.correction(server, client))
+        return LocalUpdate(Direction.GRADIENT, rho=rho, q=self.correction(server, client))

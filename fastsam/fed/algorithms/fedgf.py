@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.step.local_step import NU
+from fastsam.fed.step.local_update import NU
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class FedGF(Algorithm):
         apart = torch.zeros(self.window, dtype=torch.float64, device=w0.device)
         return {"w": w0, "d": torch.zeros_like(w0), "apart": apart}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, c = value_at("rho", self.rho, round), server["apart"].sum().item() / max(1, min(round.index, self.window))
         if c == 0:
-            return LocalStep(Direction.GRADIENT, rho=rho)
+            return LocalUpdate(Direction.GRADIENT, rho=rho)
         p = server["w"] + value_at("rho_g", self.rho_g, round) * server["d"]
-        return LocalStep(Direction.GRADIENT, rho=rho, anchor=p, pull=c)
+        return LocalUpdate(Direction.GRADIENT, rho=rho, anchor=p, pull=c)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         length = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)

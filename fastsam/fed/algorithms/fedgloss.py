@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalStep, Round, State, Sums
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, Sums
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
-from fastsam.fed.step.local_step import NU
+from fastsam.fed.step.local_update import NU
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class FedGloSS(DynamicRegularizer):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "d": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi, rho_local = self.phi_of(round), value_at("rho_local", self.rho_local, round)
         start = server["w"] + value_at("rho", self.rho, round) * server["d"]
         direction = Direction.NONE if self.rho_local == 0 else Direction.GRADIENT
-        return LocalStep(direction, rho=rho_local, q=phi * (client["h_i"] - start), phi=phi, start=start)
+        return LocalUpdate(direction, rho=rho_local, q=phi * (client["h_i"] - start), phi=phi, start=start)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         delta = sums.mean("delta")

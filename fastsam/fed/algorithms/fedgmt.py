@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State, Sums
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State, Sums
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher, divergence
@@ -51,9 +51,9 @@ class FedGMT(DynamicRegularizer):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "e": w0}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         teacher = Teacher(server["e"], partial(_term, self.tau), self.gamma)
-        return LocalStep(q=self.phi_of(round) * client["h_i"], teacher=teacher)
+        return LocalUpdate(q=self.phi_of(round) * client["h_i"], teacher=teacher)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = super().step_server(server, sums, round)

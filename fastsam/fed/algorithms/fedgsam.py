@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
@@ -55,5 +55,5 @@ class FedGSAM(Algorithm):
         share = (round.lr - self.lr_min) / (round.first_lr - self.lr_min)
         return number(f"rho in round {round.index + 1}", self.rho_min + (rho - self.rho_min) * share, at_least=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(Direction.GRADIENT, rho=self.radius(round), surrogate_gap=self.alpha)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(Direction.GRADIENT, rho=self.radius(round), surrogate_gap=self.alpha)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.estimate import LocalEstimate
 from fastsam.fed.algorithms.schedule import Scheduled
 
@@ -35,5 +35,5 @@ class FedLESAM(LocalEstimate):
     def __post_init__(self) -> None:
         self.check_estimate()
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(server, client, round)

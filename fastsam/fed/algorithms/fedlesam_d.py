@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.estimate import LocalEstimate
 from fastsam.fed.algorithms.schedule import Scheduled
@@ -36,6 +36,6 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
         self.check_estimate()
         check_phi(self.phi, self.phi_decay)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
         return self.estimate_step(server, client, round, q=attraction(phi, server, client), phi=phi)

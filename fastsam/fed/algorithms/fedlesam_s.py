@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.estimate import LocalEstimate
 from fastsam.fed.algorithms.schedule import Scheduled
@@ -36,5 +36,5 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
         self.check_estimate()
         number("control_scale", self.control_scale, at_least=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return self.estimate_step(server, client, round, q=self.control_scale * self.correction(server, client))

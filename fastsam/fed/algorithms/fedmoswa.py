@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, RowEnds, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import LocalUpdate, Round, RowEnds, State, Sums, Upload, moved
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.local_step import paces
+from fastsam.fed.step.local_update import paces
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class FedMoSWA(ControlVariates):
         number("alpha", self.alpha, above=0)
         number("gamma", self.gamma, at_least=0, at_most=1)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(q=self.correction(server, client), lr_end=self.rho)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(q=self.correction(server, client), lr_end=self.rho)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         rates = ends.column(-round.lr * paces(self.rho, K) for K in ends.steps)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, Sums, moved
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 
@@ -55,11 +55,11 @@ class FedNSAM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "m": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         start = server["w"] + self.gamma * server["m"]
         global_one = self.perturb == "momentum"
         direction, e = (Direction.CONSTANT, -server["m"]) if global_one else (Direction.GRADIENT, None)
-        return LocalStep(direction, rho=value_at("rho", self.rho, round), e=e, start=start)
+        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), e=e, start=start)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         m = self.gamma * server["m"].double() + sums.mean("delta")

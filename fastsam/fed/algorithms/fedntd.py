@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher, divergence
 
@@ -35,8 +35,8 @@ class FedNTD(Algorithm):
         number("beta", self.beta, at_least=0)
         number("tau", self.tau, above=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(teacher=Teacher(server["w"], partial(_term, self.tau), self.beta))
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(teacher=Teacher(server["w"], partial(_term, self.tau), self.beta))
 
 
 def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:

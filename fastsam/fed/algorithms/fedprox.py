@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State
 from fastsam.fed.common.checks import number
 
 
@@ -27,5 +27,5 @@ class FedProx(Algorithm):
     def __post_init__(self) -> None:
         number("phi", self.phi, at_least=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(q=-self.phi * server["w"], phi=self.phi)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(q=-self.phi * server["w"], phi=self.phi)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import integer
 
@@ -38,8 +38,8 @@ class FedRep(Algorithm):
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
         return [self.head if self.head is not None else last_layer(model) or "*"]
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rows = round.rows
         head = rows.places("head", self.own_parameters(rows.template))
         body = tuple(place for place in range(len(rows.names)) if place not in head)
-        return LocalStep(epochs=self.head_epochs, only=head, then=LocalStep(only=body))
+        return LocalUpdate(epochs=self.head_epochs, only=head, then=LocalUpdate(only=body))

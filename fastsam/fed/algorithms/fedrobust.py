@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.common.checks import choice, integer, number
 from fastsam.fed.step.input_map import FORMS, InputMap
 
@@ -43,10 +43,10 @@ class FedRobust(Algorithm):
         if self.radius is not None:
             object.__setattr__(self, "radius", _pair(self.radius))
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         eta_2 = round.lr if self.eta_2 is None else self.eta_2
         fixed = InputMap(self.form, self.lam, eta_2, self.ascent_steps, self.radius)
-        return LocalStep(input_map=replace(fixed, Lam=client.get("Lam"), delta=client.get("delta")))
+        return LocalUpdate(input_map=replace(fixed, Lam=client.get("Lam"), delta=client.get("delta")))
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, ends, round)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 
@@ -40,6 +40,6 @@ class FedSAM(Algorithm):
         if self.eta and not self.adaptive:
             raise ValueError(f"eta belongs to adaptive=True (ASAM), got eta={self.eta!r} with adaptive=False")
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         direction = Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT
-        return LocalStep(direction, rho=value_at("rho", self.rho, round), eta=self.eta)
+        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), eta=self.eta)

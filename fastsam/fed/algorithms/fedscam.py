@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -57,9 +57,9 @@ class FedSCAM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "u": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         radius = partial(self._radius, value_at("rho", self.rho, round), server["u"])
-        return LocalStep(Direction.GRADIENT, pilot=Pilot(self.pilots, radius))
+        return LocalUpdate(Direction.GRADIENT, pilot=Pilot(self.pilots, radius))
 
     def _radius(self, rho: float, u: Tensor, norms: Tensor, gradients: Tensor) -> Tensor:
         return rho / (1 + self.alpha * self._apart(norms, cosines(-gradients, u)))
@@ -68,7 +68,7 @@ class FedSCAM(Algorithm):
         return h * (1 - self.kappa * c).clamp(min=0)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.gradient is not None and ends.norms is not None  # local_step asked for a pilot
+        assert ends.gradient is not None and ends.norms is not None  # local_update asked for a pilot
         c = cosines(-ends.gradient, server["u"])
         weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._apart(ends.norms, c))
         return client, Upload(mean={"delta": ends.displacement}, weight=weight)

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
-from fastsam.fed.step.local_step import NU
+from fastsam.fed.step.local_update import NU
 
 RULES = ("paper", "mu_active", "mu_all")
 
@@ -82,9 +82,9 @@ class FedSMOO(DynamicRegularizer):
         start = super().init_client(server) if self.dyn else Algorithm.init_client(self, server)
         return {**start, "mu_i": torch.zeros_like(server["w"])}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        step = LocalStep(Direction.GRADIENT_MINUS_DUAL, rho=rho, mu=client["mu_i"], s=server["s"], penalty=self.alpha)
+        step = LocalUpdate(Direction.GRADIENT_MINUS_DUAL, rho=rho, mu=client["mu_i"], s=server["s"], penalty=self.alpha)
         if not self.dyn:
             return step
         phi = self.phi_of(round)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher, divergence
@@ -39,9 +39,9 @@ class FedSOL(Algorithm):
         check_scheduled("rho", self.rho)
         number("tau", self.tau, above=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         teacher = Teacher(server["w"], partial(_term, self.tau), perturbs=True)
-        return LocalStep(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round), teacher=teacher)
+        return LocalUpdate(Direction.GRADIENT_BY_DRIFT, rho=value_at("rho", self.rho, round), teacher=teacher)
 
 
 def _term(tau: float, outputs: Tensor, told: Tensor, y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.algorithms.dynamic import attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -43,9 +43,9 @@ class FedSpeed(Algorithm):
     def init_client(self, server: State) -> State:
         return {"h_i": torch.zeros_like(server["w"])}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, q = value_at("rho", self.rho, round), attraction(self.phi, server, client)
-        return LocalStep(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q, phi=self.phi)
+        return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q, phi=self.phi)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         h_i = client["h_i"] + ends.displacement

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, Sums, moved
 from fastsam.fed.common.checks import number
 
 
@@ -30,8 +30,8 @@ class FedSWA(Algorithm):
         number("rho", self.rho, at_least=0)
         number("alpha", self.alpha, above=0)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(lr_end=self.rho)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(lr_end=self.rho)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         return {**server, "w": moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))}

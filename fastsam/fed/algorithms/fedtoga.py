@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalStep, Round, State, Sums
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, Sums
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -49,10 +49,10 @@ class FedTOGA(DynamicRegularizer):
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "D": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi, rho, D = self.phi_of(round), value_at("rho", self.rho, round), server["D"]
         q = attraction(phi, server, client) + self.beta * D
-        return LocalStep(Direction.GRADIENT_PLUS, rho=rho, e=self.kappa * D, remembers=True, q=q, phi=phi)
+        return LocalUpdate(Direction.GRADIENT_PLUS, rho=rho, e=self.kappa * D, remembers=True, q=q, phi=phi)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         return {**super().step_server(server, sums, round), "D": (-sums.mean("delta")).to(server["D"].dtype)}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -54,10 +54,10 @@ class FedWMSAM(ControlVariates):
         alpha = torch.full((1,), self.alpha, dtype=torch.float64, device=w0.device)
         return {**super().init_server(w0), "D": torch.zeros_like(w0), "alpha": alpha}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, alpha = value_at("rho", self.rho, round), server["alpha"].item()
         D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
-        return LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
+        return LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         state, upload = super().close_client(server, client, ends, round)

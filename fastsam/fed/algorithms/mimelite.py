@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Sums, Upload
 from fastsam.fed.common.checks import choice, number
 
 FORMS = ("convex", "heavy_ball")
@@ -50,8 +50,8 @@ class MimeLite(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         if ends.gradient is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fastsam.fed.algorithms.base import Direction, LocalStep, Round, State
+from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.momentum import COUNTS, ServerDirection
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -40,6 +40,6 @@ class MoFedSAM(ServerDirection):
         number("beta", self.beta, at_least=0, at_most=1)
         choice("momentum_K", self.momentum_K, COUNTS)
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        return LocalStep(Direction.GRADIENT, rho=rho, a=self.beta, q=(1 - self.beta) * server["D"])
+        return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.beta, q=(1 - self.beta) * server["D"])

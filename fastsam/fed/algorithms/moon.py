@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher
@@ -50,7 +50,7 @@ class MOON(Algorithm):
     def init_client(self, server: State) -> State:
         return {"w_i": server["w"]}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         last = last_layer(round.rows.template) or None
         teacher = Teacher(
             (server["w"], client["w_i"]),
@@ -59,7 +59,7 @@ class MOON(Algorithm):
             self.features or last,
             received=self.features is None,
         )
-        return LocalStep(teacher=teacher)
+        return LocalUpdate(teacher=teacher)
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
         return {"w_i": server["w"] + ends.displacement}, Upload(mean={"delta": ends.displacement})

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalStep, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
 from fastsam.fed.common.checks import integer, number
-from fastsam.fed.step.local_step import Envelope
+from fastsam.fed.step.local_update import Envelope
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class pFedMe(Algorithm):
     def init_client(self, server: State) -> State:
         return {"theta": server["w"]}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         if round.lr * self.lam >= 2:
             raise ValueError(
                 "lr * lam must be below 2, or every step of theta about w_i is longer than the one before; "
                 f"got lr={round.lr:g} and lam={self.lam:g}. Use an lr below {2 / self.lam:.3g}, or a smaller lam"
             )
-        return LocalStep(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
+        return LocalUpdate(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
 
     def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.inner is not None  # local_step asked for an envelope
+        assert ends.inner is not None  # local_update asked for an envelope
         return {"theta": server["w"] + ends.inner}, Upload(mean={"delta": ends.displacement})
 
     def own_model(self, server: State, client: State) -> Tensor:

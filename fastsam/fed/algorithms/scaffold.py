@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalStep, Round, State
+from fastsam.fed.algorithms.base import LocalUpdate, Round, State
 from fastsam.fed.algorithms.control import ControlVariates
 
 
@@ -21,5 +21,5 @@ class SCAFFOLD(ControlVariates):
     c_i. Per round and client 2 P down and 2 P up; state: w, c, and c_i on every client. One back-propagation a step.
     """
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
-        return LocalStep(q=self.correction(server, client))
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
+        return LocalUpdate(q=self.correction(server, client))

@@ -1,4 +1,7 @@
-"""What an executor is: it trains a cohort of clients, each with its constants of form U, and knows no algorithm."""
+"""The interface of executors: an executor trains a cohort of clients, each with its constants of the local update rule.
+
+It does not depend on the algorithm.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fastsam.fed.clients.population import Augment, Loss, augmented
 from fastsam.fed.clients.samples import Samples
 from fastsam.fed.clients.store import Store
 from fastsam.fed.common import seeds
-from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.local_update import LocalUpdate, RowEnds
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
 
@@ -72,8 +75,8 @@ class Setup:
     draws: which of torch's functions draw random numbers in a training pass of the model (dropout); none: it is
     something else; None: the model draws nothing. changes_buffers: whether a pass changes the model's buffers
     (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
-    teacher. phased: whether they ask for other local work than the run's (`LocalStep.phased`). example: a batch, to try
-    the model with. cohort: how many clients a round
+    teacher. phased: whether they ask for other local work than the run's (`LocalUpdate.phased`). example: a batch, to
+    try the model with. cohort: how many clients a round
     is likely to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose
     model or loss raises is left out of the round. batched: why clients' samples come in batches of their own making,
     and not as tensors of all of them; "" where they do not.
@@ -167,7 +170,7 @@ class Task:
 
     client: int
     work: Work
-    step: LocalStep
+    step: LocalUpdate
     row: int = 0
     snapshots: frozenset[int] = frozenset()
     orders: Sequence[Tensor] | None = None
@@ -175,7 +178,7 @@ class Task:
     begun: int = 0
     passed: int = 0
 
-    def phase(self, step: LocalStep, begun: int = 0, passed: int = 0) -> Task:
+    def phase(self, step: LocalUpdate, begun: int = 0, passed: int = 0) -> Task:
         """The task of a phase of its steps."""
         same = step.epochs is None
         work = self.work if same else replace(self.work, epochs=step.epochs or 0, steps=None)

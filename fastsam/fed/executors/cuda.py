@@ -14,7 +14,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import VECTORS, LocalStep, RowEnds
+from fastsam.fed.step.local_update import VECTORS, LocalUpdate, RowEnds
 
 
 class CaptureError(RuntimeError):
@@ -99,8 +99,8 @@ def why_not(setup: Setup) -> str | None:
     return None if setup.draws is None else NoRandomness.REASON
 
 
-def vectors(step: LocalStep) -> tuple[Tensor | None, ...]:
-    """The vectors of a LocalStep."""
+def vectors(step: LocalUpdate) -> tuple[Tensor | None, ...]:
+    """The vectors of a LocalUpdate."""
     taught = () if step.teacher is None else step.teacher.rows
     then = () if step.then is None else vectors(step.then)
     mixed = () if step.mixture is None else (step.mixture.alpha,)

@@ -15,7 +15,7 @@ from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row import Row
 from fastsam.fed.executors.streams import Lane, Streams
-from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.local_update import LocalUpdate, RowEnds
 
 _EAGER_STEPS = 2  # of a shape before its capture: what libraries set up at first use cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
@@ -55,7 +55,7 @@ class StaticRow(Row):
         if self.kept is not None and len(self.kept) <= self.last:
             self._make_room(self.kept.dtype)
 
-    def _begin(self, step: LocalStep) -> None:
+    def _begin(self, step: LocalUpdate) -> None:
         super()._begin(step)
         if self.form.q is not None and step.q is not None:
             self.form.q = self.form.field("q").copy_(self.form.q)

@@ -1,5 +1,7 @@
-"""The arithmetic of form U on rows of an arena: which kernels a local step calls, on which fields. `Row` runs it on one
-row."""
+"""The arithmetic of the local update rule on rows of an arena: the kernels of a local step and their operands.
+
+`Row` runs it on one row.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fastsam import ops
 from fastsam.arena import Arena
 from fastsam.fed.executors.base import LocalOptions, Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.step.local_step import NU, Direction, LocalStep
+from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
 from fastsam.step import perturbation, weigh_
 from fastsam_kernels.columns import WIDTH, Column
@@ -25,7 +27,7 @@ _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not move
 
 @dataclass(frozen=True)
 class Kind:
-    """What of a LocalStep decides which kernels are called: rows of one kind share their calls. Numbers stand in
+    """What of a LocalUpdate decides which kernels are called: rows of one kind share their calls. Numbers stand in
     `hyper`, row by row; those that torch's own operations are given stand here."""
 
     direction: Direction
@@ -41,7 +43,7 @@ class Kind:
     scaled: bool = False  # the radius is another in every weight
 
     @classmethod
-    def of(cls, step: LocalStep) -> Kind:
+    def of(cls, step: LocalUpdate) -> Kind:
         surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1 or step.rho_end != 1
         given = step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced
         return cls(
@@ -95,8 +97,8 @@ class Kind:
 
 
 class Rows:
-    """`rows` rows of state, each with its own numbers of form U. `momentum` and the clipped norm are there when the run
-    has them.
+    """`rows` rows of state, each with its own constants of the local update rule. `momentum` and the clipped norm exist
+    if the run has them.
 
     losses: where an owner may add up those of each row.
     """
@@ -115,7 +117,7 @@ class Rows:
     def field(self, name: str) -> Tensor:
         return self.arena.field(name, self.dtype)
 
-    def numbers(self, step: LocalStep, lr: float) -> tuple[float, ...]:
+    def numbers(self, step: LocalUpdate, lr: float) -> tuple[float, ...]:
         """A row of `hyper`."""
         values = self._common.copy()
         for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.mix.columns()):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Task, divided
 from fastsam.fed.executors.batches import Batch, Feed
 from fastsam.fed.executors.kernel_calls import Form, Kind
-from fastsam.fed.step.local_step import RowEnds, Snapshot
+from fastsam.fed.step.local_update import RowEnds, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
 

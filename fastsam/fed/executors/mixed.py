@@ -10,15 +10,15 @@ from torch import Tensor
 from fastsam.fed.executors.base import Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
-from fastsam.fed.step.local_step import LocalStep
+from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.mixture import Mixture
 from fastsam_kernels.columns import Column
 
-_PLAIN = LocalStep()
+_PLAIN = LocalUpdate()
 
 
 class Beside:
-    """v and alpha of one client at a time. Its updates are those of form U, with alpha for the weight a of the
+    """v and alpha of one client at a time. Its updates follow the local update rule, with alpha for the weight a of the
     gradient."""
 
     def __init__(self, setup: Setup) -> None:

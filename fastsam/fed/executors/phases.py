@@ -11,7 +11,7 @@ import torch
 
 from fastsam.fed.executors.base import Task
 from fastsam.fed.executors.kernel_calls import Form
-from fastsam.fed.step.local_step import Envelope, RowEnds
+from fastsam.fed.step.local_update import Envelope, RowEnds
 
 
 def together(before: RowEnds, ends: RowEnds) -> RowEnds:

@@ -20,7 +20,7 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -48,7 +48,7 @@ class Row:
         self._run = self._run_perturbed = self.passes.run
         self._teacher = Taught(setup, self.form, self.replica)
         self._filled: tuple[float, ...] = ()
-        self._known: tuple[LocalStep | None, float] = None, 0.0
+        self._known: tuple[LocalUpdate | None, float] = None, 0.0
         self._kind = self.form.kind
         self._sized: tuple[int | None, ...] = ()
         self._only: tuple[int, ...] | None = None
@@ -162,7 +162,7 @@ class Row:
             ends = replace(ends, backprops=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
         return ends if self.carried is None else together(self.carried, ends)
 
-    def _next_phase(self, step: LocalStep) -> None:
+    def _next_phase(self, step: LocalUpdate) -> None:
         """Begins a further phase, from where this one ended, or with a model of its own."""
         ends, task, goes_on = self._ends(), self.task, step.start is None
         begin, first = self.z[0].clone(), self.start
@@ -184,7 +184,7 @@ class Row:
 
     # --- its beginning ---
 
-    def _begin(self, step: LocalStep) -> None:
+    def _begin(self, step: LocalUpdate) -> None:
         """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they
         are."""
         form = self.form
@@ -210,7 +210,7 @@ class Row:
         if form.kind.vectors:
             form.vectors = {name: v[None] for name in form.kind.vectors if (v := self.task.vector(name)) is not None}
 
-    def _fill(self, step: LocalStep, lr: float) -> None:
+    def _fill(self, step: LocalUpdate, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
             self.rows.hyper[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)

@@ -1,4 +1,4 @@
-"""The vectors of LocalSteps, as executors take them."""
+"""The vectors of LocalUpdates, as executors take them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import Task
-from fastsam.fed.step.local_step import VECTORS, LocalStep
+from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
@@ -21,14 +21,14 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
     return torch.stack([own for task in tasks if (own := task.vector(name)) is not None])
 
 
-def check_vectors(step: LocalStep, start: Tensor) -> None:
-    """Raises ValueError for a vector of a LocalStep, or several of them, that are not like the weights `start`."""
+def check_vectors(step: LocalUpdate, start: Tensor) -> None:
+    """Raises ValueError for a vector of a LocalUpdate, or several of them, that are not like the weights `start`."""
     for name in VECTORS:
         v = getattr(step, name)
         if v is None:
             continue
         if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
             raise ValueError(
-                f"LocalStep.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
+                f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "
                 f"got {v.dtype} {list(v.shape)} on {v.device}"
             )

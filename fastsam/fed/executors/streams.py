@@ -11,7 +11,7 @@ from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row import Row
-from fastsam.fed.step.local_step import RowEnds
+from fastsam.fed.step.local_update import RowEnds
 
 log = logging.getLogger("fastsam.fed")
 # without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.row import Row
-from fastsam.fed.step.local_step import RowEnds
+from fastsam.fed.step.local_update import RowEnds
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
 _AHEAD = 2  # tasks handed out per slot: one in work, one that a thread finds when it is done while the receiver is busy

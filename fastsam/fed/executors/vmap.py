@@ -30,7 +30,7 @@ from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
-from fastsam.fed.step.local_step import LocalStep, RowEnds, Snapshot
+from fastsam.fed.step.local_update import LocalUpdate, RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
 
@@ -111,7 +111,7 @@ class Vmap(Executor):
             opened += crews
         return opened
 
-    def _kind(self, step: LocalStep) -> Kind:
+    def _kind(self, step: LocalUpdate) -> Kind:
         """Raises ValueError for a step that stacked rows cannot take."""
         check_vectors(step, self.start)
         if step.input_map is not None:

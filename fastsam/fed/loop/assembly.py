@@ -34,7 +34,7 @@ from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy import mechanism
 from fastsam.fed.rundir.checkpoint import RunState
-from fastsam.fed.step.local_step import LocalStep
+from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.step.teacher import check_term
@@ -107,7 +107,7 @@ def assemble(
 
 
 def _check_inputs(
-    step: LocalStep,
+    step: LocalUpdate,
     name: str,
     population: Population,
     personal: ClientModels | None,
@@ -131,7 +131,7 @@ def _check_inputs(
         check_term(step.teacher, rows.model(w if w.dim() == 1 else w[0]), *tried.example)
 
 
-def _check_path(step: LocalStep, name: str, measures: Sequence[str] | Measures) -> None:
+def _check_path(step: LocalUpdate, name: str, measures: Sequence[str] | Measures) -> None:
     """Raises ValueError for measures of one path of local steps, where there are several."""
     along = sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else []
     if along and step.phased:
@@ -155,7 +155,7 @@ def _check_sizes(population: Population, settings: Settings, measures: Sequence[
         )
 
 
-def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalStep:
+def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalUpdate:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
     written."""
     lr = settings.lr_of(0)
@@ -163,7 +163,7 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
                   settings.momentum, settings.seed)  # fmt: skip
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
-    made = asked(algorithm, "local_step", (state.server, client_state.rows([client]), about), None)
+    made = asked(algorithm, "local_update", (state.server, client_state.rows([client]), about), None)
     step = check_steps(made, state.server["w"], 1)[0][0]
     if getattr(algorithm, "own_models", False):
         own, w = asked(algorithm, "own_model", (state.server, client), None), state.server["w"]

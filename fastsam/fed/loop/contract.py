@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.aggregation import Rule
 from fastsam.fed.algorithms import registry
 from fastsam.fed.algorithms.base import Algorithm, State, Upload
-from fastsam.fed.step.local_step import VECTORS, LocalStep
+from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
 
@@ -43,7 +43,7 @@ def asked(
         raise AlgorithmError(f"{type(algorithm).__name__}.{method} failed {where}: {kind}{text}") from error
 
 
-_METHODS = ("init_server", "init_client", "local_step", "close_client", "step_server")
+_METHODS = ("init_server", "init_client", "local_update", "close_client", "step_server")
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -185,22 +185,22 @@ def check_client(state: object, who: str) -> State:
     return state
 
 
-def check_steps(made: object, w: Tensor, n: int) -> list[tuple[LocalStep, int]]:
-    """What `local_step` returned for n clients, as a LocalStep for each and the client's row in it.
+def check_steps(made: object, w: Tensor, n: int) -> list[tuple[LocalUpdate, int]]:
+    """What `local_update` returned for n clients, as a LocalUpdate for each and the client's row in it.
 
-    Raises ValueError unless it is one LocalStep, or n of them, with vectors like the weights `w`.
+    Raises ValueError unless it is one LocalUpdate, or n of them, with vectors like the weights `w`.
     """
-    if isinstance(made, LocalStep):
+    if isinstance(made, LocalUpdate):
         return [(_check_step(made, w, n), row) for row in range(n)]
-    if not isinstance(made, Sequence) or len(made) != n or not all(isinstance(step, LocalStep) for step in made):
+    if not isinstance(made, Sequence) or len(made) != n or not all(isinstance(step, LocalUpdate) for step in made):
         got = f"{len(made)} times {_kind(made[0])}" if isinstance(made, Sequence) and made else _kind(made)
         raise ValueError(
-            f"local_step must return a fastsam.fed.LocalStep (or a list of {n}, one for each client), got {got}"
+            f"local_update must return a fastsam.fed.LocalUpdate (or a list of {n}, one for each client), got {got}"
         )
     return [(_check_step(step, w, 1), 0) for step in made]
 
 
-def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
+def _check_step(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
     for name in VECTORS:
         v = getattr(step, name)
         if v is None:
@@ -212,9 +212,8 @@ def _check_step(step: LocalStep, w: Tensor, n: int) -> LocalStep:
         ):
             got = f"{v.dtype} {list(v.shape)} on {v.device}" if isinstance(v, Tensor) else _kind(v)
             raise ValueError(
-                f"LocalStep.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) on "
-                f"{w.device}, like "
-                f"the server's w; got {got}"
+                f"LocalUpdate.{name} must be {w.dtype} {[n, *w.shape]} (or {list(w.shape)}, one for all {n} clients) "
+                f"on {w.device}, like the server's w; got {got}"
             )
     for v in () if step.teacher is None else step.teacher.rows:
         if (

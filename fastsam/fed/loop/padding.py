@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fastsam.fed.step.local_step import VECTORS, LocalStep
+from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 from fastsam.fed.step.rows import Rows
 
 
@@ -30,9 +30,9 @@ def check_padding(vectors: Mapping[str, Tensor], rows: Rows, what: str) -> None:
             )
 
 
-def check_padding_of_step(step: LocalStep, rows: Rows) -> None:
-    """As `check_padding`, of the vectors of a LocalStep."""
+def check_padding_of_step(step: LocalUpdate, rows: Rows) -> None:
+    """As `check_padding`, of the vectors of a LocalUpdate."""
     vectors = {name: x for name in VECTORS if (x := getattr(step, name)) is not None}
-    check_padding(vectors, rows, "the LocalStep of local_step")
+    check_padding(vectors, rows, "the LocalUpdate of local_update")
     if step.then is not None:
         check_padding_of_step(step.then, rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.local_update import LocalUpdate, RowEnds
 from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.rows import Rows
 
@@ -109,21 +109,21 @@ class Personal:
         """The inner state, and the client's own parameters and buffers, which are those of the start."""
         return {**self.inner.init_client(server), OWN: server["w"][self.places], **self.begun}
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep | Sequence[LocalStep]:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
         """The inner constants, from where each client begins."""
         own = client[OWN]
         start = server["w"].repeat(len(own), 1)
         start[:, self.places] = own
-        made = self.inner.local_step(server, self._inner(client), round)
+        made = self.inner.local_update(server, self._inner(client), round)
         buffers = [client[name] for name in self.begun]
-        if isinstance(made, LocalStep):
+        if isinstance(made, LocalUpdate):
             return self._begun(made, start, server["w"], buffers)
         return [
             self._begun(step, row, server["w"], [b[place : place + 1] for b in buffers])
             for place, (step, row) in enumerate(zip(made, start, strict=True))
         ]
 
-    def _begun(self, step: LocalStep, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalStep:
+    def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"

@@ -36,7 +36,7 @@ from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.clip import shorten_
 from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
-from fastsam.fed.step.local_step import LocalStep, RowEnds
+from fastsam.fed.step.local_update import LocalUpdate, RowEnds
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import Problems, RoundSums
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
@@ -101,7 +101,7 @@ class Cohort:
         self.norms: dict[int, float] = {}  # of the displacements that enter the sums
         self.steps = self.backprops = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
-        self._first: tuple[State, tuple[LocalStep, int]] | None = None
+        self._first: tuple[State, tuple[LocalUpdate, int]] | None = None
         self.lent = Unwritten()
         self.lent.lend("server", before.server)
 
@@ -136,10 +136,10 @@ class Cohort:
                 kept = _NOTHING if self.measures is None else self._snapshots(i, self.measures)
                 yield Task(i, work, step, row, kept, orders.pop(i, None))
 
-    def _steps(self, clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
+    def _steps(self, clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
         """The constants of each client, and the row in them that is its own.
 
-        Those that take part for the first time have one state, and so one LocalStep: algorithms are pure.
+        Those that take part for the first time have one state, and so one LocalUpdate: algorithms are pure.
         """
         before, server = self.before.clients, self.before.server
         known = {i: self.states.get(i, before[i]) for i in clients if i in before}
@@ -150,10 +150,10 @@ class Cohort:
             self.lent.lend("client", state)
             self._first = state, self._constants([state], new[:1])[0]
             if len(clients) > 1 and self._second is not None:
-                row_contract.check_local_step(self._second, server, state, self.told)
+                row_contract.check_local_update(self._second, server, state, self.told)
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
-        found: dict[int, tuple[LocalStep, int]] = {}
+        found: dict[int, tuple[LocalUpdate, int]] = {}
         ids, states = list(known), list(known.values())
         for places in alike(states):
             those = [ids[place] for place in places]
@@ -161,10 +161,10 @@ class Cohort:
         first = None if self._first is None else self._first[1]
         return [step for i in clients if (step := found.get(i, first)) is not None]
 
-    def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[tuple[LocalStep, int]]:
+    def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
         """Those of clients whose states are alike."""
         server, index = self.before.server, self.about.index
-        made = asked(self.algorithm, "local_step", (server, rows(states), self.told), index, clients)
+        made = asked(self.algorithm, "local_update", (server, rows(states), self.told), index, clients)
         return check_steps(made, server["w"], len(states))
 
     def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:

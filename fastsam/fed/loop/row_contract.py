@@ -65,8 +65,8 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
                 )
 
 
-def check_local_step(algorithm: Any, server: State, client: State, round: Round) -> None:
-    """Raise AlgorithmError if `local_step` gives two clients with the state `client` another step than one client.
+def check_local_update(algorithm: Any, server: State, client: State, round: Round) -> None:
+    """Raise AlgorithmError if `local_update` gives two clients with the state `client` another step than one client.
 
     Args:
         algorithm: a copy of the user's.
@@ -74,8 +74,8 @@ def check_local_step(algorithm: Any, server: State, client: State, round: Round)
         client: state of a new client.
         round: the round, as the algorithm sees it.
     """
-    together = algorithm.local_step(server, rows([client, client]), round)
-    check_rows(algorithm, "local_step", together, [(server, rows([client]), round)], 2)
+    together = algorithm.local_update(server, rows([client, client]), round)
+    check_rows(algorithm, "local_update", together, [(server, rows([client]), round)], 2)
 
 
 def _parts(value: Any, place: int, n: int) -> Iterator[Tensor | float]:
@@ -93,7 +93,7 @@ def _parts(value: Any, place: int, n: int) -> Iterator[Tensor | float]:
     elif isinstance(value, tuple) or (isinstance(value, list) and value and isinstance(value[0], Tensor)):
         for part in value:
             yield from _parts(part, place, n)
-    elif isinstance(value, list) and len(value) == n:  # a LocalStep, or a weight, for each client
+    elif isinstance(value, list) and len(value) == n:  # a LocalUpdate, or a weight, for each client
         yield from _parts(value[place], 0, 1)
 
 

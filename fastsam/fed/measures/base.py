@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State, Sums
-from fastsam.fed.step.local_step import RowEnds
+from fastsam.fed.step.local_update import RowEnds
 
 
 class Measures(Protocol):

@@ -20,7 +20,7 @@ from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.objective import Objective, subset, unit
 from fastsam.fed.measures.options import NAMES, Options, check
 from fastsam.fed.measures.own import OwnMeasures
-from fastsam.fed.step.local_step import RowEnds, Snapshot
+from fastsam.fed.step.local_update import RowEnds, Snapshot
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks

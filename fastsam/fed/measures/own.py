@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State, Sums
 from fastsam.fed.measures.base import Measures
-from fastsam.fed.step.local_step import RowEnds, Snapshot
+from fastsam.fed.step.local_update import RowEnds, Snapshot
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.ranks import Ranks
 

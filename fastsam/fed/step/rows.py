@@ -132,7 +132,7 @@ class Rows:
         return tuple(place for place, name in enumerate(self.names) if name in found)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
-        """A row of one number for each parameter, for `LocalStep(rho_scale=...)`: `[length]`, in the dtype and on the
+        """A row of one number for each parameter, for `LocalUpdate(rho_scale=...)`: `[length]`, in the dtype and on the
         device of `like`.
 
         numbers: by patterns as in `mask`, of which the last one that matches counts; 1 where none does, 0 in the

@@ -174,8 +174,8 @@ def test_every_algorithm_has_mutants():
 @pytest.mark.parametrize(
     ("function", "old", "words"),
     [
-        ("FedProx.local_step", "no_such_text", "0 times"),
-        ("FedProx.local_step", "self", "[2-9] times"),
+        ("FedProx.local_update", "no_such_text", "0 times"),
+        ("FedProx.local_update", "self", "[2-9] times"),
         ("FedProx.no_such", "self.phi", "no function"),
     ],
 )

@@ -14,7 +14,7 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.executors import Setup, stacked
 from fastsam.fed.executors.graph import Graph
-from fastsam.fed.step.local_step import Envelope
+from fastsam.fed.step.local_update import Envelope
 from tests.helpers import oracle
 from tests.helpers.fed_cases import ACTIVE, replayed
 from tests.helpers.fed_runs import same_bits
@@ -166,8 +166,8 @@ def test_fedrep_with_local_steps_and_sam():
     assert [r["backprops"] for r in result.history] == [r["steps"] for r in result.history]
 
     class Sharp(fed.FedRep):
-        def local_step(self, server, client, round):
-            step = super().local_step(server, client, round)
+        def local_update(self, server, client, round):
+            step = super().local_update(server, client, round)
             sharp = {"direction": fed.Direction.GRADIENT, "rho": 0.3}
             return replace(step, **sharp, then=replace(step.then, **sharp))
 
@@ -347,8 +347,8 @@ def test_executors_that_take_no_phases_say_so(name):
 @pytest.mark.slow
 def test_a_phase_that_comes_later_is_not_overlooked():
     class Late(fed.Algorithm):
-        def local_step(self, server, client, round):
-            return fed.LocalStep(then=fed.LocalStep()) if round.index else fed.LocalStep()
+        def local_update(self, server, client, round):
+            return fed.LocalUpdate(then=fed.LocalUpdate()) if round.index else fed.LocalUpdate()
 
     with pytest.raises(ValueError, match="'vmap' cannot serve here: the algorithm's local steps have phases"):
         ran(oracle.smooth_model(), Late(), executor="vmap")
@@ -369,19 +369,19 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
-        (lambda: fed.LocalStep(only=()), {}, "trains nothing"),
-        (lambda: fed.LocalStep(envelope=Envelope(2, 0.1)), {}, "an envelope is that of a proximal term"),
+        (lambda: fed.LocalUpdate(only=()), {}, "trains nothing"),
+        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope is that of a proximal term"),
         (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
         (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
-        (lambda: fed.LocalStep(full_gradient=True, then=fed.LocalStep()), {}, "a step with a further phase"),
+        (lambda: fed.LocalUpdate(full_gradient=True, then=fed.LocalUpdate()), {}, "a step with a further phase"),
         (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL trains two models a client"),
         (lambda: fed.APFL(alpha=1.5), {}, "alpha must .*<= 1, got 1.5"),
         (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
         (lambda: fed.Mixture(0.5), {}, "alpha must be a tensor of one number for each client, float64 .n., got 0.5"),
         (lambda: fed.Mixture(torch.ones(2), -1), {}, "rate must"),
-        (lambda: fed.LocalStep(beside=torch.ones(3)), {},
+        (lambda: fed.LocalUpdate(beside=torch.ones(3)), {},
             "one model and how it learns.*a vector beside and no mixture"),
-        (lambda: fed.LocalStep(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
+        (lambda: fed.LocalUpdate(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
             "got the direction 'gradient'"),
     ],
     ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",

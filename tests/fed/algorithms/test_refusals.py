@@ -44,8 +44,8 @@ def resolved(*flags):
     (lambda: fed.FedAvgM(beta=-1), 'beta.*-1'),
     (lambda: fed.FedExP(eps=0), 'eps.*> 0.*0'),
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
-    (lambda: fed.LocalStep(rho=-1), 'rho'),
-    (lambda: fed.LocalStep(a=math.inf), 'a must'),
+    (lambda: fed.LocalUpdate(rho=-1), 'rho'),
+    (lambda: fed.LocalUpdate(a=math.inf), 'a must'),
     # fedexp has a step of its own
     (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
     # values outside their range
@@ -144,11 +144,12 @@ def resolved(*flags):
     # pilots that do not fit
     (lambda: fed.Pilot(0, abs), 'batches must be an integer >= 1, got 0'),
     (lambda: fed.Pilot(1, 0.1), 'radius must be a function of norms and gradients, got 0.1'),
-    (lambda: fed.LocalStep(pilot=fed.Pilot(1, abs)), "a pilot finds the radius of a perturbation.*'none'"),
-    (lambda: fed.LocalStep(D.GRADIENT, full_gradient=True, pilot=fed.Pilot(1, abs)),
+    (lambda: fed.LocalUpdate(pilot=fed.Pilot(1, abs)), "a pilot finds the radius of a perturbation.*'none'"),
+    (lambda: fed.LocalUpdate(D.GRADIENT, full_gradient=True, pilot=fed.Pilot(1, abs)),
      'take the place of the full one.*full_gradient=True'),
-    (lambda: fed.LocalStep(D.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalStep()), 'a step with a further phase'),
-    (lambda: fed.LocalStep(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
+    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalUpdate()),
+     'a step with a further phase'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
      'a pilot finds one radius for the whole round; got rho_end=0.5'),
     # fedntd needs labels
     (lambda: once(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),

@@ -24,8 +24,8 @@ class FedProx(fed.Algorithm):
 
     mu: float = 0.1
 
-    def local_step(self, server, client, round):
-        return fed.LocalStep(q=-self.mu * server["w"], phi=self.mu)
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(q=-self.mu * server["w"], phi=self.mu)
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class OwnWeights(fed.Algorithm):
     def init_client(self, server):
         return {"own": server["w"]}
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         start = client["own"]
         if not self.rho:
-            return fed.LocalStep(start=start)
+            return fed.LocalUpdate(start=start)
         away = torch.ones_like(start) * (server["w"] != 0)
         return [
-            fed.LocalStep(fed.Direction.CONSTANT, rho=self.rho, e=e, start=row)
+            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, e=e, start=row)
             for e, row in zip(away, start, strict=True)
         ]
 
@@ -99,8 +99,8 @@ class Wavering(fed.Algorithm):
 
     apart: float = 0.0
 
-    def local_step(self, server, client, round):
-        return fed.LocalStep(lr_end=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(lr_end=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
@@ -118,11 +118,11 @@ class Unsure(fed.Algorithm):
     piloted: bool = True
     lr_end: float = 1.0
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         nothing = bool(round.index % 2)
         pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.piloted else None
         rho = 0.0 if nothing and not self.piloted else 0.3
-        return fed.LocalStep(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end=self.lr_end)
+        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end=self.lr_end)
 
 
 @pytest.mark.parametrize("lr_end", [1.0, 0.5])
@@ -140,8 +140,8 @@ def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end):
 )
 def test_a_radius_of_pilots_is_a_number_for_each_client(executor, radius, got):
     class Wrong(fed.Algorithm):
-        def local_step(self, server, client, round):
-            return fed.LocalStep(fed.Direction.GRADIENT, pilot=fed.Pilot(1, radius))
+        def local_update(self, server, client, round):
+            return fed.LocalUpdate(fed.Direction.GRADIENT, pilot=fed.Pilot(1, radius))
 
     with pytest.raises(ValueError, match=f"radius must return a tensor with a number for each client, .*got {got}"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), Wrong(), rounds=1, executor=executor)
@@ -237,25 +237,28 @@ def closing(made):
             "Upload.*dict",
         ),
         (
-            broken(local_step=lambda self, server, client, round: fed.LocalStep(q=torch.zeros(3))),
-            r"LocalStep.q must be.*\[3\]",
-        ),
-        (broken(local_step=lambda self, server, client, round: fed.LocalStep(q=0.1)), "LocalStep.q must be.*got float"),
-        (
-            broken(local_step=lambda self, server, client, round: fed.LocalStep(start=server["w"][:-1])),
-            "LocalStep.start",
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=torch.zeros(3))),
+            r"LocalUpdate.q must be.*\[3\]",
         ),
         (
-            broken(local_step=lambda self, server, client, round: None),
-            r"must return a fastsam.fed.LocalStep \(or a list of 1, one for each client\), got NoneType",
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=0.1)),
+            "LocalUpdate.q must be.*got float",
         ),
         (
-            broken(local_step=lambda self, server, client, round: [fed.LocalStep()] * 2),
-            "must return a fastsam.fed.LocalStep .*, got 2 times LocalStep",
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(start=server["w"][:-1])),
+            "LocalUpdate.start",
         ),
         (
-            broken(local_step=lambda self, server, client, round: fed.LocalStep(q=server["w"].expand(2, -1))),
-            r"LocalStep.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
+            broken(local_update=lambda self, server, client, round: None),
+            r"must return a fastsam.fed.LocalUpdate \(or a list of 1, one for each client\), got NoneType",
+        ),
+        (
+            broken(local_update=lambda self, server, client, round: [fed.LocalUpdate()] * 2),
+            "must return a fastsam.fed.LocalUpdate .*, got 2 times LocalUpdate",
+        ),
+        (
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=server["w"].expand(2, -1))),
+            r"LocalUpdate.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
             r"\[2,",
         ),
         (broken(init_client=lambda self, server: None), "init_client must return a client's state.*got NoneType"),
@@ -289,10 +292,10 @@ def writing(where):
     def init_client(self, server):
         return {"k": torch.zeros(3)}
 
-    def local_step(self, server, client, round):
-        if where == "local_step":
+    def local_update(self, server, client, round):
+        if where == "local_update":
             client["k"].add_(1)
-        return fed.LocalStep()
+        return fed.LocalUpdate()
 
     def close_client(self, server, client, ends, round):
         if where == "close_client":
@@ -304,13 +307,13 @@ def writing(where):
             server["w"].add_(sums.mean("delta"))
         return {"w": server["w"]}
 
-    functions = (init_client, local_step, close_client, step_server)
+    functions = (init_client, local_update, close_client, step_server)
     return broken(**{function.__name__: function for function in functions})
 
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [("local_step", "client.'k'"), ("close_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
+    [("local_update", "client.'k'"), ("close_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
 )
 def test_writing_into_what_was_given_is_told(where, what):
     """Clients that begin share one state: such a write would change that of the others."""

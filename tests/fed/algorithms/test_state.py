@@ -62,9 +62,9 @@ def test_nothing_that_was_handed_over_is_written(algorithm):
         def _keep(self, *states):
             seen.extend((t, t.clone()) for state in states for t in state.values())
 
-        def local_step(self, server, client, round):
+        def local_update(self, server, client, round):
             self._keep(server, client)
-            return super().local_step(server, client, round)
+            return super().local_update(server, client, round)
 
         def close_client(self, server, client, ends, round):
             self._keep(server, client, {"displacement": ends.displacement})

@@ -26,9 +26,9 @@ class Sharp(fed.FedNTD):
 
     rho: float = 0.2
 
-    def local_step(self, server, client, round):
-        taught = super().local_step(server, client, round).teacher
-        return fed.LocalStep(fed.Direction.GRADIENT, rho=self.rho, teacher=taught)
+    def local_update(self, server, client, round):
+        taught = super().local_update(server, client, round).teacher
+        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, teacher=taught)
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Listening(fed.Algorithm):
 
     said: Any = None
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         def term(outputs, told, y):
             if outputs.requires_grad:
                 self.said.append((round.index, outputs.detach().clone(), told.clone()))
             return 0.0 * F.mse_loss(outputs, told)
 
-        return fed.LocalStep(teacher=fed.Teacher(server["w"], term))
+        return fed.LocalUpdate(teacher=fed.Teacher(server["w"], term))
 
 
 def run(algorithm, **options):
@@ -142,8 +142,8 @@ def test_the_divergence_is_torchs():
 def test_a_teacher_is_checked_before_the_run(teacher, words, tmp_path):
     @dataclass(frozen=True)
     class Own(fed.Algorithm):
-        def local_step(self, server, client, round):
-            return fed.LocalStep(teacher=teacher(server["w"]))
+        def local_update(self, server, client, round):
+            return fed.LocalUpdate(teacher=teacher(server["w"]))
 
     with pytest.raises(ValueError, match=words):
         run(Own(), run_dir=tmp_path / "run")
@@ -155,11 +155,11 @@ def test_executors_that_do_not_take_one_say_so():
         run(fed.FedGMT(), executor="vmap")
     assert "teacher" in (Graph.why_not(Setup(None, None, None, None, torch.device("cpu"), "auto", taught=True)) or "")
     with pytest.raises(ValueError, match="a teacher or a map of the inputs, not both"):
-        fed.LocalStep(teacher=fed.Teacher(torch.zeros(3), divergence), input_map=fed.InputMap())
+        fed.LocalUpdate(teacher=fed.Teacher(torch.zeros(3), divergence), input_map=fed.InputMap())
     with pytest.raises(
         ValueError, match="perturbs=True gives the first gradient of a step with two; the direction 'none'"
     ):
-        fed.LocalStep(teacher=fed.Teacher(torch.zeros(3), divergence, perturbs=True))
+        fed.LocalUpdate(teacher=fed.Teacher(torch.zeros(3), divergence, perturbs=True))
 
 
 def test_a_term_that_perturbs_leaves_the_record_the_loss_of_the_data_and_the_first_step_alone():
@@ -171,9 +171,9 @@ def test_a_term_that_perturbs_leaves_the_record_the_loss_of_the_data_and_the_fir
 
 
 def test_a_stream_is_lent_every_vector_of_a_step():
-    """Memory that another stream still reads must not be given away: of all tensors in a LocalStep."""
+    """Memory that another stream still reads must not be given away: of all tensors in a LocalUpdate."""
     q, e, start, weights = torch.zeros(4, 3).unbind()
-    step = fed.LocalStep(fed.Direction.CONSTANT, e=e, q=q, start=start, teacher=fed.Teacher(weights, divergence))
+    step = fed.LocalUpdate(fed.Direction.CONSTANT, e=e, q=q, start=start, teacher=fed.Teacher(weights, divergence))
     lent = {id(t) for t in cuda.vectors(step)}
     assert {id(q), id(e), id(start), id(weights)} <= lent
 
@@ -190,14 +190,14 @@ def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
         def init_client(self, server):
             return {"v": 2 * server["w"]}
 
-        def local_step(self, server, client, round):
+        def local_update(self, server, client, round):
             def term(own, told, y):
                 if own.requires_grad:
                     said.append((own.detach().clone(), [t.clone() for t in told]))
                 return 0.0 * own.sum()
 
             name = "2" if self.received else "0"
-            return fed.LocalStep(
+            return fed.LocalUpdate(
                 teacher=fed.Teacher((server["w"], client["v"]), term, features=name, received=self.received)
             )
 

@@ -23,7 +23,7 @@ from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.executors import rowprograms
 from fastsam.fed.executors.replay import Replays
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
-from fastsam.fed.step.local_step import Direction, LocalStep
+from fastsam.fed.step.local_update import Direction, LocalUpdate
 from fastsam_kernels import native
 from fastsam_kernels.rowprograms.instructions import FIRST_INPUT, OUT, Code, Input, Instruction, NoFormError, Operand
 from tests.helpers import fed_cases as cases
@@ -371,9 +371,9 @@ def test_labels_that_are_numbers_train_like_one_client_after_the_other() -> None
 class Mixed(fed.FedAvg):
     """A surrogate gap in the first round, and then the same numbers without one."""
 
-    def local_step(self, server: State, client: State, round: Round) -> LocalStep:
+    def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         gap = {"surrogate_gap": 0.4} if round.index == 0 else {"b": -0.4}
-        return LocalStep(Direction.GRADIENT, rho=0.1, **gap)
+        return LocalUpdate(Direction.GRADIENT, rho=0.1, **gap)
 
 
 def test_a_surrogate_gap_leaves_nothing_behind() -> None:

@@ -18,7 +18,7 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.cuda import CaptureError, Cuda
-from fastsam.fed.step.local_step import Direction, LocalStep, RowEnds
+from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
@@ -274,7 +274,7 @@ def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tupl
     layout.gather([p.detach() for p in model.parameters()], start)
     loss = torch.nn.functional.cross_entropy
     setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)
-    step = LocalStep(Direction.GRADIENT, rho=0.05)
+    step = LocalUpdate(Direction.GRADIENT, rho=0.05)
     work = Work(0, 0.1, 2, batch, True, 100, clients, [len(y) for _, y in clients])
     tasks = [Task(i, work, step) for i in range(len(clients))]
     return tasks, start, setup

@@ -108,7 +108,7 @@ def tasks_of(n, stored, **options):
     if stored:
         pairs, store = store_of(pairs)
     made = Work(**work, clients=pairs, sizes=[n] * 3, store=store)
-    return [Task(i, made, fed.LocalStep()) for i in range(3)]
+    return [Task(i, made, fed.LocalUpdate()) for i in range(3)]
 
 
 @pytest.mark.parametrize("stored", [False, True])

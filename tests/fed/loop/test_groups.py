@@ -16,7 +16,7 @@ from fastsam.fed.clients.pairs import ALIGNMENT
 from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
-from fastsam.fed.step.local_step import RowEnds
+from fastsam.fed.step.local_update import RowEnds
 from fastsam.fed.sums.fixed_point import RoundSums
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
@@ -78,9 +78,9 @@ class OneByOne:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         n = len(next(iter(client.values()), [None]))
-        return [self._row(self._inner.local_step(server, self._own(client, i), round)) for i in range(n)]
+        return [self._row(self._inner.local_update(server, self._own(client, i), round)) for i in range(n)]
 
     def close_client(self, server, client, ends, round):
         self._sizes.append(len(ends.clients))
@@ -144,13 +144,13 @@ def test_one_call_for_a_group_gives_the_bits_of_a_call_each(name, its, bad, opti
 
 
 def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch):
-    sizes, own = [], fed.SCAFFOLD.local_step
+    sizes, own = [], fed.SCAFFOLD.local_update
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         sizes.append(len(client["c_i"]))
         return own(self, server, client, round)
 
-    monkeypatch.setattr(fed.SCAFFOLD, "local_step", local_step)
+    monkeypatch.setattr(fed.SCAFFOLD, "local_update", local_update)
     run(fed.SCAFFOLD(), rounds=2, participation=1.0)
     assert sizes == [1, 1, 4, 3]  # before the first round, in it, and seven clients in four slots
     sizes.clear()
@@ -165,9 +165,9 @@ class Radii(fed.FedSAM):
         _, upload = super().close_client(server, client, ends, round)
         return {"radius": torch.tensor(ends.clients) / 50}, upload
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         radii = client["radius"].tolist() if client else [0.05]
-        return [fed.LocalStep(fed.Direction.GRADIENT, rho=rho) for rho in radii]
+        return [fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho) for rho in radii]
 
 
 def test_numbers_of_local_steps_may_differ_between_clients():
@@ -211,17 +211,17 @@ def test_some_of_a_group_have_memory_of_their_own():
 class Counted(fed.FedAvg):
     calls: list[int]
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         self.calls.append(round.index)
-        return super().local_step(server, client, round)
+        return super().local_update(server, client, round)
 
 
 class CountedStates(fed.SCAFFOLD):
     calls: list[tuple[int, bool]]
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         self.calls.append((round.index, bool(client["c_i"].any())))
-        return super().local_step(server, client, round)
+        return super().local_update(server, client, round)
 
 
 @pytest.mark.parametrize(("executor", "calls"), [("sequential", len(SIZES)), ("vmap", 2)])
@@ -266,7 +266,7 @@ def test_without_one_shape_or_with_too_much_there_is_no_store(monkeypatch):
 def test_a_span_is_its_batches_one_after_the_other(n, size, counts, kept):
     pairs, store = stored([(torch.randn(n, 2), torch.arange(n)) for _ in range(3)])
     work = Work(0, 0.1, 2, size, True, 3, pairs, [n] * 3, None, store if kept else None)
-    tasks = [Task(i, work, fed.LocalStep()) for i in range(3)]
+    tasks = [Task(i, work, fed.LocalUpdate()) for i in range(3)]
     feed, k = Feed(tasks), 0
     for count in counts:
         samples = feed.span(k, count)

@@ -96,9 +96,9 @@ class Raises(fed.Algorithm):
         self._look("init_client", self.after)
         return {"k": server["w"] * 0}
 
-    def local_step(self, server, client, round):
-        self._look("local_step", round.index)
-        return fed.LocalStep()
+    def local_update(self, server, client, round):
+        self._look("local_update", round.index)
+        return fed.LocalUpdate()
 
     def close_client(self, server, client, ends, round):
         self._look("close_client", round.index)
@@ -114,7 +114,7 @@ class Raises(fed.Algorithm):
     [
         ("init_server", "before round 1"),
         ("init_client", "before round 1"),
-        ("local_step", "in round 2, client 0"),
+        ("local_update", "in round 2, client 0"),
         ("close_client", "in round 2, client 0"),
         ("step_server", "in round 2"),
     ],
@@ -128,8 +128,8 @@ def test_what_an_own_algorithm_raises_is_told_with_method_round_and_client(metho
 
 
 def test_of_stacked_clients_all_are_named() -> None:
-    with pytest.raises(fed.AlgorithmError, match="local_step failed in round 2, clients 1, 2, 0: Zero"):
-        start("vmap", algorithm=Raises("local_step"), slots=4)
+    with pytest.raises(fed.AlgorithmError, match="local_update failed in round 2, clients 1, 2, 0: Zero"):
+        start("vmap", algorithm=Raises("local_update"), slots=4)
 
 
 # --- states ---

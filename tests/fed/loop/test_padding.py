@@ -30,8 +30,8 @@ class Noisy(fed.Algorithm):
             view.fill_(1.0)
         return row
 
-    def local_step(self, server, client, round):
-        return fed.LocalStep(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalStep()
+    def local_update(self, server, client, round):
+        return fed.LocalUpdate(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalUpdate()
 
     def close_client(self, server, client, ends, round):
         delta, n = ends.displacement, len(ends.clients)
@@ -52,7 +52,7 @@ def run(algorithm, **options):
 @pytest.mark.parametrize(
     ("place", "executor", "words"),
     [
-        ("step", "sequential", "the LocalStep of local_step has numbers in the padding of 'q'"),
+        ("step", "sequential", "the LocalUpdate of local_update has numbers in the padding of 'q'"),
         ("upload", "vmap", "the Upload of close_client has numbers in the padding of 'delta'"),
         ("server", "sequential", "the state that step_server returns has numbers in the padding of 'w'"),
     ],
@@ -96,10 +96,10 @@ class Mixing(fed.Algorithm):
     def init_client(self, server: Any) -> Any:
         return {"c": torch.zeros_like(server["w"])}
 
-    def local_step(self, server: Any, client: Any, round: Any) -> fed.LocalStep:
-        if self.how == "local_step":
-            return fed.LocalStep(q=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0))
-        return fed.LocalStep()
+    def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
+        if self.how == "local_update":
+            return fed.LocalUpdate(q=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0))
+        return fed.LocalUpdate()
 
     def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
         delta = ends.displacement
@@ -122,7 +122,7 @@ def trained(how: str) -> fed.Result:
 
 @pytest.mark.parametrize(
     ("how", "method", "n"),
-    [("local_step", "local_step", 2), ("close_client", "close_client", 3), ("noise", "close_client", 3)],
+    [("local_update", "local_update", 2), ("close_client", "close_client", 3), ("noise", "close_client", 3)],
 )
 def test_rows_that_are_mixed(how: str, method: str, n: int) -> None:
     with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns other numbers for {n} clients together"):

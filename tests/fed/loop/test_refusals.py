@@ -49,8 +49,8 @@ def sparse():
 
 
 class OnlyTensor(fed.Algorithm):
-    def local_step(self, server: Any, client: Any, round: Any) -> fed.LocalStep:
-        return fed.LocalStep(only=torch.tensor([0]))  # type: ignore[arg-type]
+    def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
+        return fed.LocalUpdate(only=torch.tensor([0]))  # type: ignore[arg-type]
 
 
 class Flat(fed.Algorithm):
@@ -211,7 +211,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: Settings(rounds=3, lr_decay=1e+200),
      r"lr \* lr_decay\*\*2 must be a finite number, got 0.1 \* 1e\+200\*\*2"),
     (lambda: start(algorithm=fed.FedDyn(phi=1e-300, phi_decay=1e+200), rounds=3),
-     r"FedDyn.local_step failed in round 3, .*phi \* phi_decay\*\*2 must be a finite number"),
+     r"FedDyn.local_update failed in round 3, .*phi \* phi_decay\*\*2 must be a finite number"),
     # what cannot stay
     (lambda: start_small(personal="head.*"),
      "personal: 'head.*' matches no trainable parameter .* 0.weight, 0.bias, 2.weight, 2.bias"),

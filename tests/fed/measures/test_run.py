@@ -17,7 +17,7 @@ from fastsam.fed.algorithms import Round
 from fastsam.fed.clients.population import Population
 from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
-from fastsam.fed.step.local_step import RowEnds, Snapshot
+from fastsam.fed.step.local_update import RowEnds, Snapshot
 from fastsam.fed.step.model_copy import trainable
 from fastsam.fed.sums.fixed_point import RoundSums
 from tests.helpers import oracle, quadratic

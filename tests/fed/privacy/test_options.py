@@ -93,9 +93,9 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
     class Counted(fed.FedAvg):
         told: ClassVar[set[int]] = set()
 
-        def local_step(self, server: Any, client: Any, round: Any) -> Any:
+        def local_update(self, server: Any, client: Any, round: Any) -> Any:
             self.told.add(round.active)
-            return super().local_step(server, client, round)
+            return super().local_update(server, client, round)
 
         def step_server(self, server: Any, sums: Any, round: Any) -> Any:
             self.told.update((round.active, sums.clients))

@@ -35,14 +35,14 @@ class Own(fed.Algorithm):
 
     constants: dict[str, Any] = field(default_factory=dict)
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         w, made = server["w"], dict(self.constants)
         there = (w != 0).to(w.dtype)
         if "e" in made:
             made["e"] = made["e"] * there
         if "anchor" in made:
             made["anchor"] = w + made["anchor"] * there
-        return fed.LocalStep(rho=0.3, **made)
+        return fed.LocalUpdate(rho=0.3, **made)
 
 
 STEPS = {

@@ -32,13 +32,13 @@ class Own(fed.Algorithm):
 
     constants: dict[str, Any] = field(default_factory=dict)
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         made, w = dict(self.constants), server["w"]
         if made["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS):
             made["e"] = w
         if "rho_scale" in made:
             made["rho_scale"] = round.rows.factors("rho_scale", made["rho_scale"], w)
-        return fed.LocalStep(**made)
+        return fed.LocalUpdate(**made)
 
 
 @dataclass
@@ -140,9 +140,9 @@ def test_a_dual_follows_a_falling_radius():
     class Dual(fed.Algorithm):
         rho_end: float = 1.0
 
-        def local_step(self, server, client, round):
+        def local_update(self, server, client, round):
             zero = torch.zeros_like(server["w"])
-            return fed.LocalStep(D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, mu=zero, s=zero)
+            return fed.LocalUpdate(D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, mu=zero, s=zero)
 
         def close_client(self, server, client, ends, round):
             lengths.append(float(torch.linalg.vector_norm(ends.eps)))
@@ -202,8 +202,8 @@ SCALED = {"rho_scale": SCALE}
 @pytest.mark.parametrize(
     ("module", "function", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_step", "LocalStep.radius", "(1 - self.rho_end) * k", "(1 - self.rho_end) * (k + 1)", D.GRADIENT,
-            FALLS, "sequential"),
+        ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end) * k", "(1 - self.rho_end) * (k + 1)",
+            D.GRADIENT, FALLS, "sequential"),
         ("executors.kernel_calls", "Form.pace_", "self.hyper[:, 0, Column.RHO].copy_(radii)", "pass", D.GRADIENT,
             FALLS, "vmap"),
         ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
@@ -236,8 +236,8 @@ def test_every_client_has_its_own(executor):
         def init_client(self, server):
             return {"scale": torch.ones_like(server["w"]) * (server["w"] != 0)}
 
-        def local_step(self, server, client, round):
-            return fed.LocalStep(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
+        def local_update(self, server, client, round):
+            return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
         def close_client(self, server, client, ends, round):
             made = [round.rows.factors("scale", {"0": of(i)}, server["w"]) for i in ends.clients]

@@ -163,10 +163,10 @@ def test_a_measure_sees_vectors_as_torch_makes_them_and_the_model(format, execut
 class Noisy(fed.Algorithm):
     """Moves one filter of one parameter alone, found by its name."""
 
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])
         round.rows.unflatten(q)["conv.weight"][2] = 1.0
-        return fed.LocalStep(a=0.0, q=q)
+        return fed.LocalUpdate(a=0.0, q=q)
 
 
 @pytest.mark.parametrize("format", ["auto", "preserve"])
@@ -182,9 +182,9 @@ def test_an_algorithm_reaches_a_parameter_by_name(format):
 
 @dataclass(frozen=True)
 class Writing(fed.Algorithm):
-    def local_step(self, server, client, round):
+    def local_update(self, server, client, round):
         round.rows.unflatten(server["w"])["out.bias"].zero_()
-        return fed.LocalStep()
+        return fed.LocalUpdate()
 
 
 def test_views_of_the_servers_row_are_watched_too():

@@ -55,7 +55,7 @@ algorithms.fedexp FedExP.step_server: 2 * (delta.square().sum() + self.eps) => 1
 algorithms.fedexp FedExP.step_server: delta.square().sum() + self.eps => delta.square().sum() @ fedexp
 algorithms.fedexp FedExP.close_client: norm ** 2 => norm @ fedexp
 algorithms.fedexp FedExP.step_server: 0.5 * eta => eta @ fedexp
-algorithms.fedexp FedExP.local_step: server['x'] => None @ fedexp
+algorithms.fedexp FedExP.local_update: server['x'] => None @ fedexp
 # SCAFFOLD, FedGAMMA, FedLESAM_S
 algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => client['c_i'] - server['c'] @ scaffold
 algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => server['c'] @ scaffold
@@ -71,17 +71,17 @@ algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c']
     {**after, 'c': moved(server['c'], sums.total('dc') / round.active)} @ scaffold
 algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
     {**after, 'c': moved(server['c'], 0 * sums.total('dc'))} @ fedlesam-s
-algorithms.fedgamma FedGAMMA.local_step: self.correction(server, client) => None @ fedgamma
-algorithms.fedgamma FedGAMMA.local_step: rho=rho => rho=0.0 @ fedgamma
-algorithms.fedlesam_s FedLESAM_S.local_step: self.control_scale * self.correction(server, client) =>
+algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
+algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
+algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
     self.correction(server, client) @ fedlesam-s
 # FedCM, MoFedSAM
-algorithms.fedcm FedCM.local_step: a=self.alpha => a=1 - self.alpha @ fedcm
-algorithms.fedcm FedCM.local_step: a=self.alpha => a=1.0 @ fedcm
-algorithms.fedcm FedCM.local_step: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
-algorithms.mofedsam MoFedSAM.local_step: a=self.beta => a=1.0 @ mofedsam
-algorithms.mofedsam MoFedSAM.local_step: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
-algorithms.mofedsam MoFedSAM.local_step: rho=rho => rho=0.0 @ mofedsam
+algorithms.fedcm FedCM.local_update: a=self.alpha => a=1 - self.alpha @ fedcm
+algorithms.fedcm FedCM.local_update: a=self.alpha => a=1.0 @ fedcm
+algorithms.fedcm FedCM.local_update: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
+algorithms.mofedsam MoFedSAM.local_update: a=self.beta => a=1.0 @ mofedsam
+algorithms.mofedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
+algorithms.mofedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
 algorithms.momentum ServerDirection.close_client: -round.lr => round.lr @ fedcm
 algorithms.momentum ServerDirection.close_client: round.lr => round.first_lr @ mofedsam
 algorithms.momentum ServerDirection.close_client: -round.lr * K => -round.lr @ fedcm
@@ -91,8 +91,8 @@ algorithms.momentum ServerDirection.step_server: {**super().step_server(server, 
     sums.mean('D').to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D': (sums.mean('D') +
     server['D']).to(server['D'].dtype)} @ mofedsam
 # MimeLite
-algorithms.mimelite MimeLite.local_step: self._fresh => 1.0 @ mimelite
-algorithms.mimelite MimeLite.local_step: (1 - self.beta) * server['m'] => server['m'] @ mimelite
+algorithms.mimelite MimeLite.local_update: self._fresh => 1.0 @ mimelite
+algorithms.mimelite MimeLite.local_update: (1 - self.beta) * server['m'] => server['m'] @ mimelite
 algorithms.mimelite MimeLite.step_server: self._fresh * sums.mean('G') => sums.mean('G') @ mimelite
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
@@ -118,57 +118,57 @@ algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(
 algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
-algorithms.feddyn FedDyn.local_step: phi=phi => phi=0.0 @ feddyn
-algorithms.fedlesam_d FedLESAM_D.local_step: phi=phi => phi=0.0 @ fedlesam-d
-algorithms.fedprox FedProx.local_step: -self.phi => self.phi @ fedprox
-algorithms.fedprox FedProx.local_step: phi=self.phi => phi=0.0 @ fedprox
-algorithms.fedspeed FedSpeed.local_step: LocalStep(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q,
-    phi=self.phi) => LocalStep(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
+algorithms.feddyn FedDyn.local_update: phi=phi => phi=0.0 @ feddyn
+algorithms.fedlesam_d FedLESAM_D.local_update: phi=phi => phi=0.0 @ fedlesam-d
+algorithms.fedprox FedProx.local_update: -self.phi => self.phi @ fedprox
+algorithms.fedprox FedProx.local_update: phi=self.phi => phi=0.0 @ fedprox
+algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q,
+    phi=self.phi) => LocalUpdate(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
     fedspeed
-algorithms.fedspeed FedSpeed.local_step: 1 - self.alpha => 0.0 @ fedspeed
+algorithms.fedspeed FedSpeed.local_update: 1 - self.alpha => 0.0 @ fedspeed
 algorithms.fedspeed FedSpeed.close_client: client['h_i'] + ends.displacement => ends.displacement @ fedspeed
 algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement + client['h_i'] @ fedspeed
 algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement @ fedspeed
 # FedSWA, FedMoSWA, FedNSAM
-algorithms.fedswa FedSWA.local_step: self.rho => 1.0 @ fedswa
+algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
 algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
     sums.mean('delta'))} => {**server, 'w': moved(server['w'], round.server_lr * sums.mean('delta'))} @ fedswa
-step.local_step LocalStep.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
-step.local_step paces: steps - 1 => steps @ fedmoswa
-algorithms.fedmoswa FedMoSWA.local_step: lr_end=self.rho =>  @ fedmoswa
+step.local_update LocalUpdate.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
+step.local_update paces: steps - 1 => steps @ fedmoswa
+algorithms.fedmoswa FedMoSWA.local_update: lr_end=self.rho =>  @ fedmoswa
 algorithms.fedmoswa FedMoSWA.close_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedmoswa FedMoSWA.close_client: c_i - server['c'] => c_i @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: sums.clients => round.clients @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.gamma * sums.total('dc') => sums.total('dc') @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
-algorithms.fednsam FedNSAM.local_step: self.gamma * server['m'] => server['m'] @ fednsam
+algorithms.fednsam FedNSAM.local_update: self.gamma * server['m'] => server['m'] @ fednsam
 algorithms.fednsam FedNSAM.step_server: self.gamma * server['m'].double() => server['m'].double() @ fednsam
-algorithms.fednsam FedNSAM.local_step: -server['m'] => server['m'] @ fednsam-momentum
-algorithms.fednsam FedNSAM.local_step: start=start =>  @ fednsam-momentum
-algorithms.fednsam FedNSAM.local_step: start=start =>  @ fednsam
-algorithms.fednsam FedNSAM.local_step: value_at('rho', self.rho, round) => 0.0 @ fednsam
+algorithms.fednsam FedNSAM.local_update: -server['m'] => server['m'] @ fednsam-momentum
+algorithms.fednsam FedNSAM.local_update: start=start =>  @ fednsam-momentum
+algorithms.fednsam FedNSAM.local_update: start=start =>  @ fednsam
+algorithms.fednsam FedNSAM.local_update: value_at('rho', self.rho, round) => 0.0 @ fednsam
 # FedGloSS
 algorithms.fedgloss FedGloSS.step_server: -delta => delta @ fedgloss
-algorithms.fedgloss FedGloSS.local_step: server['w'] + value_at('rho', self.rho, round) * server['d'] => server['w'] @
+algorithms.fedgloss FedGloSS.local_update: server['w'] + value_at('rho', self.rho, round) * server['d'] => server['w'] @
     fedgloss
-algorithms.fedgloss FedGloSS.local_step: start=start =>  @ fedgloss
-algorithms.fedgloss FedGloSS.local_step: client['h_i'] - start => client['h_i'] - server['w'] @ fedgloss
-algorithms.fedgloss FedGloSS.local_step: client['h_i'] - start => -start @ fedgloss-sgd
-algorithms.fedgloss FedGloSS.local_step: rho=rho_local => rho=0.0 @ fedgloss
+algorithms.fedgloss FedGloSS.local_update: start=start =>  @ fedgloss
+algorithms.fedgloss FedGloSS.local_update: client['h_i'] - start => client['h_i'] - server['w'] @ fedgloss
+algorithms.fedgloss FedGloSS.local_update: client['h_i'] - start => -start @ fedgloss-sgd
+algorithms.fedgloss FedGloSS.local_update: rho=rho_local => rho=0.0 @ fedgloss
 algorithms.fedgloss FedGloSS.step_server: -delta / (torch.linalg.vector_norm(delta) + NU) => -delta @ fedgloss-sgd
 # FedGMT, FedNTD
-algorithms.fedgmt FedGMT.local_step: client['h_i'] => -client['h_i'] @ fedgmt
-algorithms.fedgmt FedGMT.local_step: self.gamma => 1.0 @ fedgmt
-algorithms.fedgmt FedGMT.local_step: server['e'] => server['w'] @ fedgmt
+algorithms.fedgmt FedGMT.local_update: client['h_i'] => -client['h_i'] @ fedgmt
+algorithms.fedgmt FedGMT.local_update: self.gamma => 1.0 @ fedgmt
+algorithms.fedgmt FedGMT.local_update: server['e'] => server['w'] @ fedgmt
 algorithms.fedgmt FedGMT.step_server: after['w'] => server['w'] @ fedgmt
 algorithms.fedgmt _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedgmt
 algorithms.fedntd _term: classes == y.unsqueeze(1) => None @ fedntd
-algorithms.fedntd FedNTD.local_step: self.beta => 1.0 @ fedntd
+algorithms.fedntd FedNTD.local_update: self.beta => 1.0 @ fedntd
 # FedSOL
-algorithms.fedsol FedSOL.local_step: value_at('rho', self.rho, round) => 1.0 @ fedsol
+algorithms.fedsol FedSOL.local_update: value_at('rho', self.rho, round) => 1.0 @ fedsol
 algorithms.fedsol _term: divergence(outputs, told, tau) => divergence(told, outputs, tau) @ fedsol
-algorithms.fedsol FedSOL.local_step: perturbs=True => perturbs=False @ fedsol
-algorithms.fedsol FedSOL.local_step: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
+algorithms.fedsol FedSOL.local_update: perturbs=True => perturbs=False @ fedsol
+algorithms.fedsol FedSOL.local_update: Direction.GRADIENT_BY_DRIFT => Direction.GRADIENT @ fedsol
 executors.gradient_passes Passes.run_taught: term if teacher.perturbs else loss + term => loss + term @ fedsol
 executors.row Row._fill: step.teacher is None or step.teacher.perturbs => step.teacher is None @ fedsol
 executors.kernel_calls Form._by_drift: torch.sub(self.w, self.field('origin'), out=self.field('direction')).abs_() =>
@@ -178,10 +178,10 @@ executors.kernel_calls Form._by_drift: torch.linalg.vector_norm(far, dim=1, keep
 # MOON
 algorithms.moon _term: old - received => received - old @ moon
 algorithms.moon _term: (old - received) / tau => old - received @ moon
-algorithms.moon MOON.local_step: self.mu => 1.0 @ moon
-algorithms.moon MOON.local_step: (server['w'], client['w_i']) => (client['w_i'], server['w']) @ moon
+algorithms.moon MOON.local_update: self.mu => 1.0 @ moon
+algorithms.moon MOON.local_update: (server['w'], client['w_i']) => (client['w_i'], server['w']) @ moon
 algorithms.moon MOON.close_client: server['w'] => client['w_i'] @ moon
-algorithms.moon MOON.local_step: self.features is None => False @ moon
+algorithms.moon MOON.local_update: self.features is None => False @ moon
 executors.taught Taught.listen_: at[0][0] is not weights => False @ moon
 step.teacher divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q - p)).sum(1).mean() @ fedgmt
 step.teacher divergence: (outputs / temperature, told / temperature) => (outputs, told) @ fedntd
@@ -189,13 +189,13 @@ step.teacher divergence: (share * (q - p)).sum(1) => share * (q - p) @ fedntd
 executors.gradient_passes Passes.run_taught: teacher.weight * check_scalar(teacher.compare(own, told, y)) =>
     check_scalar(teacher.compare(own, told, y)) @ fedgmt
 # FedWMSAM
-algorithms.fedwmsam FedWMSAM.local_step: drift=-1.0 => drift=1.0 @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_step: LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i,
-    drift=-1.0) => LocalStep(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=server['D'], drift=-1.0) @
+algorithms.fedwmsam FedWMSAM.local_update: drift=-1.0 => drift=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i,
+    drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=server['D'], drift=-1.0) @
     fedwmsam
-algorithms.fedwmsam FedWMSAM.local_step: (1 - alpha) * D_i => D_i @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_step: a=alpha => a=1.0 @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_step: alpha / (1 - alpha) => alpha @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: (1 - alpha) * D_i => D_i @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: a=alpha => a=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
 algorithms.fedwmsam FedWMSAM.close_client: -round.lr => round.lr @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: 1 + sums.mean('cos') => 1 - sums.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 + sums.mean('cos')).clamp(LEAST, MOST) => 1 + sums.mean('cos') @ fedwmsam
@@ -203,21 +203,21 @@ algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'
 executors.kernel_calls Form.walk_: path.add_(self.vectors['e']) => pass @ fedwmsam
 executors.kernel_calls Form._drifted: d.mul_(self.kind.drift) => d @ fedwmsam
 # FedTOGA
-algorithms.fedtoga FedTOGA.local_step: self.kappa * D => D @ fedtoga
-algorithms.fedtoga FedTOGA.local_step: self.beta * D => D @ fedtoga
-algorithms.fedtoga FedTOGA.local_step: remembers=True => remembers=False @ fedtoga
+algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
+algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
+algorithms.fedtoga FedTOGA.local_update: remembers=True => remembers=False @ fedtoga
 algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, sums, round), 'D':
     (-sums.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D':
     sums.mean('delta').to(server['D'].dtype)} @ fedtoga
-algorithms.fedtoga FedTOGA.local_step: rho=rho => rho=0.0 @ fedtoga
+algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
 executors.kernel_calls Form.begin_: self.field(name).zero_() => pass @ fedtoga
 # FedGF
-algorithms.fedgf FedGF.local_step: max(1, min(round.index, self.window)) => self.window @ fedgf
-algorithms.fedgf FedGF.local_step: min(round.index, self.window) => round.index @ fedgf-window
+algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
+algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
 algorithms.fedgf FedGF.step_server: round.index % self.window => 0 @ fedgf
 algorithms.fedgf FedGF.step_server: sums.mean('length') > self.threshold => sums.mean('length') < self.threshold @ fedgf
-algorithms.fedgf FedGF.local_step: server['d'] => -server['d'] @ fedgf
-algorithms.fedgf FedGF.local_step: pull=c => pull=c / 2 @ fedgf
+algorithms.fedgf FedGF.local_update: server['d'] => -server['d'] @ fedgf
+algorithms.fedgf FedGF.local_update: pull=c => pull=c / 2 @ fedgf
 algorithms.fedgf FedGF.step_server: server['w'].double() => 2 * server['w'].double() @ fedgf
 # FedSCAM
 algorithms.fedscam FedSCAM._radius: 1 + self.alpha * self._apart(norms, cosines(-gradients, u)) => 2 + self.alpha *
@@ -239,9 +239,9 @@ executors.base Task.first: islice(self.batches(), batches) => self.batches() @ f
 executors.gradient_passes Passes.mean_gradient: norms.add_(gradients.norms(1), alpha=share) =>
     norms.copy_(gradients.norms(1)) @ fedscam
 executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() => torch.stack(squares).sum(0) @ fedscam
-algorithms.fedscam FedSCAM.local_step: self.pilots => 1 @ fedscam
+algorithms.fedscam FedSCAM.local_update: self.pilots => 1 @ fedscam
 # FedSMOO
-algorithms.fedsmoo FedSMOO.local_step: self.alpha => 1.0 @ fedsmoo-alpha
+algorithms.fedsmoo FedSMOO.local_update: self.alpha => 1.0 @ fedsmoo-alpha
 algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual => ends.dual @ fedsmoo-alpha
 algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual @ fedsmoo
 algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual + ends.eps @
@@ -250,8 +250,8 @@ algorithms.fedsmoo FedSMOO.close_client: self.s_rule == 'mu_active' => False @ f
 algorithms.fedsmoo FedSMOO.step_server: ({**after, 'mu': mu.to(server['mu'].dtype)}, -mu) => ({**after, 'mu':
     mu.to(server['mu'].dtype)}, mu) @ fedsmoo-mu-all
 algorithms.fedsmoo FedSMOO.close_client: ends.dual - client['mu_i'] => ends.dual @ fedsmoo-mu-all
-algorithms.fedsmoo FedSMOO.local_step: server['s'] => 0 * server['s'] @ fedsmoo
-algorithms.fedsmoo FedSMOO.local_step: client['mu_i'] => 0 * client['mu_i'] @ fedsmoo-alone
+algorithms.fedsmoo FedSMOO.local_update: server['s'] => 0 * server['s'] @ fedsmoo
+algorithms.fedsmoo FedSMOO.local_update: client['mu_i'] => 0 * client['mu_i'] @ fedsmoo-alone
 algorithms.fedsmoo FedSMOO.close_client: {**state, 'mu_i': ends.dual} => {**state, 'mu_i': client['mu_i']} @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: torch.linalg.vector_norm(r) + NU => 1.0 @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: value_at('rho', self.rho, round) * r => r @ fedsmoo
@@ -264,16 +264,16 @@ fastsam_kernels.reference _dual_direction: h[Column.PENALTY] * (g.to(dtype) - mu
 fastsam_kernels.reference _dual_direction: g.to(dtype) - mu.to(dtype) => g.to(dtype) + mu.to(dtype) @ fedsmoo
 fastsam_kernels.reference dual_perturb_: e_.copy_(e) => e_.copy_(-e) @ fedsmoo-alone
 # FedSAM, ASAM, schedules
-algorithms.fedsam FedSAM.local_step: Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT =>
+algorithms.fedsam FedSAM.local_update: Direction.ADAPTIVE_GRADIENT if self.adaptive else Direction.GRADIENT =>
     Direction.GRADIENT @ fedsam-asam
-algorithms.fedsam FedSAM.local_step: self.eta => 0.0 @ fedsam-asam
+algorithms.fedsam FedSAM.local_update: self.eta => 0.0 @ fedsam-asam
 fastsam_kernels.reference perturb_: t * t * direction => t * direction @ fedsam-asam
 fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[Column.ETA]) * direction => direction @ fedsam-asam
 fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
 executors.row Row._sharp_step: self.form.update_(second, first) => self.form.update_(first, second) @ fedsam
 algorithms.schedule formula: {'round': float(index + 1), **known} => {'round': float(index), **known} @ fedsam-schedule
 # FedGSAM
-algorithms.fedgsam FedGSAM.local_step: self.alpha => -self.alpha @ fedgsam
+algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
 algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
 algorithms.fedgsam FedGSAM.radius: round.lr - self.lr_min => round.lr @ fedgsam-lr-min
 algorithms.fedgsam FedGSAM.radius: round.first_lr - self.lr_min => round.first_lr @ fedgsam-lr-min
@@ -305,9 +305,9 @@ step.input_map InputMap.ascend: delta + self.lr * grad_delta => delta - self.lr 
 step.input_map InputMap.ascend: identity + _project(Lam - identity, self.radius[0]) => _project(Lam, self.radius[0]) @
     fedrobust-radius
 step.input_map InputMap.ascend: _project(delta, self.radius[1]) => delta @ fedrobust-radius
-algorithms.fedrobust FedRobust.local_step: round.lr => round.first_lr @ fedrobust-default
-algorithms.fedrobust FedRobust.local_step: self.ascent_steps => 1 @ fedrobust-diag
-algorithms.fedrobust FedRobust.local_step: client.get('Lam') => None @ fedrobust
+algorithms.fedrobust FedRobust.local_update: round.lr => round.first_lr @ fedrobust-default
+algorithms.fedrobust FedRobust.local_update: self.ascent_steps => 1 @ fedrobust-diag
+algorithms.fedrobust FedRobust.local_update: client.get('Lam') => None @ fedrobust
 algorithms.fedrobust FedRobust.close_client: {**state, 'Lam': ends.input_map.Lam, 'delta': ends.input_map.delta} =>
     {**state, 'Lam': ends.input_map.Lam, 'delta': 0 * ends.input_map.delta} @ fedrobust
 # The run's own options, in the step
@@ -331,28 +331,28 @@ loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[
 loop.personal Personal._begun: buffers or None => None @ fedbn
 loop.personal Personal.close_client: client[OWN] + ends.displacement[:, self.places] => client[OWN] -
     ends.displacement[:, self.places] @ fedbn
-loop.personal Personal.local_step: start[:, self.places] = own => pass @ fedbn
+loop.personal Personal.local_update: start[:, self.places] = own => pass @ fedbn
 loop.personal Personal.close_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
 loop.personal Personal._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
-algorithms.fedrep FedRep.local_step: place not in head => True @ fedrep
-algorithms.fedrep FedRep.local_step: only=head =>  @ fedrep
-algorithms.fedrep FedRep.local_step: epochs=self.head_epochs =>  @ fedrep
+algorithms.fedrep FedRep.local_update: place not in head => True @ fedrep
+algorithms.fedrep FedRep.local_update: only=head =>  @ fedrep
+algorithms.fedrep FedRep.local_update: epochs=self.head_epochs =>  @ fedrep
 executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
 executors.row Row._next_phase: self.start = first => pass @ fedrep
-algorithms.ditto Ditto.local_step: -self.lam => self.lam @ ditto
-algorithms.ditto Ditto.local_step: phi=self.lam =>  @ ditto
+algorithms.ditto Ditto.local_update: -self.lam => self.lam @ ditto
+algorithms.ditto Ditto.local_update: phi=self.lam =>  @ ditto
 algorithms.ditto Ditto.close_client: client['v_i'] => server['w'] @ ditto
-algorithms.ditto Ditto.local_step: client['v_i'] => server['w'] @ ditto
+algorithms.ditto Ditto.local_update: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.close_client: ends.displacement => ends.then.displacement @ ditto
-algorithms.pfedme pFedMe.local_step: self.eta * self.lam => self.eta @ pfedme
-algorithms.pfedme pFedMe.local_step: -self.lam => 0 @ pfedme
+algorithms.pfedme pFedMe.local_update: self.eta * self.lam => self.eta @ pfedme
+algorithms.pfedme pFedMe.local_update: -self.lam => 0 @ pfedme
 algorithms.pfedme pFedMe.close_client: server['w'] + ends.inner => server['w'] + ends.displacement @ pfedme
-algorithms.pfedme pFedMe.local_step: self.K => 1 @ pfedme
+algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
 executors.phases repeated: torch.mul(anchor, -task.step.phi, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
 executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
 algorithms.apfl APFL.close_client: client['v_i'] => server['w'] @ apfl
-algorithms.apfl APFL.local_step: client['v_i'] => server['w'] @ apfl
+algorithms.apfl APFL.local_update: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.close_client: ends.alpha[:, None] => client['alpha'] @ apfl
 executors.mixed Beside.step_: self.alpha[0] => 1.0 @ apfl
 executors.mixed Beside.step_: first and self.rate => self.rate @ apfl

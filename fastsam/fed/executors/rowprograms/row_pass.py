@@ -15,7 +15,7 @@ from fastsam.fed.executors.batches import Samples
 from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.local_work import Crew
 from fastsam.fed.executors.rowprograms.writer import Writer
-from fastsam.fed.step.local_step import Direction
+from fastsam.fed.step.local_update import Direction
 from fastsam_kernels.rowprograms.instructions import SHARED, NoFormError
 
 _SERVED = (Direction.NONE, Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT, Direction.CONSTANT)

@@ -34,7 +34,7 @@ from fastsam.step import Direction, Mix
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
 
-VECTORS = ("q", "e", "mu", "s", "start", "anchor", "beside", "rho_scale")  # of a LocalStep
+VECTORS = ("q", "e", "mu", "s", "start", "anchor", "beside", "rho_scale")  # of a LocalUpdate
 _ALONG = (Direction.PATH, Direction.GRADIENT_PLUS)  # what is known of the way so far is in the direction
 _NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",), **dict.fromkeys(_ALONG, ("e",))}
 
@@ -57,8 +57,8 @@ class Envelope:
 
 
 @dataclass(frozen=True)
-class LocalStep:
-    """The constants of form U for some clients in one round.
+class LocalUpdate:
+    """The constants of the local update rule for some clients in one round.
 
     q, e, mu, s, start, anchor, beside, rho_scale: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in
     the dtype of the weights, or None. They are only read: an executor works on its own copy of mu.
@@ -123,7 +123,7 @@ class LocalStep:
     buffers: Sequence[Tensor] | None = None
     epochs: int | None = None
     only: tuple[int, ...] | None = None
-    then: LocalStep | None = None
+    then: LocalUpdate | None = None
     envelope: Envelope | None = None
     beside: Tensor | None = None
     mixture: Mixture | None = None
@@ -137,12 +137,12 @@ class LocalStep:
         number("rho_end", self.rho_end, at_least=0)
         if self.rho_end != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
             raise ValueError(
-                "LocalStep: rho_end belongs to directions with a perturbation of every step; the direction is "
+                "LocalUpdate: rho_end belongs to directions with a perturbation of every step; the direction is "
                 f"{self.direction.value!r}, with rho_end={self.rho_end!r}"
             )
         if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
             raise ValueError(
-                f"LocalStep: rho_scale belongs to a perturbation without a dual; the direction is "
+                f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is "
                 f"{self.direction.value!r}"
             )
         number("pull", self.pull, at_least=0, at_most=1)
@@ -152,7 +152,7 @@ class LocalStep:
         for name in ("e", "mu", "s"):
             if (getattr(self, name) is not None) != (name in needed):
                 raise ValueError(
-                    f"LocalStep: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
+                    f"LocalUpdate: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
                     f"vectors e, mu, s; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
@@ -160,61 +160,61 @@ class LocalStep:
             self.remembers and self.direction is not Direction.GRADIENT_PLUS
         ):
             raise ValueError(
-                f"LocalStep: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient plus'; "
-                f"the direction is "
-                f"{self.direction.value!r}, with drift={self.drift!r} and remembers={self.remembers!r}"
+                f"LocalUpdate: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient "
+                f"plus'; the direction is {self.direction.value!r}, with drift={self.drift!r} and "
+                f"remembers={self.remembers!r}"
             )
         if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
             raise ValueError(
-                "LocalStep: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
+                "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
                 "gradient; got "
                 f"pull={self.pull!r}, {'no' if self.anchor is None else 'an'} anchor, and the direction "
                 f"{self.direction.value!r}"
             )
         if self.teacher is not None and self.input_map is not None:
-            raise ValueError("LocalStep: a step has a teacher or a map of the inputs, not both")
+            raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
         if self.teacher is not None and self.teacher.perturbs and self.backprops == 1:
             raise ValueError(
-                "LocalStep: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
+                "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
                 f"{self.direction.value!r} has one gradient only"
             )
         if (self.b or self.surrogate_gap) and self.backprops == 1:
             raise ValueError(
-                "LocalStep: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the "
+                "LocalUpdate: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the "
                 "perturbed one; "
                 f"the direction {self.direction.value!r} has one gradient only"
             )
         if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
             raise ValueError(
-                "LocalStep: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
+                "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
                 "one; got the direction "
                 f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
             )
         if self.pilot is not None and self.rho_end != 1:
-            raise ValueError(f"LocalStep: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
+            raise ValueError(f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
         if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
             raise ValueError(
-                "LocalStep: only must be a tuple of places, as Rows.places(...) returns them, got "
+                "LocalUpdate: only must be a tuple of places, as Rows.places(...) returns them, got "
                 f"{type(self.only).__name__}"
             )
         if self.only is not None and not self.only:
-            raise ValueError("LocalStep: only=() trains nothing; leave the phase out")
+            raise ValueError("LocalUpdate: only=() trains nothing; leave the phase out")
         if self.then is not None and not (self.chains and self.then.chains):
             raise ValueError(
-                "LocalStep: a step with a further phase, and that phase, have no dual, constant direction, full "
+                "LocalUpdate: a step with a further phase, and that phase, have no dual, constant direction, full "
                 "gradient, pilot or map of the inputs"
             )
         if self.envelope is not None and not (self.chains and self.then is None and self.phi and self.q is not None):
             raise ValueError(
-                "LocalStep: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one "
+                "LocalUpdate: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one "
                 "phase without a dual, constant "
                 "direction, full gradient, pilot or map of the inputs"
             )
         if (self.beside is None) != (self.mixture is None) or (self.mixture is not None and not self.mixes):
             raise ValueError(
-                "LocalStep: beside and mixture are one model and how it learns, next to plain steps of one phase, "
+                "LocalUpdate: beside and mixture are one model and how it learns, next to plain steps of one phase, "
                 "without a direction, teacher, "
                 f"full gradient or map of the inputs; got the direction {self.direction.value!r}, "
                 f"{'no' if self.beside is None else 'a'} vector "
@@ -261,8 +261,8 @@ class LocalStep:
 
 
 def paces(lr_end: float, steps: int) -> float:
-    """The learning rates of that many steps added up, over that of the round (`LocalStep.lr_end`): what a displacement
-    is to be divided by."""
+    """Return the sum of the learning rates of that many steps over that of the round (`LocalUpdate.lr_end`): the
+    divisor of a displacement."""
     return steps - (1 - lr_end) * (steps - 1) / 2
 
 
@@ -280,13 +280,13 @@ class RowEnds:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
     clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
-    `LocalStep.start`, `w_K - start`.
+    `LocalUpdate.start`, `w_K - start`.
     steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
     back-propagations really done, those of a full gradient and of a pilot included.
     losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples:
     those in these batches.
     buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
-    `LocalStep.buffers`; None for a model without.
+    `LocalUpdate.buffers`; None for a model without.
     dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
     gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a
     pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
