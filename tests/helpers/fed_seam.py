@@ -34,11 +34,11 @@ class Scaffold:
         q = server["c"] - client["c_i"]
         return fed.LocalUpdate(q=q) if self.rho is None else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, q=q)
 
-    def close_client(
-        self, server: State, client: State, ends: fed.RowEnds, round: fed.Round
+    def finish_client(
+        self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
-        fresh = client["c_i"] - server["c"] - ends.displacement / ends.column(round.lr * K for K in ends.steps)
-        return {"c_i": fresh}, fed.Upload(mean={"delta": ends.displacement}, total={"dc": fresh - client["c_i"]})
+        fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.steps)
+        return {"c_i": fresh}, fed.Upload(mean={"delta": results.delta}, total={"dc": fresh - client["c_i"]})
 
     def step_server(self, server: State, sums: Any, round: fed.Round) -> State:
         return {
@@ -56,6 +56,6 @@ class Reordered(executors.Executor):
     def train(self, start: Any, buffers: Any, tasks: Any) -> Iterator[Any]:
         tasks = list(tasks)
         random.shuffle(tasks)
-        ends = list(self.inner.train(start, buffers, tasks))
-        random.shuffle(ends)
-        return iter(ends)
+        results = list(self.inner.train(start, buffers, tasks))
+        random.shuffle(results)
+        return iter(results)

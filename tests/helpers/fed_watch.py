@@ -15,8 +15,8 @@ class Watched:
 
     _servers: the server's states, the first one included. _kept: by client, the rounds that it took part in and its
     states after them.
-    _steps: every local step. _ends: in the order of training, the round, what a client's row left behind (a `RowEnds`
-    of one), and the server's state that it had received.
+    _steps: every local step. _ends: in the order of training, the round, what a client's row left behind (a
+    `ClientResults` of one), and the server's state that it had received.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -44,15 +44,15 @@ class Watched:
         self._steps.append(self._inner.local_update(server, client, round))
         return self._steps[-1]
 
-    def close_client(
-        self, server: State, client: State, ends: fed.RowEnds, round: fed.Round
+    def finish_client(
+        self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
-        state, upload = self._inner.close_client(server, client, ends, round)
+        state, upload = self._inner.finish_client(server, client, results, round)
         shared = {id(t) for t in server.values()}
-        for place, number in enumerate(ends.clients):
+        for place, number in enumerate(results.clients):
             own = {name: t if id(t) in shared else t[place] for name, t in state.items()}
             self._kept.setdefault(number, []).append((round.index, own))
-            self._ends.append((round.index, ends.take([place]), server))
+            self._ends.append((round.index, results.take([place]), server))
         return state, upload
 
     def step_server(self, server: State, sums: Any, round: fed.Round) -> State:

@@ -23,10 +23,10 @@ from tests.helpers.fed_ranks import SIZES, digest
 class Sometimes(fed.FedAvg):
     """Keeps a state in even rounds only, and uploads a name that only clients with an odd number of samples have."""
 
-    def close_client(self, server: Any, client: Any, ends: Any, about: Any) -> Any:
-        _, upload = super().close_client(server, client, ends, about)
-        state = {} if about.index % 2 else {"h": ends.displacement.clone()}
-        total = {"odd": ends.displacement} if ends.samples[0] % 2 else {}  # the executor closes them one by one
+    def finish_client(self, server: Any, client: Any, results: Any, about: Any) -> Any:
+        _, upload = super().finish_client(server, client, results, about)
+        state = {} if about.index % 2 else {"h": results.delta.clone()}
+        total = {"odd": results.delta} if results.samples[0] % 2 else {}  # the executor closes them one by one
         return state, Upload(upload.mean, total)
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.algorithms.base import (
     Algorithm,
+    ClientResults,
     Direction,
     LocalUpdate,
     Round,
-    RowEnds,
     Rows,
     State,
     Sums,
@@ -49,7 +49,7 @@ __all__ = [
     "Direction",
     "LocalUpdate",
     "Round",
-    "RowEnds",
+    "ClientResults",
     "Rows",
     "State",
     "Sums",

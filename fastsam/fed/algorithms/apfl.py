@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.mixture import Mixture
 
@@ -50,10 +50,10 @@ class APFL(Algorithm):
         rate = round.lr if self.eta_alpha is None else self.eta_alpha
         return LocalUpdate(beside=client["v_i"], mixture=Mixture(client["alpha"].flatten(), rate))
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.inner is not None and ends.alpha is not None  # local_update asked for a mixture
-        state = {"v_i": client["v_i"] + ends.inner, "alpha": ends.alpha[:, None]}
-        return state, Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        assert results.inner is not None and results.alpha is not None  # local_update asked for a mixture
+        state = {"v_i": client["v_i"] + results.inner, "alpha": results.alpha[:, None]}
+        return state, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:
         return server["w"].lerp(client["v_i"], client["alpha"].to(server["w"].dtype))

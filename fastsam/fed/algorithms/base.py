@@ -8,7 +8,7 @@ All vectors are flat rows `[stride]` of one layout (the trainable parameters in 
 the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
 it is stored: `round.rows` gives views by name (`Rows.unflatten`).
 
-Clients are rows: `local_update` and `close_client` are called for n of them at once, as many as it suits the executor,
+Clients are rows: `local_update` and `finish_client` are called for n of them at once, as many as it suits the executor,
 with all vectors `[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
 """
 
@@ -22,13 +22,24 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from fastsam.fed.step.rows import Rows
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Algorithm", "Direction", "LocalUpdate", "Round", "RowEnds", "Rows", "State", "Sums", "Upload", "moved"]
+__all__ = [
+    "Algorithm",
+    "ClientResults",
+    "Direction",
+    "LocalUpdate",
+    "Round",
+    "Rows",
+    "State",
+    "Sums",
+    "Upload",
+    "moved",
+]
 
 State = dict[str, Tensor]
 
@@ -140,12 +151,12 @@ class Algorithm:
         `[stride]` if their numbers (rho, ...) differ."""
         return LocalUpdate()
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The new states of n clients, `[n, ...]`, and what they add to the sums.
 
         A tensor of the server's state in the new one, as it is, is kept by reference: clients share it.
         """
-        return client, Upload(mean={"delta": ends.displacement})
+        return client, Upload(mean={"delta": results.delta})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""

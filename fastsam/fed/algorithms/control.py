@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved
 
 
 class ControlVariates(Algorithm):
@@ -34,9 +34,9 @@ class ControlVariates(Algorithm):
         """`c - c_i`, to be added to the gradient."""
         return server["c"] - client["c_i"]
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        state, upload = super().close_client(server, client, ends, round)
-        change = ends.displacement / ends.column(-round.lr * K for K in ends.steps) - server["c"]
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        change = results.delta / results.column(-round.lr * K for K in results.steps) - server["c"]
         return {**state, "c_i": client["c_i"] + change}, Upload(upload.mean, {**upload.total, "dc": change})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:

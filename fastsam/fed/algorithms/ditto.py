@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import integer, number
 
 
@@ -44,9 +44,9 @@ class Ditto(Algorithm):
         own = LocalUpdate(start=client["v_i"], phi=self.lam, q=-self.lam * server["w"], epochs=self.epochs)
         return LocalUpdate(then=own)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.then is not None  # of the phase that local_update asked for
-        return {"v_i": client["v_i"] + ends.then.displacement}, Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        assert results.then is not None  # of the phase that local_update asked for
+        return {"v_i": client["v_i"] + results.then.delta}, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:
         return client["v_i"]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved, no_server_lr
 from fastsam.fed.common.checks import decayed, number
 
 
@@ -35,10 +35,10 @@ class DynamicRegularizer(Algorithm):
     def init_client(self, server: State) -> State:
         return {**super().init_client(server), "h_i": torch.zeros_like(server["w"])}
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        state, upload = super().close_client(server, client, ends, round)
-        mine = {**state, "h_i": client["h_i"] + ends.displacement}
-        return mine, Upload(upload.mean, {**upload.total, "dh": ends.displacement})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        mine = {**state, "h_i": client["h_i"] + results.delta}
+        return mine, Upload(upload.mean, {**upload.total, "dh": results.delta})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = super().step_server(server, sums, round)

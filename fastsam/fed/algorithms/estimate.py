@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice
 
@@ -54,8 +54,8 @@ class LocalEstimate(Algorithm):
         e = -server["w"] if old is None else old - server["w"]
         return LocalUpdate(Direction.CONSTANT, rho=rho, e=e, **constants)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        state, upload = super().close_client(server, client, ends, round)
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
         # The model itself, not a copy: clients of one round share it.
         return ({**state, "w_old_i": server["w"]} if self.ref == "client" else state), upload
 

@@ -9,7 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Sums, Upload, moved, no_server_lr
+from fastsam.fed.algorithms.base import (
+    Algorithm,
+    ClientResults,
+    LocalUpdate,
+    Round,
+    State,
+    Sums,
+    Upload,
+    moved,
+    no_server_lr,
+)
 from fastsam.fed.common.checks import choice, number
 
 
@@ -43,9 +53,9 @@ class FedExP(Algorithm):
         no_server_lr(self, round)
         return LocalUpdate(start=server["x"])
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        norm = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)
-        return client, Upload(mean={"delta": ends.displacement, "square": norm**2})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        norm = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
+        return client, Upload(mean={"delta": results.delta, "square": norm**2})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         delta = sums.mean("delta")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
 from fastsam.fed.step.local_update import NU
@@ -57,9 +57,9 @@ class FedGF(Algorithm):
         p = server["w"] + value_at("rho_g", self.rho_g, round) * server["d"]
         return LocalUpdate(Direction.GRADIENT, rho=rho, anchor=p, pull=c)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        length = torch.linalg.vector_norm(ends.displacement, dim=1, keepdim=True, dtype=torch.float64)
-        return client, Upload(mean={"delta": ends.displacement, "length": length})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        length = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
+        return client, Upload(mean={"delta": results.delta, "length": length})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = super().step_server(server, sums, round)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import LocalUpdate, Round, RowEnds, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import ClientResults, LocalUpdate, Round, State, Sums, Upload, moved
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.local_update import paces
@@ -39,10 +39,10 @@ class FedMoSWA(ControlVariates):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(q=self.correction(server, client), lr_end=self.rho)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        rates = ends.column(-round.lr * paces(self.rho, K) for K in ends.steps)
-        c_i = client["c_i"] - server["c"] + ends.displacement / rates
-        return {"c_i": c_i}, Upload({"delta": ends.displacement}, {"dc": c_i - server["c"]})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        rates = results.column(-round.lr * paces(self.rho, K) for K in results.steps)
+        c_i = client["c_i"] - server["c"] + results.delta / rates
+        return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         w = moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))

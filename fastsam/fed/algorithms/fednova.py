@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class FedNova(Algorithm):
     Per round and client 1 P down and 1 P up; state: w. One back-propagation a step.
     """
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        a = ends.column(weight_of_gradients(K, round.momentum) for K in ends.steps)
-        return client, Upload(mean={"d": ends.displacement / a, "a": a})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        a = results.column(weight_of_gradients(K, round.momentum) for K in results.steps)
+        return client, Upload(mean={"d": results.delta / a, "a": a})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         return {"w": moved(server["w"], round.server_lr * sums.mean("a") * sums.mean("d"))}

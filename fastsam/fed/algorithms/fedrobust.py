@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import choice, integer, number
 from fastsam.fed.step.input_map import FORMS, InputMap
 
@@ -48,11 +48,11 @@ class FedRobust(Algorithm):
         fixed = InputMap(self.form, self.lam, eta_2, self.ascent_steps, self.radius)
         return LocalUpdate(input_map=replace(fixed, Lam=client.get("Lam"), delta=client.get("delta")))
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        state, upload = super().close_client(server, client, ends, round)
-        if ends.input_map is None or ends.input_map.Lam is None or ends.input_map.delta is None:
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        if results.input_map is None or results.input_map.Lam is None or results.input_map.delta is None:
             raise ValueError("FedRobust needs the trained input map of every client; this executor returned none")
-        return {**state, "Lam": ends.input_map.Lam, "delta": ends.input_map.delta}, upload
+        return {**state, "Lam": results.input_map.Lam, "delta": results.input_map.delta}, upload
 
 
 def _pair(radius: object) -> tuple[float, float]:

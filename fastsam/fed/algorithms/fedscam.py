@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -67,11 +67,11 @@ class FedSCAM(Algorithm):
     def _apart(self, h: Tensor, c: Tensor) -> Tensor:
         return h * (1 - self.kappa * c).clamp(min=0)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.gradient is not None and ends.norms is not None  # local_update asked for a pilot
-        c = cosines(-ends.gradient, server["u"])
-        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._apart(ends.norms, c))
-        return client, Upload(mean={"delta": ends.displacement}, weight=weight)
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        assert results.gradient is not None and results.norms is not None  # local_update asked for a pilot
+        c = cosines(-results.gradient, server["u"])
+        weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._apart(results.norms, c))
+        return client, Upload(mean={"delta": results.delta}, weight=weight)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = super().step_server(server, sums, round)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -90,19 +90,19 @@ class FedSMOO(DynamicRegularizer):
         phi = self.phi_of(round)
         return replace(step, q=attraction(phi, server, client), phi=phi)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        if ends.dual is None or ends.eps is None:
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        if results.dual is None or results.eps is None:
             raise ValueError("FedSMOO needs the dual and the perturbation of every client; this executor returned none")
         if self.dyn:
-            state, upload = super().close_client(server, client, ends, round)
+            state, upload = super().finish_client(server, client, results, round)
         else:
-            state, upload = Algorithm.close_client(self, server, client, ends, round)
+            state, upload = Algorithm.finish_client(self, server, client, results, round)
         mean, total = dict(upload.mean), dict(upload.total)
         if self.s_rule == "mu_all":
-            total["dmu"] = ends.dual - client["mu_i"]
+            total["dmu"] = results.dual - client["mu_i"]
         else:
-            mean["r"] = ends.dual if self.s_rule == "mu_active" else self.alpha * ends.dual - ends.eps
-        return {**state, "mu_i": ends.dual}, Upload(mean, total)
+            mean["r"] = results.dual if self.s_rule == "mu_active" else self.alpha * results.dual - results.eps
+        return {**state, "mu_i": results.dual}, Upload(mean, total)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = (

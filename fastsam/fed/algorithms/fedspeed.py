@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Upload
 from fastsam.fed.algorithms.dynamic import attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -47,6 +47,6 @@ class FedSpeed(Algorithm):
         rho, q = value_at("rho", self.rho, round), attraction(self.phi, server, client)
         return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q, phi=self.phi)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        h_i = client["h_i"] + ends.displacement
-        return {"h_i": h_i}, Upload(mean={"delta": ends.displacement + h_i})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        h_i = client["h_i"] + results.delta
+        return {"h_i": h_i}, Upload(mean={"delta": results.delta + h_i})

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -59,10 +59,10 @@ class FedWMSAM(ControlVariates):
         D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
         return LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        state, upload = super().close_client(server, client, ends, round)
-        D = ends.displacement / ends.column(-round.lr * K for K in ends.steps)
-        mean = {**upload.mean, "D": D, "cos": cosines(ends.displacement, server["D"])[:, None]}
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        state, upload = super().finish_client(server, client, results, round)
+        D = results.delta / results.column(-round.lr * K for K in results.steps)
+        mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
         return state, Upload(mean, upload.total)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Sums, Upload
 from fastsam.fed.common.checks import choice, number
 
 FORMS = ("convex", "heavy_ball")
@@ -53,10 +53,10 @@ class MimeLite(Algorithm):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        if ends.gradient is None:
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        if results.gradient is None:
             raise ValueError("MimeLite needs the full gradient of every client; this executor returned none")
-        return client, Upload(mean={"delta": ends.displacement, "G": ends.gradient})
+        return client, Upload(mean={"delta": results.delta, "G": results.gradient})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         m = self._fresh * sums.mean("G") + (1 - self.beta) * server["m"].double()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, RowEnds, State, Sums, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload
 
 COUNTS = ("steps", "epochs")  # what momentum_K may be
 
@@ -29,10 +29,10 @@ class ServerDirection(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "D": torch.zeros_like(w0)}
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        counts = ends.steps if self.momentum_K == "steps" else [round.local_epochs] * len(ends.clients)
-        D = ends.displacement / ends.column(-round.lr * K for K in counts)
-        return client, Upload(mean={"delta": ends.displacement, "D": D})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        counts = results.steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.clients)
+        D = results.delta / results.column(-round.lr * K for K in counts)
+        return client, Upload(mean={"delta": results.delta, "D": D})
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         return {**super().step_server(server, sums, round), "D": sums.mean("D").to(server["D"].dtype)}

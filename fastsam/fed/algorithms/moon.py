@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.algorithms.layers import last_layer
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher
@@ -61,8 +61,8 @@ class MOON(Algorithm):
         )
         return LocalUpdate(teacher=teacher)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        return {"w_i": server["w"] + ends.displacement}, Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        return {"w_i": server["w"] + results.delta}, Upload(mean={"delta": results.delta})
 
 
 def _term(tau: float, z: Tensor, told: tuple[Tensor, Tensor], y: Tensor) -> Tensor:

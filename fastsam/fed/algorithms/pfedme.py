@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, RowEnds, State, Upload
+from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import integer, number
 from fastsam.fed.step.local_update import Envelope
 
@@ -53,9 +53,9 @@ class pFedMe(Algorithm):
             )
         return LocalUpdate(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
-        assert ends.inner is not None  # local_update asked for an envelope
-        return {"theta": server["w"] + ends.inner}, Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
+        assert results.inner is not None  # local_update asked for an envelope
+        return {"theta": server["w"] + results.inner}, Upload(mean={"delta": results.delta})
 
     def own_model(self, server: State, client: State) -> Tensor:
         return client["theta"]

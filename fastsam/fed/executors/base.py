@@ -23,7 +23,7 @@ from fastsam.fed.clients.population import Augment, Loss, augmented
 from fastsam.fed.clients.samples import Samples
 from fastsam.fed.clients.store import Store
 from fastsam.fed.common import seeds
-from fastsam.fed.step.local_update import LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
 BLOCK = 32  # batches gathered by one index_select: bounded memory, and one launch where there were 32
 
@@ -352,7 +352,7 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
     return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t.to(device)
 
 
-Ends = RowEnds | ClientError
+Ends = ClientResults | ClientError
 
 
 class Executor(ABC):

@@ -14,7 +14,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import VECTORS, LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import VECTORS, ClientResults, LocalUpdate
 
 
 class CaptureError(RuntimeError):
@@ -107,27 +107,27 @@ def vectors(step: LocalUpdate) -> tuple[Tensor | None, ...]:
     return *(getattr(step, name) for name in VECTORS), *(step.buffers or ()), *taught, *mixed, *then
 
 
-def tensors(ends: RowEnds) -> list[Tensor]:
-    """The tensors of a RowEnds."""
+def tensors(results: ClientResults) -> list[Tensor]:
+    """The tensors of a ClientResults."""
     found = [
-        ends.displacement,
-        ends.losses,
-        ends.buffers,
-        ends.dual,
-        ends.eps,
-        ends.gradient,
-        ends.norms,
-        ends.inner,
-        ends.alpha,
+        results.delta,
+        results.losses,
+        results.buffers,
+        results.dual,
+        results.eps,
+        results.gradient,
+        results.norms,
+        results.inner,
+        results.alpha,
     ]
-    found += [t for own in ends.snapshots or () for s in own.values() for t in (s.w, s.eps)]
-    if ends.input_map is not None:
-        found += [ends.input_map.Lam, ends.input_map.delta]
+    found += [t for own in results.snapshots or () for s in own.values() for t in (s.w, s.eps)]
+    if results.input_map is not None:
+        found += [results.input_map.Lam, results.input_map.delta]
     lent = [t for t in found if t is not None and t.device.type != "cpu"]
-    return lent if ends.then is None else lent + tensors(ends.then)
+    return lent if results.then is None else lent + tensors(results.then)
 
 
-def joined(parts: Sequence[RowEnds]) -> RowEnds:
+def joined(parts: Sequence[ClientResults]) -> ClientResults:
     """The ends of clients as those of one group, in their order. What is None is so for all of them."""
 
     def of(values: list[Any]) -> Any:
@@ -135,18 +135,18 @@ def joined(parts: Sequence[RowEnds]) -> RowEnds:
             return values[0]
         if isinstance(values[0], Tensor):
             return torch.cat(values)
-        if isinstance(values[0], RowEnds):
+        if isinstance(values[0], ClientResults):
             return joined(values)
         if isinstance(values[0], InputMap):
             return values[0].with_tensors(*(torch.cat([getattr(v, name) for v in values]) for name in ("Lam", "delta")))
         return [x for value in values for x in value]
 
-    return RowEnds(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(RowEnds)})
+    return ClientResults(**{f.name: of([getattr(part, f.name) for part in parts]) for f in fields(ClientResults)})
 
 
-def alike(parts: Iterable[RowEnds]) -> list[list[RowEnds]]:
+def alike(parts: Iterable[ClientResults]) -> list[list[ClientResults]]:
     """Ends that have the same fields, in groups."""
-    groups: dict[tuple[bool, ...], list[RowEnds]] = {}
+    groups: dict[tuple[bool, ...], list[ClientResults]] = {}
     for part in parts:
         groups.setdefault(tuple(getattr(part, f.name) is None for f in fields(part)), []).append(part)
     return list(groups.values())

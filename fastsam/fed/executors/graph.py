@@ -15,7 +15,7 @@ from fastsam.fed.executors.cuda import Replay
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.row import Row
 from fastsam.fed.executors.streams import Lane, Streams
-from fastsam.fed.step.local_update import LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
 _EAGER_STEPS = 2  # of a shape before its capture: what libraries set up at first use cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
@@ -82,7 +82,7 @@ class StaticRow(Row):
         torch.where(self.places == self.counter, loss, self.kept, out=self.kept)
         self.counter.add_(1)
 
-    def close(self) -> RowEnds:
+    def close(self) -> ClientResults:
         assert self.kept is not None  # a client has a step at least
         self.losses = list(self.kept[: self.k].unbind())
         return super().close()

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Task, divided
 from fastsam.fed.executors.batches import Batch, Feed
 from fastsam.fed.executors.kernel_calls import Form, Kind
-from fastsam.fed.step.local_update import RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
 
@@ -120,7 +120,7 @@ def crew_of(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[obj
 def runs(keys: Sequence[object]) -> list[slice]:
     """Where equal keys follow each other."""
     begins = [i for i, key in enumerate(keys) if not i or key != keys[i - 1]]
-    return [slice(*ends) for ends in pairwise([*begins, len(keys)])]
+    return [slice(*results) for results in pairwise([*begins, len(keys)])]
 
 
 def tasks_of(crews: Sequence[Crew]) -> list[Task]:
@@ -153,7 +153,7 @@ def rows_to_keep(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], 
     return [(row, snapshots, k) for row, (k, task, snapshots) in enumerate(clients) if k in task.snapshots]
 
 
-def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> RowEnds:
+def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> ClientResults:
     """What clients leave behind in the rows of `form`. All of them leave the same things. No buffer was changed."""
     step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
     steps: list[int] = []
@@ -165,9 +165,9 @@ def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence
         backprops += [crew.k * step.backprops + crew.extra_backprops] * n
         samples += [crew.seen] * n
     moved = buffer_displacement(buffers, buffers) if buffers else None
-    return RowEnds(
+    return ClientResults(
         clients=clients,
-        displacement=form.z - (form.field("begin") if form.kind.constant or step.start is not None else start),
+        delta=form.z - (form.field("begin") if form.kind.constant or step.start is not None else start),
         steps=steps,
         backprops=backprops,
         losses=form.losses.clone(),

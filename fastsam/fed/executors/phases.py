@@ -11,17 +11,17 @@ import torch
 
 from fastsam.fed.executors.base import Task
 from fastsam.fed.executors.kernel_calls import Form
-from fastsam.fed.step.local_update import Envelope, RowEnds
+from fastsam.fed.step.local_update import ClientResults, Envelope
 
 
-def together(before: RowEnds, ends: RowEnds) -> RowEnds:
+def together(before: ClientResults, results: ClientResults) -> ClientResults:
     """Of one model in two phases; both measure displacements from where it began."""
     return replace(
-        ends,
-        steps=(before.steps[0] + ends.steps[0],),
-        backprops=(before.backprops[0] + ends.backprops[0],),
-        losses=before.losses + ends.losses,
-        samples=(before.samples[0] + ends.samples[0],),
+        results,
+        steps=(before.steps[0] + results.steps[0],),
+        backprops=(before.backprops[0] + results.backprops[0],),
+        losses=before.losses + results.losses,
+        samples=(before.samples[0] + results.samples[0],),
         snapshots=before.snapshots,
     )
 

@@ -20,7 +20,7 @@ from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
 
 
@@ -65,8 +65,8 @@ class Row:
             check_vectors(task.step, start)
         own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
-        self.carried: RowEnds | None = None  # what phases before this one left, from which it goes on
-        self.done: tuple[RowEnds, ...] = ()  # what other models have left
+        self.carried: ClientResults | None = None  # what phases before this one left, from which it goes on
+        self.done: tuple[ClientResults, ...] = ()  # what other models have left
         self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
@@ -128,21 +128,21 @@ class Row:
     def _failure(self, error: Exception) -> ClientError:
         return ClientError.of([self.task.client], self.task.round, self.k, error)
 
-    def close(self) -> RowEnds:
+    def close(self) -> ClientResults:
         """What the client leaves behind, in memory of its own."""
-        ends = self._ends()
+        results = self._ends()
         for before in reversed(self.done):
-            ends = replace(before, then=ends)
-        return ends
+            results = replace(before, then=results)
+        return results
 
-    def _ends(self) -> RowEnds:
+    def _ends(self) -> ClientResults:
         """Of this model so far."""
         task, step = self.task, self.task.step
         ascents = 0 if self.map is None else self.map.steps - 1
         envelope = step.envelope
-        ends = RowEnds(
+        results = ClientResults(
             clients=(task.client,),
-            displacement=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
+            delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
             steps=(self.k,),
             backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
@@ -156,20 +156,20 @@ class Row:
             snapshots=(self.snapshots,),
         )
         if envelope is not None:
-            ends = replace(ends, displacement=self.form.field("anchor") - self.start, inner=ends.displacement)
+            results = replace(results, delta=self.form.field("anchor") - self.start, inner=results.delta)
         if self.beside is not None:
             inner = self.beside.form.z - self.beside.start
-            ends = replace(ends, backprops=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
-        return ends if self.carried is None else together(self.carried, ends)
+            results = replace(results, backprops=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
+        return results if self.carried is None else together(self.carried, results)
 
     def _next_phase(self, step: LocalUpdate) -> None:
         """Begins a further phase, from where this one ended, or with a model of its own."""
-        ends, task, goes_on = self._ends(), self.task, step.start is None
+        results, task, goes_on = self._ends(), self.task, step.start is None
         begin, first = self.z[0].clone(), self.start
         if goes_on:
-            self.carried, self.task = ends, self.given.phase(step, task.begun + task.epochs, task.passed + self.k)
+            self.carried, self.task = results, self.given.phase(step, task.begun + task.epochs, task.passed + self.k)
         else:
-            self.done, self.carried, self.task = (*self.done, ends), None, self.given.phase(step)
+            self.done, self.carried, self.task = (*self.done, results), None, self.given.phase(step)
             own = self.task.vector("start")
             assert own is not None
             begin = first = own

@@ -11,7 +11,7 @@ from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.cuda import Cuda, alike, joined, tensors, vectors, why_not
 from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.row import Row
-from fastsam.fed.step.local_update import RowEnds
+from fastsam.fed.step.local_update import ClientResults
 
 log = logging.getLogger("fastsam.fed")
 # without a number of the user's: small clients overlap up to about so many streams; torch deals out 32, then the first
@@ -55,15 +55,15 @@ class Lane:
             raise error
         self.error = error
 
-    def close(self) -> RowEnds:
+    def close(self) -> ClientResults:
         """What the client leaves behind, ready on the caller's stream."""
         with self.cuda.on(self.stream):
-            ends = self.row.close()
+            results = self.row.close()
         self.busy = False
         current = self.cuda.current()
         current.wait_stream(self.stream)
-        self.cuda.lend(tensors(ends), current)
-        return ends
+        self.cuda.lend(tensors(results), current)
+        return results
 
 
 class Streams(Executor):
@@ -135,9 +135,9 @@ class Streams(Executor):
                     lane.busy = False
                     yield lane.error
             for group in alike([lane.close() for lane in finished if lane.error is None]):
-                ends = joined(group)
-                self.random.check(ends.clients[0])
-                yield ends
+                results = joined(group)
+                self.random.check(results.clients[0])
+                yield results
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:
         """Queues a step of each; those that had none left."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.randomness import NoRandomness, OwnRandomness
 from fastsam.fed.executors.row import Row
-from fastsam.fed.step.local_update import RowEnds
+from fastsam.fed.step.local_update import ClientResults
 
 _PATIENCE = 0.1  # seconds between two looks for Ctrl-C
 _AHEAD = 2  # tasks handed out per slot: one in work, one that a thread finds when it is done while the receiver is busy
@@ -71,14 +71,14 @@ class Threads(Executor):
                 out += 1
             if not out:
                 return
-            ends = team.next_end()
+            results = team.next_end()
             out -= 1
-            if isinstance(ends, BaseException) and not self.setup.excludes(ends):
-                raise ends
-            if isinstance(ends, RowEnds):
-                self.random.check(ends.clients[0])
-            if isinstance(ends, (RowEnds, ClientError)):
-                yield ends
+            if isinstance(results, BaseException) and not self.setup.excludes(results):
+                raise results
+            if isinstance(results, ClientResults):
+                self.random.check(results.clients[0])
+            if isinstance(results, (ClientResults, ClientError)):
+                yield results
 
     def _row(self, number: int) -> Row:
         """Rows are made when they are needed: a small cohort costs no more than its clients."""
@@ -106,7 +106,7 @@ class _Team:
     def __init__(self, setup: Setup, start: Tensor, buffers: Sequence[Tensor]) -> None:
         self.setup, self.start, self.buffers = setup, start, buffers
         self.todo: SimpleQueue[Task | None] = SimpleQueue()
-        self.done: SimpleQueue[RowEnds | BaseException] = SimpleQueue()
+        self.done: SimpleQueue[ClientResults | BaseException] = SimpleQueue()
         self.stop = threading.Event()
         self.threads: list[threading.Thread] = []
 
@@ -123,10 +123,10 @@ class _Team:
             while (task := self.todo.get()) is not None:
                 if self.stop.is_set():
                     return
-                ends = self._train(row, task)
-                if ends is None:
+                results = self._train(row, task)
+                if results is None:
                     return
-                self.done.put(ends)
+                self.done.put(results)
         except BaseException as error:
             self.done.put(error)
 
@@ -143,7 +143,7 @@ class _Team:
             return error
         return None if self.stop.is_set() else row.close()
 
-    def next_end(self) -> RowEnds | BaseException:
+    def next_end(self) -> ClientResults | BaseException:
         """Of a client that has ended, or failed. Raises KeyboardInterrupt at Ctrl-C, also where another thread took the
         signal: Python looks for it in this one only when a wait is over.
         """

@@ -30,7 +30,7 @@ from fastsam.fed.executors.randomness import NoRandomness
 from fastsam.fed.executors.rowprograms import RowPass
 from fastsam.fed.executors.stacked_rows import StackedRows
 from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
-from fastsam.fed.step.local_update import LocalUpdate, RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
 
@@ -177,7 +177,7 @@ class Vmap(Executor):
             if crew.norms is not None and norms is not None:
                 crew.norms.add_(norms[rows], alpha=share)
 
-    def _close(self, crews: list[Crew]) -> Iterator[RowEnds]:
+    def _close(self, crews: list[Crew]) -> Iterator[ClientResults]:
         """What finished clients leave behind, of those that leave the same things together."""
         groups: dict[tuple[bool, ...], list[Crew]] = {}
         for crew in crews:

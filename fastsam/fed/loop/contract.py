@@ -43,7 +43,7 @@ def asked(
         raise AlgorithmError(f"{type(algorithm).__name__}.{method} failed {where}: {kind}{text}") from error
 
 
-_METHODS = ("init_server", "init_client", "local_update", "close_client", "step_server")
+_METHODS = ("init_server", "init_client", "local_update", "finish_client", "step_server")
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -232,23 +232,23 @@ def _check_step(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
 
 
 def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
-    """What `close_client` returned for n clients.
+    """What `finish_client` returned for n clients.
 
     Raises ValueError unless it is a client's state and an Upload, all tensors `[n, ...]`, or in the state also those of
     `server`.
     """
     if not isinstance(closed, tuple) or len(closed) != 2 or not isinstance(closed[1], Upload):
         got = f"({', '.join(map(_kind, closed))})" if isinstance(closed, tuple) else _kind(closed)
-        raise ValueError(f"close_client must return (client state, Upload), got {got}")
+        raise ValueError(f"finish_client must return (client state, Upload), got {got}")
     state, upload = closed
     for name in ("mean", "total"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _tensors(vectors):
-            raise ValueError(f"Upload({name}=...) of close_client must be a dict of tensors, got {_kind(vectors)}")
-        _check_rows(vectors, n, f"Upload({name}=...) of close_client")
+            raise ValueError(f"Upload({name}=...) of finish_client must be a dict of tensors, got {_kind(vectors)}")
+        _check_rows(vectors, n, f"Upload({name}=...) of finish_client")
     shared = set(map(id, server.values()))
-    own = {name: t for name, t in check_client(state, "close_client").items() if id(t) not in shared}
-    _check_rows(own, n, "the state that close_client returns")
+    own = {name: t for name, t in check_client(state, "finish_client").items() if id(t) not in shared}
+    _check_rows(own, n, "the state that finish_client returns")
     return state, upload
 
 
@@ -259,7 +259,7 @@ def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -
     """
     if (upload.weight is not None) != weighs:
         raise ValueError(
-            "close_client must return an Upload with a weight in every round where the class says weighs = True, and "
+            "finish_client must return an Upload with a weight in every round where the class says weighs = True, and "
             "nowhere else; got "
             f"{'none with' if weighs else 'one without'} weighs = True"
         )
@@ -268,7 +268,7 @@ def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -
     weights = torch.as_tensor(upload.weight, dtype=torch.float64, device=device).detach()
     if weights.shape != (n,) or bool((weights < 0).any()):
         raise ValueError(
-            f"Upload(weight=...) of close_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
+            f"Upload(weight=...) of finish_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
             f"{weights.tolist() if weights.shape == (n,) else list(weights.shape)}"
         )
     return weights

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
 from fastsam.fed.loop.options import Settings
-from fastsam.fed.step.local_update import LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
 from fastsam.fed.step.rows import Rows
 
 OWN = "personal"  # the name of a client's own parameters in its state
 _MASKED = (
-    "displacement",
+    "delta",
     "gradient",
     "dual",
     "eps",
@@ -137,15 +137,15 @@ class Personal:
             q = q - step.phi * (start - w)
         return replace(step, start=start, q=q, buffers=buffers or None)
 
-    def close_client(self, server: State, client: State, ends: RowEnds, round: Round) -> tuple[State, Upload]:
+    def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""
-        own = {OWN: client[OWN] + ends.displacement[:, self.places]}
-        if self.begun and ends.buffers is not None:
-            rows = zip(zip(*(client[name] for name in self.begun), strict=True), ends.buffers, strict=True)
+        own = {OWN: client[OWN] + results.delta[:, self.places]}
+        if self.begun and results.buffers is not None:
+            rows = zip(zip(*(client[name] for name in self.begun), strict=True), results.buffers, strict=True)
             after = zip(*(move_buffers(begun, by) for begun, by in rows), strict=True)
             own |= {name: torch.stack(column) for name, column in zip(self.begun, after, strict=True)}
-        shared: dict[str, Any] = {name: self._without(getattr(ends, name)) for name in _MASKED}
-        state, upload = self.inner.close_client(server, self._inner(client), replace(ends, **shared), round)
+        shared: dict[str, Any] = {name: self._without(getattr(results, name)) for name in _MASKED}
+        state, upload = self.inner.finish_client(server, self._inner(client), replace(results, **shared), round)
         return {**state, **own}, upload
 
     def _without(self, x: Tensor | None) -> Tensor | None:

@@ -36,7 +36,7 @@ from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.clip import shorten_
 from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
-from fastsam.fed.step.local_update import LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import Problems, RoundSums
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
@@ -178,65 +178,65 @@ class Cohort:
         steps = self.settings.steps_of(self.population.sizes[client])
         return frozenset(measures.snapshots(self.about.index, steps))
 
-    def close(self, ends: Ends) -> None:
+    def close(self, results: Ends) -> None:
         """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
-        if isinstance(ends, ClientError):
-            for client in ends.clients:
+        if isinstance(results, ClientError):
+            for client in results.clients:
                 self._open.pop(client, None)
-                self._exclude(client, ends.reason)
+                self._exclude(client, results.reason)
             return
-        self.steps += sum(ends.steps)
-        self.backprops += sum(ends.backprops)
-        if ends.then is not None:
-            self.backprops += sum(ends.then.backprops)
+        self.steps += sum(results.steps)
+        self.backprops += sum(results.backprops)
+        if results.then is not None:
+            self.backprops += sum(results.then.backprops)
         if self.limit is None:
-            norms = torch.linalg.vector_norm(ends.displacement, dim=1).tolist()
+            norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
         else:
-            norms = self._clip_(ends, self.limit)
-        self.norms |= zip(ends.clients, norms, strict=True)
-        states = [self._open.pop(i, {}) for i in ends.clients]
+            norms = self._clip_(results, self.limit)
+        self.norms |= zip(results.clients, norms, strict=True)
+        states = [self._open.pop(i, {}) for i in results.clients]
         for places in alike(states):
             whole = len(places) == len(states)
-            self._close([states[i] for i in places], ends if whole else ends.take(places))
+            self._close([states[i] for i in places], results if whole else results.take(places))
 
-    def _clip_(self, ends: RowEnds, limit: float) -> list[float]:
+    def _clip_(self, results: ClientResults, limit: float) -> list[float]:
         """Makes of the displacements what leaves the clients, in place; returns their norms without noise."""
-        norms = shorten_(ends.displacement, limit)
+        norms = shorten_(results.delta, limit)
         if self.privacy is not None:
-            self.privacy.add_to_rows_(ends.displacement, ends.clients, self.about.index, limit)
+            self.privacy.add_to_rows_(results.delta, results.clients, self.about.index, limit)
         return [min(norm, limit) for norm in norms]
 
-    def _close(self, states: Sequence[State], ends: RowEnds) -> None:
+    def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Of clients whose states are alike."""
         server, client, lent = self.before.server, rows(states), Unwritten()
         lent.lend("client", client)
         alone = []
         if len(states) > 1 and self._second is not None:  # copies, because the ends may be written into
-            alone = [(server, rows([s]), ends.take([i]), self.told) for i, s in enumerate(states[:COMPARED])]
-        given = (server, dict(client), ends, self.told)
-        closed = asked(self.algorithm, "close_client", given, self.about.index, ends.clients)
+            alone = [(server, rows([s]), results.take([i]), self.told) for i, s in enumerate(states[:COMPARED])]
+        given = (server, dict(client), results, self.told)
+        closed = asked(self.algorithm, "finish_client", given, self.about.index, results.clients)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
         if alone:
-            row_contract.check_rows(self._second, "close_client", closed, alone, len(states))
+            row_contract.check_rows(self._second, "finish_client", closed, alone, len(states))
             self._second = None
         if not self._looked:
             self._looked = True
-            check_padding({**upload.mean, **upload.total}, self.about.rows, "the Upload of close_client")
+            check_padding({**upload.mean, **upload.total}, self.about.rows, "the Upload of finish_client")
         mean = dict(upload.mean)
-        if self.settings.buffers == "average" and ends.buffers is not None:
-            mean[BUFFERS] = ends.buffers
+        if self.settings.buffers == "average" and results.buffers is not None:
+            mean[BUFFERS] = results.buffers
         own_weights = own_weights_of(upload, self.weighs, len(states), server["w"].device)
         if own_weights is not None:
             mean = weighed(mean, own_weights)
-        numbers: dict[str, Sequence[float]] = {"loss": ends.losses.tolist(), "samples": ends.samples}
+        numbers: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.samples}
         if self.measures is not None:
-            found = self.measures.clients(server, ends, self.about)
+            found = self.measures.clients(server, results, self.about)
             numbers |= rows_of_numbers(found, "clients()", numbers, len(states))
-        weights = [self.weights[i] for i in ends.clients]
+        weights = [self.weights[i] for i in results.clients]
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
-        problems = not_finite(new, client, len(states)) | _problems(ends, [*mean.values(), *upload.total.values()])
+        problems = not_finite(new, client, len(states)) | _problems(results, [*mean.values(), *upload.total.values()])
         # The cause before its symptoms: states and displacements follow from a loss.
         problems |= {i: "the loss is not finite" for i, x in enumerate(numbers["loss"]) if not math.isfinite(x)}
         problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
@@ -244,7 +244,7 @@ class Cohort:
             if upload.total:
                 raise no_totals(self.robust.rule, type(self.algorithm).__name__)
             good = [place for place in range(len(weights)) if place not in problems]
-            self.robust.keep(ends.clients, weights, good, ends.displacement, mean)
+            self.robust.keep(results.clients, weights, good, results.delta, mean)
 
         def own(name: str, x: Tensor, place: int) -> Tensor:
             """A client's part of a tensor of its new state, in memory of its own."""
@@ -255,7 +255,7 @@ class Cohort:
             return x[place] if len(states) == 1 else x[place].clone()
 
         kept = [{name: own(name, x, place) for name, x in state.items()} for place in range(len(states))]
-        self._keep(dict(zip(ends.clients, kept, strict=True)), ends.clients, problems)
+        self._keep(dict(zip(results.clients, kept, strict=True)), results.clients, problems)
 
     def _keep(self, states: Mapping[int, State], clients: Sequence[int], problems: Problems) -> None:
         """The new states of those of the clients that have one, or the exclusion of those that have a problem."""
@@ -358,12 +358,12 @@ def _number(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def _problems(ends: RowEnds, summed: Sequence[Tensor]) -> Problems:
+def _problems(results: ClientResults, summed: Sequence[Tensor]) -> Problems:
     """What of some ends is not finite, by place, apart from vectors that are summed (they are checked there)."""
     problems: Problems = {}
     looked_at = {id(x) for x in summed}
-    for name in ("displacement", "gradient", "dual"):
-        x = getattr(ends, name)
+    for name in ("delta", "gradient", "dual"):
+        x = getattr(results, name)
         if x is None or id(x) in looked_at or all(v.isfinite() for v in torch.aminmax(x)):
             continue
         found = [i for i, good in enumerate(x.isfinite().all(dim=1).tolist()) if not good]

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State, Sums
-from fastsam.fed.step.local_update import RowEnds
+from fastsam.fed.step.local_update import ClientResults
 
 
 class Measures(Protocol):
@@ -23,10 +23,10 @@ class Measures(Protocol):
     """
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """The local steps (from 0) before which a row is kept (`RowEnds.snapshots`), for a client that takes `steps` of
-        them."""
+        """The local steps (from 0) before which a row is kept (`ClientResults.snapshots`), for a client that takes
+        `steps` of them."""
 
-    def clients(self, before: State, ends: RowEnds, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
+    def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """Numbers of n clients, n under each name; their sums over all clients are `sums.number(name)` in `round`.
 
         A number that is not finite excludes its client.

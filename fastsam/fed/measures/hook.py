@@ -20,7 +20,7 @@ from fastsam.fed.measures.base import Measures
 from fastsam.fed.measures.objective import Objective, subset, unit
 from fastsam.fed.measures.options import NAMES, Options, check
 from fastsam.fed.measures.own import OwnMeasures
-from fastsam.fed.step.local_update import RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.sums.fixed_point import FixedPointSum
 from fastsam.fed.sums.ranks import Ranks
@@ -34,7 +34,7 @@ class _End:
     """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were
     kept before some."""
 
-    displacement: Tensor
+    delta: Tensor
     steps: int
     eps: Tensor | None
     snapshots: Mapping[int, Snapshot]
@@ -45,7 +45,7 @@ class _Collected:
     """What the clients of one round left, by client."""
 
     clients: int = 0
-    ends: dict[int, _End] = field(default_factory=dict)
+    results: dict[int, _End] = field(default_factory=dict)
     total: FixedPointSum | None = None
 
 
@@ -90,44 +90,44 @@ class RoundMeasures:
         along = ALONG_THE_PATH & set(self.names)
         return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
 
-    def clients(self, before: State, ends: RowEnds, about: Round) -> dict[str, list[float]]:
+    def clients(self, before: State, results: ClientResults, about: Round) -> dict[str, list[float]]:
         """The squared norms of the displacements; what is needed later is kept."""
         if not self._is_measured(about.index):
             return {}
         if about.index != self._round:
             self._round, self._seen = about.index, _Collected()
-        squares = [float(row.double().square().sum()) for row in ends.displacement]
+        squares = [float(row.double().square().sum()) for row in results.delta]
         for i, square in enumerate(squares):
             if math.isfinite(square):  # the loop will exclude the others
-                self._keep(ends, i, about)
+                self._keep(results, i, about)
         return {"squared displacement": squares}
 
-    def _keep(self, ends: RowEnds, i: int, about: Round) -> None:
+    def _keep(self, results: ClientResults, i: int, about: Round) -> None:
         """What the i-th of some clients left."""
-        row = ends.displacement[i]
+        row = results.delta[i]
         self._seen.clients += 1
         if "consistency" in self.names:
             total = self._seen.total = self._seen.total or FixedPointSum(row, about.active)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
-        snapshots = ends.snapshots[i] if ends.snapshots else {}
-        if snapshots or ends.eps is not None:
-            eps = None if ends.eps is None else ends.eps[i].clone()
-            self._seen.ends[ends.clients[i]] = _End(row.clone(), ends.steps[i], eps, snapshots)
+        snapshots = results.snapshots[i] if results.snapshots else {}
+        if snapshots or results.eps is not None:
+            eps = None if results.eps is None else results.eps[i].clone()
+            self._seen.results[results.clients[i]] = _End(row.clone(), results.steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """With several ranks: what the clients of all of them left in this round; collective."""
         own = self._seen if self._round == about.index else _Collected()  # a rank may have had no client
         limbs = None if own.total is None else own.total.limbs()
         packed = io.BytesIO()
-        torch.save((own.clients, own.ends, limbs), packed)
+        torch.save((own.clients, own.results, limbs), packed)
         seen = self._seen = _Collected()
         for part in ranks.gather(packed.getvalue()):
-            clients, ends, limbs = torch.load(
+            clients, results, limbs = torch.load(
                 io.BytesIO(part), map_location=self.replica.row.device, weights_only=False
             )
             seen.clients += clients
-            seen.ends |= ends
+            seen.results |= results
             if limbs is not None:
                 total = seen.total = seen.total or FixedPointSum(limbs[0], about.active)
                 total.add_limbs_(*limbs)
@@ -184,9 +184,9 @@ class RoundMeasures:
 
     def _smoothness(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
         w, paths = before["w"], []
-        for client, end in sorted(self._seen.ends.items()):
+        for client, end in sorted(self._seen.results.items()):
             own = Objective.pooled(self.replica, self.loss, [self.pairs[client]])
-            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.displacement]
+            path = [end.snapshots[k].w for k in sorted(end.snapshots)] + [w + end.delta]
             paths.append(diagnostics.path_smoothness(own, path))
         return {
             "smoothness_global": diagnostics.path_smoothness(self.pooled, [w, after["w"]]),
@@ -218,7 +218,7 @@ class RoundMeasures:
         }
 
     def _dual_gap(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
-        last = [end.eps for _, end in sorted(self._seen.ends.items()) if end.eps is not None]
+        last = [end.eps for _, end in sorted(self._seen.results.items()) if end.eps is not None]
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
     def _rows(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
@@ -226,7 +226,7 @@ class RoundMeasures:
         have none."""
         weights: list[list[Tensor]] = []
         perturbed: list[list[Tensor]] = []
-        for _, end in sorted(self._seen.ends.items()):
+        for _, end in sorted(self._seen.results.items()):
             if not end.snapshots:
                 continue
             kept = [end.snapshots[k] for k in kept_steps(end.steps)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Round, State, Sums
 from fastsam.fed.measures.base import Measures
-from fastsam.fed.step.local_update import RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.ranks import Ranks
 
@@ -50,9 +50,9 @@ class OwnMeasures:
         """As of `Measures`."""
         return self.measures.snapshots(round, steps)
 
-    def clients(self, before: State, ends: RowEnds, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
+    def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """As of `Measures`."""
-        return self.measures.clients(self._state(before, about.rows), _ends(ends, about.rows), _about(about))
+        return self.measures.clients(self._state(before, about.rows), _ends(results, about.rows), _about(about))
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """As of `Measures`, where the object has it."""
@@ -84,27 +84,27 @@ def _state(state: State, rows: Rows) -> State:
     return {name: _plain(x, rows) for name, x in state.items()}
 
 
-def _ends(ends: RowEnds, rows: Rows) -> RowEnds:
+def _ends(results: ClientResults, rows: Rows) -> ClientResults:
     def some(x: Tensor | None) -> Tensor | None:
         return None if x is None else rows.vector(x)
 
     kept = None
-    if ends.snapshots is not None:
-        kept = [{k: Snapshot(rows.vector(s.w), some(s.eps)) for k, s in of.items()} for of in ends.snapshots]
-    displacement, dual, eps, gradient = (
-        rows.vector(ends.displacement),
-        some(ends.dual),
-        some(ends.eps),
-        some(ends.gradient),
+    if results.snapshots is not None:
+        kept = [{k: Snapshot(rows.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
+    delta, dual, eps, gradient = (
+        rows.vector(results.delta),
+        some(results.dual),
+        some(results.eps),
+        some(results.gradient),
     )
-    then = None if ends.then is None else _ends(ends.then, rows)
+    then = None if results.then is None else _ends(results.then, rows)
     return replace(
-        ends,
-        displacement=displacement,
+        results,
+        delta=delta,
         dual=dual,
         eps=eps,
         gradient=gradient,
         snapshots=kept,
-        inner=some(ends.inner),
+        inner=some(results.inner),
         then=then,
     )

@@ -109,7 +109,7 @@ def check_algorithm(algorithm: object) -> None:
     name, kind = type(algorithm).__name__, type(algorithm)
     if getattr(algorithm, "pools_data", False):
         why = "it has no clients"
-    elif getattr(kind, "close_client", None) is not Algorithm.close_client:
+    elif getattr(kind, "finish_client", None) is not Algorithm.finish_client:
         why = "its clients send or keep more than their displacement, which clip_update does not bound"
     else:
         why = "its clients keep something, which depends on the rounds in which they took part"
@@ -122,7 +122,7 @@ def serves(algorithm: object) -> bool:
     """Whether the clipped displacement is all that the server learns of a client, and a client forgets the round."""
     kind = type(algorithm)
     plain = all(
-        getattr(kind, f, None) is getattr(Algorithm, f) for f in ("init_client", "close_client", "own_parameters")
+        getattr(kind, f, None) is getattr(Algorithm, f) for f in ("init_client", "finish_client", "own_parameters")
     )
     return plain and not getattr(algorithm, "pools_data", False)
 

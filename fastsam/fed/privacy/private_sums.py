@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastsam.fed.sums.fixed_point import RoundSums
 
-DELTA = "delta"  # the upload of `Algorithm.close_client`
+DELTA = "delta"  # the upload of `Algorithm.finish_client`
 
 
 class PrivateSums:

@@ -72,9 +72,10 @@ class LocalUpdate:
     With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
     surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1
     and b = 0).
-    full_gradient: the gradient over the client's whole data at the start is wanted (`RowEnds.gradient`), in batches, in
-    evaluation mode.
-    pilot: gradients at the start find the radius; `rho` then counts for nothing (`RowEnds.gradient`, `RowEnds.norms`).
+    full_gradient: the gradient over the client's whole data at the start is wanted (`ClientResults.gradient`), in
+    batches, in evaluation mode.
+    pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
+    `ClientResults.norms`).
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
     lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the
     round's.
@@ -87,10 +88,10 @@ class LocalUpdate:
     their places in `Rows.names` (`Rows.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
     beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
-    what that leaves behind are `RowEnds.inner` and `RowEnds.alpha`.
+    what that leaves behind are `ClientResults.inner` and `ClientResults.alpha`.
     then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the
-    same order, and what that leaves behind is `RowEnds.then`. Without one it goes on from where this phase ended, with
-    the epochs that come next.
+    same order, and what that leaves behind is `ClientResults.then`. Without one it goes on from where this phase
+    ended, with the epochs that come next.
     teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one
     for all clients. Raises ValueError for numbers that are not finite, a negative radius, and vectors that the
     direction lacks or does not use.
@@ -276,10 +277,10 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class RowEnds:
+class ClientResults:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    clients: their numbers. displacement: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    clients: their numbers. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalUpdate.start`, `w_K - start`.
     steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
     back-propagations really done, those of a full gradient and of a pilot included.
@@ -300,7 +301,7 @@ class RowEnds:
     """
 
     clients: Sequence[int]
-    displacement: Tensor
+    delta: Tensor
     steps: Sequence[int]
     backprops: Sequence[int]
     losses: Tensor
@@ -314,24 +315,24 @@ class RowEnds:
     snapshots: Sequence[Mapping[int, Snapshot]] | None = None
     inner: Tensor | None = None
     alpha: Tensor | None = None
-    then: RowEnds | None = None
+    then: ClientResults | None = None
 
     def column(self, numbers: Iterable[float]) -> Tensor:
         """One number for each client as `[n, 1]`, in the dtype of the weights: it multiplies or divides the client's
         row."""
-        rows = self.displacement
+        rows = self.delta
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 
-    def take(self, places: Sequence[int]) -> RowEnds:
+    def take(self, places: Sequence[int]) -> ClientResults:
         """Of some of the clients, by their places in `clients`, in memory of their own."""
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return torch.stack([value[i] for i in places])
-            if isinstance(value, RowEnds):
+            if isinstance(value, ClientResults):
                 return value.take(places)
             if isinstance(value, InputMap):
                 return replace(value, Lam=own(value.Lam), delta=own(value.delta))
             return None if value is None else [value[i] for i in places]
 
-        return RowEnds(**{f.name: own(getattr(self, f.name)) for f in fields(self)})
+        return ClientResults(**{f.name: own(getattr(self, f.name)) for f in fields(self)})

@@ -15,8 +15,8 @@ from tests.helpers.fed_refusals import refusals
 class Summed(fed.Algorithm):
     """An algorithm of a user's that does not say that it has totals."""
 
-    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-        return client, fed.Upload({"delta": ends.displacement}, {"sum": ends.displacement})
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        return client, fed.Upload({"delta": results.delta}, {"sum": results.delta})
 
 
 def median(algorithm=None, **options):

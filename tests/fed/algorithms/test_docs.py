@@ -152,7 +152,7 @@ def test_the_examples_of_own_algorithms_are_what_they_say():
 
 def test_the_page_of_own_algorithms_names_every_function_and_field():
     page = (ROOT / "docs" / "own_algorithm.md").read_text()
-    for function in ("init_server", "init_client", "local_update", "close_client", "step_server"):
+    for function in ("init_server", "init_client", "local_update", "finish_client", "step_server"):
         assert f"| `{function}(" in page
     for name in fed.Round.__dataclass_fields__:
         assert f"`{name}`" in page

@@ -34,8 +34,8 @@ class Remembering(fed.Algorithm):
 
     client_vectors: ClassVar[float] = 1
 
-    def close_client(self, server, client, ends, round):
-        return {"w_old": server["w"]}, fed.Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server, client, results, round):
+        return {"w_old": server["w"]}, fed.Upload(mean={"delta": results.delta})
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class OwnWeights(fed.Algorithm):
             for e, row in zip(away, start, strict=True)
         ]
 
-    def close_client(self, server, client, ends, round):
-        return {"own": client["own"] + ends.displacement}, fed.Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server, client, results, round):
+        return {"own": client["own"] + results.delta}, fed.Upload(mean={"delta": results.delta})
 
 
 def from_their_own(model, clients, rho, rounds, lr):
@@ -218,7 +218,7 @@ def broken(**methods):
 
 
 def closing(made):
-    return broken(close_client=lambda self, server, client, ends, round: made(client, ends.displacement))
+    return broken(finish_client=lambda self, server, client, results, round: made(client, results.delta))
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,12 @@ def closing(made):
         (broken(init_server=lambda self, w0: {"w": w0[:5]}), r"init_server must return 'w'.*\[5\]"),
         (broken(step_server=lambda self, server, sums, round: {"c": server["w"]}), "step_server must return a dict"),
         (broken(step_server=lambda self, server, sums, round: {"w": server["w"].double()}), "float32.*float64"),
-        (broken(close_client=lambda self, server, client, ends, round: ends), "cannot unpack|close_client must return"),
         (
-            broken(close_client=lambda self, server, client, ends, round: ({}, {"delta": ends.displacement})),
+            broken(finish_client=lambda self, server, client, results, round: results),
+            "cannot unpack|finish_client must return",
+        ),
+        (
+            broken(finish_client=lambda self, server, client, results, round: ({}, {"delta": results.delta})),
             "Upload.*dict",
         ),
         (
@@ -266,17 +269,17 @@ def closing(made):
             broken(init_client=lambda self, server: {"k": 3}),
             "init_client must .* dict of tensors, got dict with 'k': int",
         ),
-        (closing(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))), "close_client .*dict with 'k': int"),
+        (closing(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))), "finish_client .*dict with 'k': int"),
         (closing(lambda client, delta: (client, fed.Upload({"delta": 1.0}))), "Upload.mean=.*dict with 'delta': float"),
         (closing(lambda client, delta: (client, fed.Upload(total=[delta]))), "Upload.total=.*got list"),
         (
             closing(lambda client, delta: (client, fed.Upload({"delta": delta[0]}))),
-            r"Upload.mean=.... of close_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
+            r"Upload.mean=.... of finish_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
             r"for 'delta'",
         ),
         (
             closing(lambda client, delta: ({"k": delta.sum()}, fed.Upload({"delta": delta}))),
-            r"the state that close_client returns must have a row .* got \[\] for 'k'.* becomes rows by x.expand",
+            r"the state that finish_client returns must have a row .* got \[\] for 'k'.* becomes rows by x.expand",
         ),
     ],
 )
@@ -297,23 +300,23 @@ def writing(where):
             client["k"].add_(1)
         return fed.LocalUpdate()
 
-    def close_client(self, server, client, ends, round):
-        if where == "close_client":
+    def finish_client(self, server, client, results, round):
+        if where == "finish_client":
             client["k"] += 1
-        return client, fed.Upload({"delta": ends.displacement})
+        return client, fed.Upload({"delta": results.delta})
 
     def step_server(self, server, sums, round):
         if where == "step_server":
             server["w"].add_(sums.mean("delta"))
         return {"w": server["w"]}
 
-    functions = (init_client, local_update, close_client, step_server)
+    functions = (init_client, local_update, finish_client, step_server)
     return broken(**{function.__name__: function for function in functions})
 
 
 @pytest.mark.parametrize(
     ("where", "what"),
-    [("local_update", "client.'k'"), ("close_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
+    [("local_update", "client.'k'"), ("finish_client", "client.'k'"), ("step_server", "server.'w'"), (None, "")],
 )
 def test_writing_into_what_was_given_is_told(where, what):
     """Clients that begin share one state: such a write would change that of the others."""
@@ -328,16 +331,16 @@ def test_writing_into_what_was_given_is_told(where, what):
 def test_writing_into_the_state_of_several_clients_is_told():
     """In the first round all have one state, which torch does not write for several; later each has its own."""
     with pytest.raises((ValueError, RuntimeError), match="wrote into client|refers to a single memory location"):
-        fed.run(oracle.smooth_model(), oracle.ragged_clients(), writing("close_client"), rounds=1, participation=1.0)
+        fed.run(oracle.smooth_model(), oracle.ragged_clients(), writing("finish_client"), rounds=1, participation=1.0)
 
-    def close_client(self, server, client, ends, round):
+    def finish_client(self, server, client, results, round):
         if round.index:
             client["k"].add_(1)
-        return {"k": ends.displacement}, fed.Upload({"delta": ends.displacement})
+        return {"k": results.delta}, fed.Upload({"delta": results.delta})
 
     options = {"rounds": 2, "participation": 1.0, "executor": "vmap", "slots": 8}
     with pytest.raises(ValueError, match="wrote into client.'k'., which is shared; it must return a new tensor"):
-        fed.run(oracle.smooth_model(), [oracle.ragged_clients()[0]] * 4, broken(close_client=close_client), **options)
+        fed.run(oracle.smooth_model(), [oracle.ragged_clients()[0]] * 4, broken(finish_client=finish_client), **options)
 
 
 def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):

@@ -66,9 +66,9 @@ def test_nothing_that_was_handed_over_is_written(algorithm):
             self._keep(server, client)
             return super().local_update(server, client, round)
 
-        def close_client(self, server, client, ends, round):
-            self._keep(server, client, {"displacement": ends.displacement})
-            return super().close_client(server, client, ends, round)
+        def finish_client(self, server, client, results, round):
+            self._keep(server, client, {"delta": results.delta})
+            return super().finish_client(server, client, results, round)
 
     run(Guarded(algorithm))
     assert seen and all(torch.equal(t, was) for t, was in seen)

@@ -201,9 +201,9 @@ def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
                 teacher=fed.Teacher((server["w"], client["v"]), term, features=name, received=self.received)
             )
 
-        def close_client(self, server, client, ends, round):
-            return {"v": 3 * server["w"].expand(len(ends.clients), -1)}, fed.Upload(
-                mean={"delta": 0 * ends.displacement}
+        def finish_client(self, server, client, results, round):
+            return {"v": 3 * server["w"].expand(len(results.clients), -1)}, fed.Upload(
+                mean={"delta": 0 * results.delta}
             )
 
     model, clients = oracle.smooth_model(), oracle.ragged_clients(sizes=(6, 6))

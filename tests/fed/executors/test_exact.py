@@ -146,7 +146,7 @@ def test_ctrl_c_that_falls_into_no_grad_leaves_autograd_on(monkeypatch):
 
 def test_an_error_of_the_receiver_leaves_no_thread_behind():
     class Breaks(fed.FedAvg):
-        def close_client(self, server, client, ends, round):
+        def finish_client(self, server, client, results, round):
             raise ValueError("not today")
 
     with pytest.raises(ValueError, match="not today"):

@@ -146,7 +146,7 @@ def test_too_many_and_all() -> None:
 
 def test_what_the_algorithm_raises_and_ctrl_c_still_end_the_run() -> None:
     class Broken(fed.FedAvg):
-        def close_client(self, *arguments: Any) -> Any:
+        def finish_client(self, *arguments: Any) -> Any:
             raise ValueError("broken")
 
     with pytest.raises(fed.AlgorithmError, match="broken"):

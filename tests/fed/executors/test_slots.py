@@ -14,7 +14,7 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.loop import round as rounds
 from fastsam.fed.loop.round import Cohort
 from fastsam.fed.privacy.clip import shorten_
-from fastsam.fed.step.local_update import RowEnds
+from fastsam.fed.step.local_update import ClientResults
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest
 
@@ -26,12 +26,12 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
     round."""
     counts, calls, own = [], [], Cohort.close
 
-    def close(self, ends):
-        own(self, ends)
+    def close(self, results):
+        own(self, results)
         before = len(calls)
-        calls.extend(ends.clients)
+        calls.extend(results.clients)
         if len(calls) // (clients // 4) > before // (clients // 4):
-            stride = ends.displacement.shape[-1]
+            stride = results.delta.shape[-1]
             found = [
                 t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() <= 2 and t.shape[-1:] == (stride,)
             ]
@@ -127,13 +127,13 @@ def test_too_many_excluded_clients_stop_the_run():
         train(count=6)
 
 
-@pytest.mark.parametrize("name", ["displacement", "gradient", "dual"])
+@pytest.mark.parametrize("name", ["delta", "gradient", "dual"])
 def test_everything_that_a_row_leaves_behind_is_looked_at(name):
     good, bad = torch.ones(3, 4), torch.ones(3, 4)
     bad[1, 1], bad[2, 3] = float("nan"), float("inf")
-    ends = RowEnds([5, 6, 7], good, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good, dual=good)
-    assert rounds._problems(ends, []) == {}
-    broken = replace(ends, **{name: bad})
+    results = ClientResults([5, 6, 7], good, [1] * 3, [1] * 3, torch.zeros(3), [1] * 3, gradient=good, dual=good)
+    assert rounds._problems(results, []) == {}
+    broken = replace(results, **{name: bad})
     assert rounds._problems(broken, []) == {1: f"its {name} is not finite", 2: f"its {name} is not finite"}
     assert rounds._problems(broken, [bad]) == {}  # it is looked at where it is summed
 
@@ -144,9 +144,9 @@ def test_everything_that_a_row_leaves_behind_is_looked_at(name):
 class Norms(fed.FedAvg):
     seen: list[float]
 
-    def close_client(self, server, client, ends, round):
-        Norms.seen.extend(float(row.norm()) for row in ends.displacement)
-        return super().close_client(server, client, ends, round)
+    def finish_client(self, server, client, results, round):
+        Norms.seen.extend(float(row.norm()) for row in results.delta)
+        return super().finish_client(server, client, results, round)
 
 
 def test_clip_update_shortens_long_displacements_and_no_others():
@@ -187,8 +187,8 @@ def test_control_variates_follow_the_shortened_displacement():
     kept = {}
 
     class Seen(fed.SCAFFOLD):
-        def close_client(self, server, client, ends, round):
-            state, upload = super().close_client(server, client, ends, round)
+        def finish_client(self, server, client, results, round):
+            state, upload = super().finish_client(server, client, results, round)
             kept.update(state)
             return state, upload
 

@@ -18,7 +18,7 @@ from fastsam.fed.data import FederatedData
 from fastsam.fed.executors import LocalOptions, Setup, Task, Work, auto, capturable
 from fastsam.fed.executors.base import ClientError
 from fastsam.fed.executors.cuda import CaptureError, Cuda
-from fastsam.fed.step.local_update import Direction, LocalUpdate, RowEnds
+from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
 from tests.helpers import oracle
 from tests.helpers.crosses import one_in
 from tests.helpers.fake_cuda import FakeCuda, Watch
@@ -254,16 +254,16 @@ def test_an_error_names_the_client_and_its_step(executor: str) -> None:
 def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor: str) -> None:
     tasks, start, setup = oracle_tasks()
     made = executors.registry[executor](setup)
-    ends = made.train(start, [], iter(tasks))
-    next(ends)
-    ends.close()
-    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda ends: ends.clients)
+    results = made.train(start, [], iter(tasks))
+    next(results)
+    results.close()
+    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda results: results.clients)
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     for a, b in zip(again, plain, strict=True):
-        assert torch.equal(a.displacement, b.displacement) and torch.equal(a.losses, b.losses) and a.steps == b.steps
+        assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.steps == b.steps
 
 
-def ends_of(groups: Iterable[RowEnds]) -> list[RowEnds]:
+def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
     return [group.take([i]) for group in groups for i in range(len(group.clients))]
 
 
@@ -391,7 +391,7 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.
 def test_lanes_that_end_together_close_together(executor: str) -> None:
     """And are refilled together: the clients of a group begin together, and its numbers are read once."""
     tasks, start, setup = oracle_tasks((10, 10, 10, 10, 10, 4, 4))
-    groups = [list(ends.clients) for ends in executors.registry[executor](setup).train(start, [], iter(tasks))]
+    groups = [list(results.clients) for results in executors.registry[executor](setup).train(start, [], iter(tasks))]
     assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
 
 

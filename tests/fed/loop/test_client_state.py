@@ -217,11 +217,11 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_p
 
     @dataclass(frozen=True)
     class Interrupted(fed.SCAFFOLD):
-        def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-            closed.extend(ends.clients)
-            if round.index == 3 and closed.count(ends.clients[0]) == 4 and len(closed) == 3 * len(SIZES) + at:
+        def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+            closed.extend(results.clients)
+            if round.index == 3 and closed.count(results.clients[0]) == 4 and len(closed) == 3 * len(SIZES) + at:
                 raise KeyboardInterrupt
-            return super().close_client(server, client, ends, round)
+            return super().finish_client(server, client, results, round)
 
     options = {"participation": 1.0, "client_state": "host", "checkpoint_every": 2}
     whole = train(fed.SCAFFOLD(), **options, run_dir=tmp_path / "whole")

@@ -257,8 +257,8 @@ class Tracked(fed.SCAFFOLD):
     alive: list[Any] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
 
-    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-        state, upload = super().close_client(server, client, ends, round)
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        state, upload = super().finish_client(server, client, results, round)
         self.alive[:] = [ref for ref in self.alive if ref() is not None] + [weakref.ref(state["c_i"])]
         self.most.append(len(self.alive))
         return state, upload
@@ -310,8 +310,8 @@ class Numbered(fed.Algorithm):
 
     client_vectors = 1
 
-    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-        return {"who": torch.tensor(ends.clients)}, fed.Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        return {"who": torch.tensor(results.clients)}, fed.Upload(mean={"delta": results.delta})
 
 
 COHORTS = [range(10), [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]

@@ -16,7 +16,7 @@ from fastsam.fed.clients.pairs import ALIGNMENT
 from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
-from fastsam.fed.step.local_update import RowEnds
+from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.fixed_point import RoundSums
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
@@ -82,11 +82,11 @@ class OneByOne:
         n = len(next(iter(client.values()), [None]))
         return [self._row(self._inner.local_update(server, self._own(client, i), round)) for i in range(n)]
 
-    def close_client(self, server, client, ends, round):
-        self._sizes.append(len(ends.clients))
+    def finish_client(self, server, client, results, round):
+        self._sizes.append(len(results.clients))
         closed = [
-            self._inner.close_client(server, self._own(client, i), ends.take([i]), round)
-            for i in range(len(ends.clients))
+            self._inner.finish_client(server, self._own(client, i), results.take([i]), round)
+            for i in range(len(results.clients))
         ]
         shared = set(map(id, server.values()))
 
@@ -161,9 +161,9 @@ def test_constants_are_asked_for_together_as_many_as_there_are_slots(monkeypatch
 class Radii(fed.FedSAM):
     """A client's radius is a number of its own, which it keeps."""
 
-    def close_client(self, server, client, ends, round):
-        _, upload = super().close_client(server, client, ends, round)
-        return {"radius": torch.tensor(ends.clients) / 50}, upload
+    def finish_client(self, server, client, results, round):
+        _, upload = super().finish_client(server, client, results, round)
+        return {"radius": torch.tensor(results.clients) / 50}, upload
 
     def local_update(self, server, client, round):
         radii = client["radius"].tolist() if client else [0.05]
@@ -180,10 +180,10 @@ def test_numbers_of_local_steps_may_differ_between_clients():
 class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 
-    def close_client(self, server, client, ends, round):
-        self.seen.append((sorted(client), len(ends.clients)))
-        kept = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": ends.displacement}
-        return kept, fed.Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server, client, results, round):
+        self.seen.append((sorted(client), len(results.clients)))
+        kept = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
+        return kept, fed.Upload(mean={"delta": results.delta})
 
 
 def test_clients_of_a_group_whose_states_are_not_alike_are_closed_apart():
@@ -196,11 +196,14 @@ def test_clients_of_a_group_whose_states_are_not_alike_are_closed_apart():
 def test_some_of_a_group_have_memory_of_their_own():
     moved, mu = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
     kept = [{0: None}, {}]
-    ends = RowEnds([4, 7], moved, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=kept)
-    second = ends.take([1])
-    assert torch.equal(ends.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]])) and ends.column([0, 1]).dtype == FLOAT
-    moved.zero_(), mu.zero_(), ends.losses.zero_()
-    assert second.displacement.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
+    results = ClientResults([4, 7], moved, [2, 3], [2, 3], torch.tensor([0.5, 1.5]), [8, 9], dual=mu, snapshots=kept)
+    second = results.take([1])
+    assert (
+        torch.equal(results.column([1.0, -2.0]), torch.tensor([[1.0], [-2.0]]))
+        and results.column([0, 1]).dtype == FLOAT
+    )
+    moved.zero_(), mu.zero_(), results.losses.zero_()
+    assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
     assert (second.clients, second.steps, second.samples, second.snapshots) == ([7], [3], [9], [{}])
     assert second.losses.tolist() == [1.5] and second.gradient is None
 

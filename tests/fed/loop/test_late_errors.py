@@ -100,9 +100,9 @@ class Raises(fed.Algorithm):
         self._look("local_update", round.index)
         return fed.LocalUpdate()
 
-    def close_client(self, server, client, ends, round):
-        self._look("close_client", round.index)
-        return {"k": client["k"] + 1}, fed.Upload(mean={"delta": ends.displacement})
+    def finish_client(self, server, client, results, round):
+        self._look("finish_client", round.index)
+        return {"k": client["k"] + 1}, fed.Upload(mean={"delta": results.delta})
 
     def step_server(self, server, sums, round):
         self._look("step_server", round.index)
@@ -115,7 +115,7 @@ class Raises(fed.Algorithm):
         ("init_server", "before round 1"),
         ("init_client", "before round 1"),
         ("local_update", "in round 2, client 0"),
-        ("close_client", "in round 2, client 0"),
+        ("finish_client", "in round 2, client 0"),
         ("step_server", "in round 2"),
     ],
 )
@@ -150,12 +150,12 @@ class Spoils(fed.Algorithm):
     def init_client(self, server):
         return {"k": torch.full((3,), self.begin)}
 
-    def close_client(self, server, client, ends, round):
+    def finish_client(self, server, client, results, round):
         k = client["k"] + 1
         if self.whose == "client" and round.index == 1:
-            bad = torch.tensor([i == 1 for i in ends.clients])
+            bad = torch.tensor([i == 1 for i in results.clients])
             k = torch.where(bad[:, None], self.value, k)
-        return {"k": k}, fed.Upload(mean={"delta": ends.displacement})
+        return {"k": k}, fed.Upload(mean={"delta": results.delta})
 
     def step_server(self, server, sums, round):
         spoilt = self.whose == "server" and round.index == 1

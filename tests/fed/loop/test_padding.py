@@ -33,8 +33,8 @@ class Noisy(fed.Algorithm):
     def local_update(self, server, client, round):
         return fed.LocalUpdate(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalUpdate()
 
-    def close_client(self, server, client, ends, round):
-        delta, n = ends.displacement, len(ends.clients)
+    def finish_client(self, server, client, results, round):
+        delta, n = results.delta, len(results.clients)
         if self.place == "upload":
             delta = delta + self.noise(delta, round)
         counts = torch.ones(n, 7)  # of another length: no row
@@ -53,7 +53,7 @@ def run(algorithm, **options):
     ("place", "executor", "words"),
     [
         ("step", "sequential", "the LocalUpdate of local_update has numbers in the padding of 'q'"),
-        ("upload", "vmap", "the Upload of close_client has numbers in the padding of 'delta'"),
+        ("upload", "vmap", "the Upload of finish_client has numbers in the padding of 'delta'"),
         ("server", "sequential", "the state that step_server returns has numbers in the padding of 'w'"),
     ],
 )
@@ -67,9 +67,9 @@ def test_noise_in_the_padding_is_refused(place, executor, words, tmp_path):
 def test_a_client_that_diverges_is_still_excluded():
     @dataclass(frozen=True)
     class Dividing(fed.Algorithm):
-        def close_client(self, server, client, ends, round):
-            by = torch.tensor([0.0 if i == 0 else 1.0 for i in ends.clients], dtype=torch.float64)
-            return client, fed.Upload(mean={"delta": ends.displacement / by[:, None]})
+        def finish_client(self, server, client, results, round):
+            by = torch.tensor([0.0 if i == 0 else 1.0 for i in results.clients], dtype=torch.float64)
+            return client, fed.Upload(mean={"delta": results.delta / by[:, None]})
 
     record = run(Dividing(), rounds=1, participation=1.0, max_excluded=0.5).history[0]
     assert [one["client"] for one in record["excluded"]] == [0]
@@ -101,9 +101,9 @@ class Mixing(fed.Algorithm):
             return fed.LocalUpdate(q=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0))
         return fed.LocalUpdate()
 
-    def close_client(self, server: Any, client: Any, ends: Any, round: Any) -> Any:
-        delta = ends.displacement
-        if self.how == "close_client":
+    def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
+        delta = results.delta
+        if self.how == "finish_client":
             delta = delta / delta.norm()
         if self.how == "noise":
             delta = delta + torch.randn_like(delta) * (delta != 0)
@@ -122,7 +122,7 @@ def trained(how: str) -> fed.Result:
 
 @pytest.mark.parametrize(
     ("how", "method", "n"),
-    [("local_update", "local_update", 2), ("close_client", "close_client", 3), ("noise", "close_client", 3)],
+    [("local_update", "local_update", 2), ("finish_client", "finish_client", 3), ("noise", "finish_client", 3)],
 )
 def test_rows_that_are_mixed(how: str, method: str, n: int) -> None:
     with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns other numbers for {n} clients together"):

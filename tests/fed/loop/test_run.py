@@ -203,9 +203,9 @@ def test_public_names():
 class Noisy(fed.FedAvg):
     """Adds noise from torch's default generator to every upload."""
 
-    def close_client(self, server, client, ends, round):
-        state, upload = super().close_client(server, client, ends, round)
-        noise = torch.zeros_like(ends.displacement)
+    def finish_client(self, server, client, results, round):
+        state, upload = super().finish_client(server, client, results, round)
+        noise = torch.zeros_like(results.delta)
         for view in round.rows.unflatten(noise).values():
             view.normal_()
         return state, Upload({"delta": upload.mean["delta"] + 0.01 * noise})

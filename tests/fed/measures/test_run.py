@@ -17,7 +17,7 @@ from fastsam.fed.algorithms import Round
 from fastsam.fed.clients.population import Population
 from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpness, unit
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
-from fastsam.fed.step.local_update import RowEnds, Snapshot
+from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import trainable
 from fastsam.fed.sums.fixed_point import RoundSums
 from tests.helpers import oracle, quadratic
@@ -71,9 +71,9 @@ class Watched(fed.FedAvg):
 
     seen: list = field(default_factory=list)
 
-    def close_client(self, server, client, ends, round):
-        self.seen.extend((round.index, server["w"], row) for row in ends.displacement)
-        return super().close_client(server, client, ends, round)
+    def finish_client(self, server, client, results, round):
+        self.seen.extend((round.index, server["w"], row) for row in results.delta)
+        return super().finish_client(server, client, results, round)
 
 
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
@@ -181,14 +181,14 @@ def measured(names, **options):
     )  # fmt: skip
 
 
-def ends(scale=1.0):
+def results(scale=1.0):
     generator = torch.Generator().manual_seed(1)
     made = []
     for i in range(3):
         rows = torch.zeros(7, 256, dtype=torch.float64)
         rows[:, :2] = scale * torch.randn(7, 2, generator=generator, dtype=torch.float64)
         kept = {k: Snapshot(rows[2 * j], rows[2 * j + 1]) for j, k in enumerate((0, 1, 3))}
-        made.append(RowEnds([i], rows[6:], [4], [8], torch.ones(1), [8], snapshots=[kept]))
+        made.append(ClientResults([i], rows[6:], [4], [8], torch.ones(1), [8], snapshots=[kept]))
     return made
 
 
@@ -200,8 +200,8 @@ def taken(measures, order, bad=None):
     """What a round records when the ends come in this order; `bad`: a client whose upload keeps it out of the sums."""
     sums, w = RoundSums(3, 1), torch.zeros(256, dtype=torch.float64)
     for i in order:
-        end = ends()[i]
-        upload = end.displacement * (float("nan") if i == bad else 1)
+        end = results()[i]
+        upload = end.delta * (float("nan") if i == bad else 1)
         sums.add_rows_([1], {"delta": upload}, {}, measures.clients({"w": w}, end, ABOUT))
     return measures.round({"w": w}, {"w": w + sums.mean("delta")}, sums, ABOUT)
 
@@ -238,9 +238,9 @@ class Own:
     def snapshots(self, round, steps):
         return (0,)
 
-    def clients(self, before, ends, about):
-        assert all(torch.equal(kept[0].w, before["w"]) for kept in ends.snapshots)
-        return {"my steps": ends.steps}
+    def clients(self, before, results, about):
+        assert all(torch.equal(kept[0].w, before["w"]) for kept in results.snapshots)
+        return {"my steps": results.steps}
 
     def round(self, before, after, sums, about):
         return {"my_steps": sums.number("my steps")}
@@ -299,8 +299,14 @@ def own(snapshots=lambda *a: (), clients=lambda *a: {}, round=lambda *a: {}):
             r"clients\(\) of the measures returned 'loss', which the run has already",
         ),
         (own(clients=lambda *a: {"k": 1.0}), r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
-        (own(clients=lambda b, ends, r: {"k": ["high"] * len(ends.steps)}), r"clients\(\) .*numbers .*got str for 'k'"),
-        (own(clients=lambda b, ends, r: {"k": torch.ones(len(ends.steps) + 1)}), r"clients\(\) .*got Tensor for 'k'"),
+        (
+            own(clients=lambda b, results, r: {"k": ["high"] * len(results.steps)}),
+            r"clients\(\) .*numbers .*got str for 'k'",
+        ),
+        (
+            own(clients=lambda b, results, r: {"k": torch.ones(len(results.steps) + 1)}),
+            r"clients\(\) .*got Tensor for 'k'",
+        ),
     ],
 )
 def test_measures_of_ones_own_that_return_something_else(measures, words):
@@ -312,7 +318,7 @@ def test_numbers_of_other_types_go_into_the_record(tmp_path):
     """Tensors and numpy's numbers, which JSON does not know: a run must not end over its first record."""
     found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
     mine = own(
-        clients=lambda b, ends, r: {"k": torch.full((len(ends.steps),), 2.0)},
+        clients=lambda b, results, r: {"k": torch.full((len(results.steps),), 2.0)},
         round=lambda b, a, sums, r: {**found, "k": sums.number("k")},
     )
     result = run(measures=mine, rounds=1, run_dir=tmp_path / "run")

@@ -144,9 +144,9 @@ def test_a_dual_follows_a_falling_radius():
             zero = torch.zeros_like(server["w"])
             return fed.LocalUpdate(D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, mu=zero, s=zero)
 
-        def close_client(self, server, client, ends, round):
-            lengths.append(float(torch.linalg.vector_norm(ends.eps)))
-            return client, fed.Upload(mean={"delta": ends.displacement})
+        def finish_client(self, server, client, results, round):
+            lengths.append(float(torch.linalg.vector_norm(results.eps)))
+            return client, fed.Upload(mean={"delta": results.delta})
 
     x, y = oracle.ragged_clients()[0]
     for steps, share in ((1, 1.0), (2, 0.5 + 0.5 / 3), (4, 0.25 + 0.75 / 3)):
@@ -239,9 +239,9 @@ def test_every_client_has_its_own(executor):
         def local_update(self, server, client, round):
             return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
-        def close_client(self, server, client, ends, round):
-            made = [round.rows.factors("scale", {"0": of(i)}, server["w"]) for i in ends.clients]
-            return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": ends.displacement})
+        def finish_client(self, server, client, results, round):
+            made = [round.rows.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
+            return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": results.delta})
 
     class UnfusedEach(Unfused):
         def start_client(self, w):

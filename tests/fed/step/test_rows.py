@@ -121,13 +121,13 @@ class Accuracies:
     def snapshots(self, round, steps):
         return (0,)
 
-    def clients(self, before, ends, about):
+    def clients(self, before, results, about):
         p = about.rows.numel
-        assert before["w"].shape == (p,) and ends.displacement.shape == (len(ends.clients), p)
-        first = ends.snapshots[0][0]
+        assert before["w"].shape == (p,) and results.delta.shape == (len(results.clients), p)
+        first = results.snapshots[0][0]
         assert torch.equal(first.w, before["w"]) and first.eps.shape == (p,)
-        self.seen.append(about.rows.unflatten(ends.displacement)["conv.weight"].clone())
-        return {"moved": ends.displacement.square().sum(1)}
+        self.seen.append(about.rows.unflatten(results.delta)["conv.weight"].clone())
+        return {"moved": results.delta.square().sum(1)}
 
     def round(self, before, after, sums, about):
         assert sums.mean("delta").shape == after["w"].shape == (about.rows.numel,)

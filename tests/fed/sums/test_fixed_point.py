@@ -144,17 +144,17 @@ class Weighed(fed.FedAvg):
     weighs: ClassVar[bool] = True
     scale: float = 1.0
 
-    def close_client(self, server, client, ends, round):
-        weight = [self.scale * n for n in ends.samples]
-        return client, fed.Upload({"delta": ends.displacement}, weight=weight)
+    def finish_client(self, server, client, results, round):
+        weight = [self.scale * n for n in results.samples]
+        return client, fed.Upload({"delta": results.delta}, weight=weight)
 
 
 def weighing(made, weighs=True):
     """FedAvg whose clients send `made(ends)`."""
 
     class Sent(fed.FedAvg):
-        def close_client(self, server, client, ends, round):
-            return client, fed.Upload({"delta": ends.displacement}, weight=made(ends))
+        def finish_client(self, server, client, results, round):
+            return client, fed.Upload({"delta": results.delta}, weight=made(results))
 
     Sent.weighs = weighs
     return Sent()

@@ -41,7 +41,7 @@ algorithms.fedavgm FedAvgM.step_server: self.beta * server['m'].double() => serv
 algorithms.fedavgm FedAvgM.step_server: sums.mean('delta') => (1 - self.beta) * sums.mean('delta') @ fedavgm
 algorithms.fedavgm FedAvgM.step_server: round.server_lr * m => m @ fedavgm
 algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => round.server_lr @ fednova
-algorithms.fednova FedNova.close_client: ends.displacement / a => ends.displacement @ fednova
+algorithms.fednova FedNova.finish_client: results.delta / a => results.delta @ fednova
 algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => sums.mean('a') @ fednova
 algorithms.fednova weight_of_gradients: momentum * step + 1 => 1.0 @ fednova momentum
 algorithms.fednova weight_of_gradients: total += step => total = step @ fednova momentum
@@ -53,19 +53,20 @@ algorithms.fedexp FedExP.step_server: (sums.mean('square') / (2 * (delta.square(
 algorithms.fedexp FedExP.step_server: 2 * (delta.square().sum() + self.eps) => 1 * (delta.square().sum() + self.eps) @
     fedexp
 algorithms.fedexp FedExP.step_server: delta.square().sum() + self.eps => delta.square().sum() @ fedexp
-algorithms.fedexp FedExP.close_client: norm ** 2 => norm @ fedexp
+algorithms.fedexp FedExP.finish_client: norm ** 2 => norm @ fedexp
 algorithms.fedexp FedExP.step_server: 0.5 * eta => eta @ fedexp
 algorithms.fedexp FedExP.local_update: server['x'] => None @ fedexp
 # SCAFFOLD, FedGAMMA, FedLESAM_S
 algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => client['c_i'] - server['c'] @ scaffold
 algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => server['c'] @ scaffold
 algorithms.control ControlVariates.correction: server['c'] - client['c_i'] => -client['c_i'] @ fedgamma
-algorithms.control ControlVariates.close_client: -round.lr => round.lr @ scaffold
-algorithms.control ControlVariates.close_client: round.lr => round.first_lr @ scaffold
-algorithms.control ControlVariates.close_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
-algorithms.control ControlVariates.close_client: ends.displacement / ends.column((-round.lr * K for K in ends.steps)) -
-    server['c'] => ends.displacement / ends.column((-round.lr * K for K in ends.steps)) @ scaffold
-algorithms.control ControlVariates.close_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
+algorithms.control ControlVariates.finish_client: -round.lr => round.lr @ scaffold
+algorithms.control ControlVariates.finish_client: round.lr => round.first_lr @ scaffold
+algorithms.control ControlVariates.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
+algorithms.control ControlVariates.finish_client: results.delta / results.column((-round.lr * K for K in
+    results.steps)) -
+    server['c'] => results.delta / results.column((-round.lr * K for K in results.steps)) @ scaffold
+algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
 algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
     {**after, 'c': moved(server['c'], sums.total('dc') / round.active)} @ scaffold
@@ -82,10 +83,10 @@ algorithms.fedcm FedCM.local_update: (1 - self.alpha) * server['D'] => server['D
 algorithms.mofedsam MoFedSAM.local_update: a=self.beta => a=1.0 @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
-algorithms.momentum ServerDirection.close_client: -round.lr => round.lr @ fedcm
-algorithms.momentum ServerDirection.close_client: round.lr => round.first_lr @ mofedsam
-algorithms.momentum ServerDirection.close_client: -round.lr * K => -round.lr @ fedcm
-algorithms.momentum ServerDirection.close_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
+algorithms.momentum ServerDirection.finish_client: -round.lr => round.lr @ fedcm
+algorithms.momentum ServerDirection.finish_client: round.lr => round.first_lr @ mofedsam
+algorithms.momentum ServerDirection.finish_client: -round.lr * K => -round.lr @ fedcm
+algorithms.momentum ServerDirection.finish_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
     fedcm-epochs
 algorithms.momentum ServerDirection.step_server: {**super().step_server(server, sums, round), 'D':
     sums.mean('D').to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D': (sums.mean('D') +
@@ -102,10 +103,10 @@ executors.base Task.whole: len(y) => 1 @ mimelite
 algorithms.dynamic attraction: client['h_i'] => -client['h_i'] @ feddyn
 algorithms.dynamic attraction: client['h_i'] - server['w'] => client['h_i'] + server['w'] @ feddyn
 algorithms.dynamic attraction: client['h_i'] - server['w'] => -server['w'] @ fedspeed
-algorithms.dynamic DynamicRegularizer.close_client: {**state, 'h_i': client['h_i'] + ends.displacement} => {**state,
-    'h_i': client['h_i'] - ends.displacement} @ feddyn
-algorithms.dynamic DynamicRegularizer.close_client: {**state, 'h_i': client['h_i'] + ends.displacement} => {**state,
-    'h_i': ends.displacement} @ fedlesam-d
+algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
+    'h_i': client['h_i'] - results.delta} @ feddyn
+algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
+    'h_i': results.delta} @ fedlesam-d
 algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
@@ -126,9 +127,9 @@ algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=r
     phi=self.phi) => LocalUpdate(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
     fedspeed
 algorithms.fedspeed FedSpeed.local_update: 1 - self.alpha => 0.0 @ fedspeed
-algorithms.fedspeed FedSpeed.close_client: client['h_i'] + ends.displacement => ends.displacement @ fedspeed
-algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement + client['h_i'] @ fedspeed
-algorithms.fedspeed FedSpeed.close_client: ends.displacement + h_i => ends.displacement @ fedspeed
+algorithms.fedspeed FedSpeed.finish_client: client['h_i'] + results.delta => results.delta @ fedspeed
+algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta + client['h_i'] @ fedspeed
+algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta @ fedspeed
 # FedSWA, FedMoSWA, FedNSAM
 algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
 algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
@@ -136,8 +137,8 @@ algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.al
 step.local_update LocalUpdate.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
 step.local_update paces: steps - 1 => steps @ fedmoswa
 algorithms.fedmoswa FedMoSWA.local_update: lr_end=self.rho =>  @ fedmoswa
-algorithms.fedmoswa FedMoSWA.close_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
-algorithms.fedmoswa FedMoSWA.close_client: c_i - server['c'] => c_i @ fedmoswa
+algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
+algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: sums.clients => round.clients @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.gamma * sums.total('dc') => sums.total('dc') @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
@@ -180,7 +181,7 @@ algorithms.moon _term: old - received => received - old @ moon
 algorithms.moon _term: (old - received) / tau => old - received @ moon
 algorithms.moon MOON.local_update: self.mu => 1.0 @ moon
 algorithms.moon MOON.local_update: (server['w'], client['w_i']) => (client['w_i'], server['w']) @ moon
-algorithms.moon MOON.close_client: server['w'] => client['w_i'] @ moon
+algorithms.moon MOON.finish_client: server['w'] => client['w_i'] @ moon
 algorithms.moon MOON.local_update: self.features is None => False @ moon
 executors.taught Taught.listen_: at[0][0] is not weights => False @ moon
 step.teacher divergence: temperature ** 2 * (share * (q - p)).sum(1).mean() => (share * (q - p)).sum(1).mean() @ fedgmt
@@ -196,7 +197,7 @@ algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, 
 algorithms.fedwmsam FedWMSAM.local_update: (1 - alpha) * D_i => D_i @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: a=alpha => a=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
-algorithms.fedwmsam FedWMSAM.close_client: -round.lr => round.lr @ fedwmsam
+algorithms.fedwmsam FedWMSAM.finish_client: -round.lr => round.lr @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: 1 + sums.mean('cos') => 1 - sums.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 + sums.mean('cos')).clamp(LEAST, MOST) => 1 + sums.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
@@ -226,13 +227,13 @@ algorithms.fedscam FedSCAM._radius: rho / (1 + self.alpha * self._apart(norms, c
     self.alpha * self._apart(norms, cosines(-gradients, u))) @ fedscam
 algorithms.fedscam FedSCAM._radius: self.alpha => self.gamma @ fedscam
 algorithms.fedscam FedSCAM._radius: -gradients => gradients @ fedscam
-algorithms.fedscam FedSCAM.close_client: -ends.gradient => ends.gradient @ fedscam
-algorithms.fedscam FedSCAM.close_client: -ends.gradient => ends.displacement @ fedscam
+algorithms.fedscam FedSCAM.finish_client: -results.gradient => results.gradient @ fedscam
+algorithms.fedscam FedSCAM.finish_client: -results.gradient => results.delta @ fedscam
 algorithms.fedscam FedSCAM._apart: 1 - self.kappa * c => 1 + self.kappa * c @ fedscam
 algorithms.fedscam FedSCAM._apart: (1 - self.kappa * c).clamp(min=0) => 1 - self.kappa * c @ fedscam-turned
-algorithms.fedscam FedSCAM.close_client: (1 + self.beta * c).clamp(min=0) => (1 + self.beta * c).abs() @ fedscam-turned
-algorithms.fedscam FedSCAM.close_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
-algorithms.fedscam FedSCAM.close_client: self.gamma => 0 @ fedscam
+algorithms.fedscam FedSCAM.finish_client: (1 + self.beta * c).clamp(min=0) => (1 + self.beta * c).abs() @ fedscam-turned
+algorithms.fedscam FedSCAM.finish_client: 1 + self.beta * c => 1 - self.beta * c @ fedscam
+algorithms.fedscam FedSCAM.finish_client: self.gamma => 0 @ fedscam
 algorithms.fedscam FedSCAM.step_server: after['w'].double() => 2 * after['w'].double() @ fedscam
 executors.base Task.first: min(batches, len(self.batch_sizes())) => batches @ fedscam
 executors.base Task.first: islice(self.batches(), batches) => self.batches() @ fedscam
@@ -242,17 +243,18 @@ executors.gradient_passes Gradients.norms: torch.stack(squares).sum(0).sqrt() =>
 algorithms.fedscam FedSCAM.local_update: self.pilots => 1 @ fedscam
 # FedSMOO
 algorithms.fedsmoo FedSMOO.local_update: self.alpha => 1.0 @ fedsmoo-alpha
-algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual => ends.dual @ fedsmoo-alpha
-algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual @ fedsmoo
-algorithms.fedsmoo FedSMOO.close_client: self.alpha * ends.dual - ends.eps => self.alpha * ends.dual + ends.eps @
+algorithms.fedsmoo FedSMOO.finish_client: self.alpha * results.dual => results.dual @ fedsmoo-alpha
+algorithms.fedsmoo FedSMOO.finish_client: self.alpha * results.dual - results.eps => self.alpha * results.dual @ fedsmoo
+algorithms.fedsmoo FedSMOO.finish_client: self.alpha * results.dual - results.eps => self.alpha * results.dual +
+    results.eps @
     fedsmoo-alone
-algorithms.fedsmoo FedSMOO.close_client: self.s_rule == 'mu_active' => False @ fedsmoo-mu-active
+algorithms.fedsmoo FedSMOO.finish_client: self.s_rule == 'mu_active' => False @ fedsmoo-mu-active
 algorithms.fedsmoo FedSMOO.step_server: ({**after, 'mu': mu.to(server['mu'].dtype)}, -mu) => ({**after, 'mu':
     mu.to(server['mu'].dtype)}, mu) @ fedsmoo-mu-all
-algorithms.fedsmoo FedSMOO.close_client: ends.dual - client['mu_i'] => ends.dual @ fedsmoo-mu-all
+algorithms.fedsmoo FedSMOO.finish_client: results.dual - client['mu_i'] => results.dual @ fedsmoo-mu-all
 algorithms.fedsmoo FedSMOO.local_update: server['s'] => 0 * server['s'] @ fedsmoo
 algorithms.fedsmoo FedSMOO.local_update: client['mu_i'] => 0 * client['mu_i'] @ fedsmoo-alone
-algorithms.fedsmoo FedSMOO.close_client: {**state, 'mu_i': ends.dual} => {**state, 'mu_i': client['mu_i']} @ fedsmoo
+algorithms.fedsmoo FedSMOO.finish_client: {**state, 'mu_i': results.dual} => {**state, 'mu_i': client['mu_i']} @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: torch.linalg.vector_norm(r) + NU => 1.0 @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: value_at('rho', self.rho, round) * r => r @ fedsmoo
 fastsam_kernels.reference dual_perturb_: mu_ + (e - s_) / h[Column.PENALTY] => mu_ - (e - s_) / h[Column.PENALTY] @
@@ -285,8 +287,8 @@ algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'
 algorithms.estimate LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
 algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => True @ fedlesam
 algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => False @ fedlesam-none
-algorithms.estimate LocalEstimate.close_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
-    ends.displacement} @ fedlesam
+algorithms.estimate LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
+    results.delta} @ fedlesam
 algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
     fedlesam-last-round
 algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.ref == 'client' else server.get('w_old')
@@ -308,8 +310,9 @@ step.input_map InputMap.ascend: _project(delta, self.radius[1]) => delta @ fedro
 algorithms.fedrobust FedRobust.local_update: round.lr => round.first_lr @ fedrobust-default
 algorithms.fedrobust FedRobust.local_update: self.ascent_steps => 1 @ fedrobust-diag
 algorithms.fedrobust FedRobust.local_update: client.get('Lam') => None @ fedrobust
-algorithms.fedrobust FedRobust.close_client: {**state, 'Lam': ends.input_map.Lam, 'delta': ends.input_map.delta} =>
-    {**state, 'Lam': ends.input_map.Lam, 'delta': 0 * ends.input_map.delta} @ fedrobust
+algorithms.fedrobust FedRobust.finish_client: {**state, 'Lam': results.input_map.Lam, 'delta': results.input_map.delta}
+    =>
+    {**state, 'Lam': results.input_map.Lam, 'delta': 0 * results.input_map.delta} @ fedrobust
 # The run's own options, in the step
 fastsam_kernels.reference _clip_factor: max=1.0 => max=2.0 @ fedavg clip-idle
 fastsam_kernels.reference update_norm_: v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v) => pass @
@@ -329,10 +332,10 @@ PERSONAL = mutants(r"""
 loop.personal Personal.row: made[self.places] = state[OWN].to(w.device) => made[self.places] += 0 *
     state[OWN].to(w.device) @ fedbn
 loop.personal Personal._begun: buffers or None => None @ fedbn
-loop.personal Personal.close_client: client[OWN] + ends.displacement[:, self.places] => client[OWN] -
-    ends.displacement[:, self.places] @ fedbn
+loop.personal Personal.finish_client: client[OWN] + results.delta[:, self.places] => client[OWN] -
+    results.delta[:, self.places] @ fedbn
 loop.personal Personal.local_update: start[:, self.places] = own => pass @ fedbn
-loop.personal Personal.close_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
+loop.personal Personal.finish_client: move_buffers(begun, by) => move_buffers(begun, 0 * by) @ fedbn
 loop.personal Personal._without: None if x is None else x.masked_fill(self.mask, 0) => x @ fedbn
 algorithms.fedrep FedRep.local_update: place not in head => True @ fedrep
 algorithms.fedrep FedRep.local_update: only=head =>  @ fedrep
@@ -341,19 +344,19 @@ executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
 executors.row Row._next_phase: self.start = first => pass @ fedrep
 algorithms.ditto Ditto.local_update: -self.lam => self.lam @ ditto
 algorithms.ditto Ditto.local_update: phi=self.lam =>  @ ditto
-algorithms.ditto Ditto.close_client: client['v_i'] => server['w'] @ ditto
+algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.local_update: client['v_i'] => server['w'] @ ditto
-algorithms.ditto Ditto.close_client: ends.displacement => ends.then.displacement @ ditto
+algorithms.ditto Ditto.finish_client: results.delta => results.then.delta @ ditto
 algorithms.pfedme pFedMe.local_update: self.eta * self.lam => self.eta @ pfedme
 algorithms.pfedme pFedMe.local_update: -self.lam => 0 @ pfedme
-algorithms.pfedme pFedMe.close_client: server['w'] + ends.inner => server['w'] + ends.displacement @ pfedme
+algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w'] + results.delta @ pfedme
 algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
 executors.phases repeated: torch.mul(anchor, -task.step.phi, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
 executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
-algorithms.apfl APFL.close_client: client['v_i'] => server['w'] @ apfl
+algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.local_update: client['v_i'] => server['w'] @ apfl
-algorithms.apfl APFL.close_client: ends.alpha[:, None] => client['alpha'] @ apfl
+algorithms.apfl APFL.finish_client: results.alpha[:, None] => client['alpha'] @ apfl
 executors.mixed Beside.step_: self.alpha[0] => 1.0 @ apfl
 executors.mixed Beside.step_: first and self.rate => self.rate @ apfl
 executors.mixed Beside.step_: (v - w)[0] => (w - v)[0] @ apfl
