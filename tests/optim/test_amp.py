@@ -36,74 +36,6 @@ def state_of(opt: FusedSAM) -> list[Tensor]:
     return [v.clone() for e in opt.state.values() for v in e.values() if isinstance(v, Tensor)]
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled for clipping"])
-@pytest.mark.parametrize("name", BASES)
-def test_scaling_changes_nothing(name: str, unscale: bool, backend: Backend) -> None:
-    base, options = BASES[name]
-    params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
-    opt = FusedSAM(params, base, rho=0.3, backend=backend.name, **options)
-    oracle = Oracle([{"params": params}], base, {"rho": 0.3, **options})
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0, growth_interval=2)
-    for step in range(6):
-        scaled_backward(params, scaler, step)
-        scale = scaler.get_scale()
-        oracle.perturb([g / scale for g in gradients(params)])
-        opt.first_step(zero_grad=True)
-        scaled_backward(params, scaler, step)
-        if unscale:
-            scaler.unscale_(opt)
-            torch.nn.utils.clip_grad_norm_(params, 0.1)
-            oracle.update(gradients(params))
-        else:
-            oracle.update([g / scale for g in gradients(params)])
-        scaler.step(opt)
-        scaler.update()
-        assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
-    assert scaler.get_scale() == 1024.0 * 8
-    for p, q in zip(params, oracle.params):
-        # a GradScaler's reciprocal is float32
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("warm", [0, 2])
-@pytest.mark.parametrize("bad_pass", ["second", "both"])
-@pytest.mark.parametrize("name", BASES)
-def test_a_skipped_step_restores_the_weights(name: str, bad_pass: str, warm: int, backend: Backend) -> None:
-    base, options = BASES[name]
-    params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    twins = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    opt, undisturbed = (FusedSAM(p, base, rho=0.3, backend=backend.name, **options) for p in (params, twins))
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
-
-    def step(opt: FusedSAM, params: list[nn.Parameter], number: int, bad: tuple[bool, bool] = (False, False)) -> None:
-        scaled_backward(params, scaler, number)
-        if bad[0]:
-            params[0].grad[1] = math.inf
-        opt.first_step()
-        scaled_backward(params, scaler, number)
-        if bad[1]:
-            params[1].grad[1] = math.nan
-        scaler.step(opt)
-
-    for number in range(warm):
-        step(opt, params, number)
-        step(undisturbed, twins, number)
-        scaler.update()
-    before, state = copies(params), state_of(opt)
-    step(opt, params, warm, bad=(bad_pass == "both", True))
-    assert same_bits(before, params)
-    if warm:
-        assert same_bits(state, state_of(opt))
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    scaler.update(1024.0)  # so that the twins, which did not skip, are given the same scaled gradients
-    for number in range(warm, warm + 2):  # a step that was skipped was never made
-        step(opt, params, number)
-        step(undisturbed, twins, number)
-        scaler.update()
-    assert same_bits(params, twins)
-
-
 def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
     params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
     opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
@@ -177,33 +109,6 @@ def test_an_error_inside_a_scaled_step_leaves_no_scale_behind(backend: Backend) 
         scaler.step(opt)
     assert same_bits(before, params)
     assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
-
-
-def test_a_scaler_without_gradients(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
-    scaler = torch.amp.GradScaler(backend.device)
-    scaler.scale(torch.ones((), device=backend.device))
-    opt.first_step()
-    scaler.step(opt)
-    assert same_bits(before, params)
-
-
-def test_check_finite_beside_a_scaler(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name, check_finite=True)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=4.0)
-    for step, bad in enumerate((False, True, False)):
-        before = copies(params)
-        scaled_backward(params, scaler, step)
-        opt.first_step()
-        scaled_backward(params, scaler, step)
-        if bad:
-            params[0].grad[0, 0] = math.nan
-        scaler.step(opt)
-        scaler.update()
-        assert same_bits(before, params) == bad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

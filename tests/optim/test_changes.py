@@ -95,37 +95,6 @@ def test_a_model_converted_between_the_passes(conversion: str, backend: Backend)
     train(model, opt, range(2, 4))
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_data_assigned_by_the_user(name: str, backend: Backend) -> None:
-    """`p.data = ...`: the optimizer works on the new memory, not on the old."""
-    base, options = BASES[name]
-    model = Model(torch.float64, backend.device)
-    opt = FusedSAM(model.parameters(), base, backend=backend.name, **options)
-    other, other_opt = Model(torch.float64, backend.device), None
-    other_opt = FusedSAM(other.parameters(), base, backend=backend.name, **options)
-    for m, o in ((model, opt), (other, other_opt)):
-        train(m, o, range(2))
-    kept = [p.data for p in model.params]
-    for p in model.params:
-        p.data = p.data.clone()
-    old = [k.clone() for k in kept]
-    train(model, opt, range(2, 4))
-    train(other, other_opt, range(2, 4))
-    assert same_bits(model.params, other.params)
-    assert same_bits(old, kept), "nothing was written into the old memory"
-
-    for p in model.params:  # and between the passes
-        p.grad = None
-    backward(model.params, 4)
-    opt.first_step()
-    for p in model.params:
-        p.data = p.data.clone()
-    backward(model.params, 4)
-    opt.second_step()
-    train(other, other_opt, range(4, 5))
-    assert same_bits(model.params, other.params)
-
-
 def test_weights_written_by_the_user_are_taken(backend: Backend) -> None:
     """Half-precision weights have a master copy; loading other weights must not be undone by it."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -276,27 +245,6 @@ def test_parameters_without_gradients_that_live_are_not_dead(backend: Backend) -
 
 
 # --- frozen parameters, several optimizers ---
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_freezing_and_unfreezing(name: str, backend: Backend) -> None:
-    base, options = BASES[name]
-    model = Model(torch.float64, backend.device)
-    opt = FusedSAM(model.parameters(), base, backend=backend.name, **options)
-    oracle = Oracle([{"params": model.params}], base, options)
-    frozen = model.params[1]
-    for step in range(8):
-        frozen.requires_grad_(step not in (0, 1, 4, 5))
-        kept = frozen.detach().clone()
-        for finish in (False, True):
-            backward(model.params, step)
-            grads = gradients(model.params)
-            assert (grads[1] is None) == (not frozen.requires_grad)
-            (oracle.update if finish else oracle.perturb)(grads)
-            (opt.second_step if finish else opt.first_step)()
-        assert frozen.requires_grad or same_bits([kept], [frozen])
-    for p, q in zip(model.params, oracle.params):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_two_optimizers_on_parts_of_a_model(backend: Backend) -> None:

@@ -200,7 +200,7 @@ def test_places_in_memory_change_nothing(spec: Spec) -> None:
     for t in range(3):
         by_hand(dense, t)
 
-        def reorder(_: int) -> None:
+        def reorder(_: int, t: int = t) -> None:
             p = other.params[0]
             p.grad = p.grad.contiguous() if t % 2 else p.grad.t().contiguous().t()
 
@@ -245,7 +245,7 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
     for t in range(4):
         late.params[1].requires_grad_(t > 1)
         for each in (late, present):
-            by_hand(each, t, spoil=lambda _, each=each: t > 1 or setattr(each.params[1], "grad", None))
+            by_hand(each, t, spoil=lambda _, each=each, t=t: t > 1 or setattr(each.params[1], "grad", None))
     if spec.options not in ("in backward", "stochastic"):  # updated by then; another layout has another noise
         assert same_bits(outcome(late), outcome(present))
 

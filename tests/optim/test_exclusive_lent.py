@@ -4,7 +4,6 @@ where it is not theirs to take."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import GSAM, FusedSAM
+from fastsam import FusedSAM
 from fastsam.optim import exclusive as exchange
 from fastsam.optim.exclusive import lendable
-from tests.helpers.interrupting import Interrupt
-from tests.helpers.sam_cases import BASES, SGD, SHAPES, closure_of, native, places
+from tests.helpers.sam_cases import SGD, SHAPES, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
 pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "worth")]
@@ -34,38 +32,11 @@ def saves_weights(opt: FusedSAM) -> bool:
     return any("origin" in bucket.arena for bucket in opt._engine.buckets)
 
 
-def by_closure(opt: FusedSAM, params: Params) -> None:
-    opt.step(closure_of(params))
-
-
 def in_halves(opt: FusedSAM, params: Params) -> None:
     landscape(params, 0).backward()
     opt.first_step(zero_grad=True)
     landscape(params, 0).backward()
     opt.second_step()
-
-
-@pytest.mark.parametrize("options", [{}, {"adaptive": True}, {"sam": GSAM(0.2)}], ids=["sam", "asam", "gsam"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("way", [by_closure, in_halves])
-def test_bits_of_an_ordinary_step_without_a_backup(
-    way: Callable[..., None], base: str, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    kind, own = BASES[base]
-    if "sam" not in options:
-        options = {"rho": 0.2, **options}
-    params, plain = make_parameters(SHAPES, dtype), make_parameters(SHAPES, dtype)
-    ours, other = (FusedSAM(p, kind, exclusive=p is params, **own, **options) for p in (params, plain))
-    kept = places(params)
-    for _ in range(3):
-        way(ours, params)
-        way(other, plain)
-        assert same_bits(params, plain) and places(params) == kept
-        assert same_bits([p.grad for p in params], [p.grad for p in plain]) and ours.grad_norm == other.grad_norm
-        ours.zero_grad()
-        other.zero_grad()
-    assert saves_weights(other) and not saves_weights(ours)
 
 
 def test_the_gradient_becomes_the_perturbed_weights() -> None:
@@ -176,41 +147,6 @@ def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tenso
         opt.second_step()
         results[-1] += copies(params)
     assert same_bits(*results)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_an_exception_at_the_perturbed_point_brings_the_weights_back(base: str) -> None:
-    params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, BASES[base][0], exclusive=True, **BASES[base][1])
-    calls: list[int] = []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise Interrupt
-        return closure_of(params)()
-
-    kept, before = places(params), copies(params)
-    with suppress(Interrupt):
-        opt.step(closure)
-    assert places(params) == kept and same_bits(params, before) and not opt.is_perturbed
-    by_closure(opt, params)
-    assert not same_bits(params, before) and not saves_weights(opt)
-
-
-def test_a_state_dict_of_the_perturbed_point_has_the_weights() -> None:
-    params, other = make_parameters(SHAPES, torch.float32), make_parameters(SHAPES, torch.float32, seed=1)
-    ours, theirs = (FusedSAM(p, SGD, lr=0.1, momentum=0.9, exclusive=True) for p in (params, other))
-    backward(params, 0)
-    ours.first_step(zero_grad=True)
-    with torch.no_grad():
-        for p, q in zip(params, other, strict=True):
-            q.copy_(p)
-    theirs.load_state_dict(ours.state_dict())
-    for mine, opt in ((params, ours), (other, theirs)):
-        backward(mine, 1)
-        opt.second_step(zero_grad=True)
-    assert same_bits(params, other)
 
 
 @pytest.mark.slow

@@ -49,14 +49,6 @@ def test_msam_is_its_equations(options: dict[str, Any]) -> None:
 
 
 @every_variant
-@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
-def test_a_variant_in_lower_precision(name: str, dtype: torch.dtype, part: float) -> None:
-    found = flat([p.double() for p in clean(trained(name, 3, dtype=dtype))])
-    expected, start = flat(one_pass_loop(ONE_PASS[name][1], "sgd", 3)), flat(problem()[0])
-    assert (found - expected).norm() < part * (expected - start).norm()
-
-
-@every_variant
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
     training = fused(type(ONE_PASS[name][0])(RHO, True, 0.1), "sgd", 2, dtype=dtype)
@@ -69,33 +61,6 @@ def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
 
 
 # --- a step ---
-
-
-@every_base
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("call", ["step", "second_step"])
-def test_by_hand_it_is_the_closures_step(name: str, base: str, dtype: torch.dtype, call: str) -> None:
-    whole, training = trained(name, 4, base, dtype=dtype), trained(name, 0, base, dtype=dtype)
-    for t in range(4):
-        assert not training.opt.two_passes and not training.opt.is_perturbed and training.opt.phase == "first"
-        training.backward(t)
-        getattr(training.opt, call)()
-    assert same_bits(whole.params, training.params)
-
-
-@every_variant
-def test_a_closure_is_called_once(name: str) -> None:
-    training, calls = trained(name, 0), []
-    for t in range(3):
-
-        def closure(t: int = t) -> torch.Tensor:
-            calls.append(t)
-            value = problem()[1](training.params, t)
-            value.backward()
-            return value
-
-        assert training.opt.step(closure).item() > 0
-    assert calls == [0, 1, 2]
 
 
 @every_variant
@@ -116,44 +81,6 @@ def test_parameters_without_a_gradient(name: str) -> None:
     v = torch.tensor([((1 * 0.9 + 3) * 0.9 + 1)] * 4 + [2.0] * 3, dtype=torch.float64)
     d = -v if name == "msam" else torch.tensor([1.0] * 4 + [0.0] * 3, dtype=torch.float64)
     torch.testing.assert_close(flat(params).detach(), flat(w) + 0.5 * d / d.norm())
-
-
-@every_variant
-@pytest.mark.parametrize("unscales", [False, True], ids=["the step unscales", "unscaled before it"])
-@pytest.mark.parametrize("base", ["sgd", "adamw"])
-def test_with_a_scaler(name: str, base: str, unscales: bool) -> None:
-    training = trained(name, 0, base)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    for t in range(4):
-        training.opt.zero_grad()
-        scaler.scale(problem()[1](training.params, t)).backward()
-        if unscales:
-            scaler.unscale_(training.opt)
-        scaler.step(training.opt)
-        scaler.update()
-    for p, expected in zip(clean(training), one_pass_loop(ONE_PASS[name][1], base, 4), strict=True):
-        torch.testing.assert_close(p, expected, rtol=1e-7, atol=1e-9)
-
-
-@every_base
-@pytest.mark.parametrize("how", ["scaler", "check_finite"])
-def test_gradients_with_inf_leave_all_as_it_is(name: str, base: str, how: str) -> None:
-    options = {"check_finite": True} if how == "check_finite" else {}
-    one, other = trained(name, 3, base, **options), trained(name, 3, base)
-    before = copies(one.params)
-    for p in one.params:
-        p.grad = torch.full_like(p, torch.inf)
-    if how == "scaler":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        scaler.scale(torch.ones(()))  # makes its scale
-        scaler.step(one.opt)
-        scaler.update()
-    else:
-        one.opt.step()
-    assert same_bits(before, one.params)
-    for training in (one, other):
-        training.steps(range(4, 6))
-    assert same_bits(one.params, other.params)
 
 
 # --- what comes out of order ---

@@ -15,8 +15,7 @@ from bench.copied_sam import CopiedSAM
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from tests.helpers import sam_cases
-from tests.helpers.crosses import one_in
-from tests.helpers.sam_cases import ADAM, SGD, Model, second_half, train
+from tests.helpers.sam_cases import ADAM, SGD, Model, train
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -29,46 +28,6 @@ def through_a_file(value: Any) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize(
-    ("moment", "dtype", "name"), one_in(2, ["idle", "perturbed"], [torch.float32, torch.bfloat16], BASES), ids=str
-)
-def test_resuming_from_a_file_continues_bit_for_bit(
-    name: str, dtype: torch.dtype, moment: str, backend: Backend
-) -> None:
-    if backend.name == "native" and dtype == torch.bfloat16 and name == "rmsprop":
-        dtype = torch.float16  # the generic path in another half precision
-    base, options = BASES[name]
-    model = Model(dtype, backend.device)
-    opt = FusedSAM(model.parameters(), base, backend=backend.name, rho=0.2, **options)
-    train(model, opt, range(3))
-    unperturbed = copies(model.params)
-    if moment == "perturbed":
-        backward(model.params, 3)
-        opt.first_step()
-    saved = through_a_file({"model": model.state_dict(), "opt": opt.state_dict()})
-    assert same_bits(copies(model.params), list(saved["model"].values())), "saving changes nothing"
-
-    def resumed() -> tuple[Model, FusedSAM]:
-        other = Model(dtype, backend.device)
-        other_opt = FusedSAM(other.parameters(), base, backend=backend.name, rho=0.7, **{**options, "lr": 0.5})
-        other.load_state_dict(saved["model"])
-        other_opt.load_state_dict(saved["opt"])
-        return other, other_opt
-
-    other, other_opt = resumed()
-    for m, o in ((model, opt), (other, other_opt)):
-        if moment == "perturbed":
-            second_half(m, o, 3)
-        train(m, o, range(4, 7))
-    assert same_bits(model.params, other.params)
-    if moment == "perturbed":
-        other, other_opt = resumed()
-        other_opt.restore()
-        assert same_bits(unperturbed, other.params), "the unperturbed weights were saved too"
-        with pytest.raises(RuntimeError, match="without first_step"):
-            other_opt.second_step()
 
 
 @pytest.mark.parametrize("name", BASES)

@@ -287,20 +287,6 @@ def test_betas_in_a_list_that_is_changed_in_place(backend: Backend) -> None:
     compare(params, oracle, (1e-9, 1e-11))
 
 
-def test_the_same_steps_give_the_same_bits(backend: Backend) -> None:
-    def run() -> list[nn.Parameter]:
-        params = make_parameters(SHAPES, torch.float32, backend.device)
-        opt = FusedSAM(params, SGD, backend=backend.name, lr=0.1, momentum=0.9, adaptive=True)
-        for step in range(5):
-            backward(params, step)
-            opt.first_step()
-            backward(params, step)
-            opt.second_step()
-        return params
-
-    assert same_bits(run(), run())
-
-
 def test_lion_is_algorithm_2_of_its_paper() -> None:
     """The class by itself, against the update written down once more; a closure is called, a parameter without a
     gradient stays."""

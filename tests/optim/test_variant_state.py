@@ -2,68 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import io
-
 import pytest
 import torch
 
 from fastsam import FusedSAM
 from fastsam.optim.variants import VaSSO
-from tests.helpers.crosses import one_in
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
 from tests.helpers.variant_cases import CASES, fused, problem
 
 every_case = pytest.mark.parametrize("name", CASES)
-
-
-@every_case
-@pytest.mark.parametrize(
-    ("base", "dtype"), [("sgd", torch.float32), ("sgd", torch.bfloat16), ("nadam", torch.float32)], ids=str
-)
-@pytest.mark.parametrize(
-    ("moment", "how", "after"), one_in(6, ["idle", "between"], ["state dict", "pickle", "deepcopy"], [2, 3])
-)
-def test_a_step_goes_on_where_it_was_saved(
-    name: str, base: str, dtype: torch.dtype, moment: str, how: str, after: int
-) -> None:
-    """Between the two passes too, where the first gradients are a part of the state."""
-    sam = CASES[name].sam
-    whole, training = fused(sam, base, 6, dtype=dtype), fused(sam, base, after, dtype=dtype)
-    if moment == "between":
-        training.backward(after)
-        training.opt.first_step(zero_grad=True)
-    if how == "deepcopy":
-        training = copy.deepcopy(training)
-    else:
-        file = io.BytesIO()
-        params, opt = training
-        torch.save(training if how == "pickle" else opt.state_dict(), file)
-        file.seek(0)
-        found = torch.load(file, weights_only=False)
-        training = found if how == "pickle" else fused(sam, base, 0, dtype=dtype)
-        if how == "state dict":
-            with torch.no_grad():
-                for p, old in zip(training.params, params, strict=True):
-                    p.copy_(old)
-            training.opt.load_state_dict(found)
-    if moment == "between":
-        training.ascend(after)
-        training.backward(after)
-        training.opt.second_step()
-    training.steps(range(after + (moment == "between"), 6))
-    assert same_bits(training.params, whole.params)
-
-
-@every_case
-def test_a_step_that_is_taken_back_leaves_the_state(name: str) -> None:
-    whole, training = fused(CASES[name].sam, "sgd", 5), fused(CASES[name].sam, "sgd", 2)
-    for t in range(2, 5):
-        training.backward(t + 7)
-        training.opt.first_step()
-        training.opt.restore()
-        training.steps(range(t, t + 1))
-    assert same_bits(whole.params, training.params)
 
 
 def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
