@@ -94,28 +94,6 @@ def test_state_that_a_user_resets(how: str, backend: Backend) -> None:
 # --- groups ---
 
 
-def test_a_bad_group_adds_nothing(backend: Backend) -> None:
-    model = Model(torch.float32, backend.device)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    train(model, opt, range(2))
-    fresh = make_parameters([(3,)], torch.float32, backend.device)
-    bad: list[tuple[Any, type[Exception], str]] = [
-        ({"params": model.params[:1]}, ValueError, "more than one parameter group"),
-        ({"params": fresh * 2}, ValueError, "duplicate"),
-        ({"params": [nn.Parameter(model.params[0].data)]}, ValueError, "shares memory"),
-        ({"params": [nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)]}, ValueError, "int32"),
-        ({"params": fresh, "rho": -1.0}, ValueError, "rho"),
-        ({"params": [nn.Parameter(torch.ones(3, device="meta"))]}, ValueError, "several devices"),
-        (fresh, TypeError, "must be a dict"),
-        ({"params": set(fresh)}, TypeError, "ordered collections"),
-    ]
-    for group, error, message in bad:
-        with pytest.raises(error, match=message):
-            opt.add_param_group(group)
-        assert len(opt.param_groups) == 1 and opt.base_optimizer.param_groups is opt.param_groups
-    train(model, opt, range(2, 4))
-
-
 def test_named_parameters(backend: Backend) -> None:
     model = Model(torch.float32, backend.device)
     opt = FusedSAM(model.named_parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastsam import GSAM, FusedSAM, Lion
+from fastsam import FusedSAM, Lion
 from fastsam.optim import early
 from fastsam.optim import exclusive as exchange
 from tests.helpers.interrupting import Interrupt
-from tests.helpers.sam_cases import ADAM, ADAMW, SGD, SHAPES, closure_of, native, places
+from tests.helpers.sam_cases import ADAMW, SGD, SHAPES, closure_of, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
 pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "worth")]
@@ -205,21 +205,3 @@ def test_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="several ranks"):
         by_closure(opt, params)
     assert same_bits(params, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exclusive": False}, "without exclusive=True"),
-        ({"check_finite": True}, "with check_finite=True"),
-        ({"sam": GSAM(0.1)}, "with GSAM"),
-        ({"base_optimizer": torch.optim.NAdam}, "makes its own step"),
-        ({"base_optimizer": ADAM, "amsgrad": True}, "makes its own step"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_it_cannot_serve_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"in_backward=True {message}|in_backward=True .* {message}"):
-        FusedSAM(
-            make_parameters([(4,)], torch.float32), **{"lr": 0.1, "exclusive": True, "in_backward": True, **options}
-        )

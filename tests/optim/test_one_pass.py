@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, LastGradient
 from tests.helpers.one_pass_cases import DTYPES, clean, every_base, every_variant, trained
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
 from tests.helpers.variant_cases import ONE_PASS, RHO, flat, fused, one_pass_loop, problem
@@ -193,38 +192,6 @@ def test_eval_inside_a_closure() -> None:
     with pytest.raises(RuntimeError, match=r"eval\(\) inside a closure"):
         training.opt.step(closure)
     assert same_bits(before, training.params) and training.opt.training
-
-
-@pytest.mark.parametrize(
-    ("base", "options", "words"),
-    [
-        (torch.optim.SGD, {"sam": MSAM()}, "parameter group 0 has none; give one: momentum=0.9"),
-        (torch.optim.RMSprop, {"sam": MSAM()}, "parameter group 0 has none"),
-        (torch.optim.Adagrad, {"sam": MSAM()}, "has to be torch.optim.SGD or RMSprop .* got Adagrad"),
-        (torch.optim.NAdam, {"sam": MSAM()}, "got NAdam"),
-        (torch.optim.Adam, {"sam": MSAM(), "amsgrad": True}, "without amsgrad"),
-        (torch.optim.SGD, {"sam": MSAM(), "momentum": 0.9, "exclusive": True}, "exclusive=True with MSAM"),
-        (torch.optim.SGD, {"sam": LastGradient(), "exclusive": True}, "exclusive=True with LastGradient"),
-    ],
-)
-def test_what_cannot_be_asked_for(base: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FusedSAM([nn.Parameter(torch.ones(2))], base, lr=0.1, **options)
-
-
-@pytest.mark.parametrize("variant", [MSAM, LastGradient])
-@pytest.mark.parametrize("options", [{"every": 2}, {"radius": LESAM(sigma=1.0)}, {"rho": -1.0}], ids=str)
-def test_options_without_a_use(variant: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
-        FusedSAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, sam=variant(**options), lr=0.1, momentum=0.9)
-
-
-def test_a_group_without_a_momentum_is_not_added() -> None:
-    training = trained("msam", 1)
-    with pytest.raises(ValueError, match="parameter group 1 has none"):
-        training.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.0})
-    training.steps(range(1, 2))
-    assert same_bits(training.params, trained("msam", 2).params)
 
 
 def test_a_scaler_with_a_closure() -> None:
