@@ -39,6 +39,10 @@ class Spec(NamedTuple):
         return self.variant in ONE_PASS
 
     @property
+    def backend(self) -> str:
+        return OPTIONS[self.options].get("backend", "auto")
+
+    @property
     def fused(self) -> bool:
         """Whether the base optimizer's step is one of the kernels'."""
         return self.base not in ("nadam", "amsgrad")
@@ -72,7 +76,8 @@ def _specs() -> list[Any]:
     return found
 
 
-every_training = pytest.mark.parametrize("spec", _specs())
+SPECS = _specs()
+every_training = pytest.mark.parametrize("spec", SPECS)
 
 
 def state(opt: FusedSAM) -> list[Tensor]:

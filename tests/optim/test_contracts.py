@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsam import backends
 from fastsam.optim import exclusive as exchange
-from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
+from tests.helpers.interrupted_steps import STYLES, Plan
+from tests.helpers.interrupting import Interrupt, Tracer
 from tests.helpers.sam_cases import places
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, every_training, outcome
@@ -124,6 +124,51 @@ def test_a_training_goes_on_where_it_was_saved(spec: Spec, way: str) -> None:
         other.steps(range(start + (moment == "between"), 6))
         assert same_bits(other.params, whole.params), moment
         assert way == "moved" or same_bits(before, training.params), moment
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "float64": lambda model: model.double(),
+    "float32": lambda model: model.float(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "half": lambda model: model.half(),
+}
+
+
+@every_training
+@pytest.mark.parametrize("to", CONVERSIONS)
+def test_a_converted_training_is_that_of_its_state(spec: Spec, to: str) -> None:
+    """By assigning `.data` or by swapping tensors, as torch converts; between two steps, and between two passes, where
+    the weights that come back are converted too."""
+    if not spec.fused:
+        pytest.skip("torch's own steps keep the state in the dtype that they found")
+    for moment in ("evaluated",) if spec.one_pass else ("idle", "between"):
+        training, plain = spec.make(3), spec.make(3)
+        if moment == "between":
+            training.backward(3)
+            training.opt.first_step()
+        for each in (training, plain):
+            each.opt.eval()
+            each.opt.zero_grad()
+        saved = plain.opt.state_dict()
+        torch.__future__.set_swap_module_params_on_conversion(moment == "idle")
+        try:
+            for each in (training, plain):
+                CONVERSIONS[to](nn.ParameterList(each.params))
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        if moment == "between":
+            training.opt.restore()
+            assert same_bits(training.params, plain.params), "the unperturbed weights are converted too"
+        other = spec._replace(dtype=training.params[0].dtype).make()
+        with torch.no_grad():
+            for p, q in zip(other.params, plain.params, strict=True):
+                p.copy_(q)
+        other.opt.load_state_dict(saved)
+        for each in (training, other):
+            each.opt.train()
+            each.steps(range(3, 5))
+        if moment != "between" or spec.options != "stochastic":
+            assert same_bits(training.params, other.params), moment
 
 
 # --- one step in every style ---
@@ -305,30 +350,17 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec, bad: float) 
 
 
 @every_training
-def test_a_step_interrupted_at_any_line_is_made_or_not_made(spec: Spec) -> None:
-    """Weights and state, wherever it is; every parameter in its own memory; and the training goes on from there. With
-    updates in the backward pass each parameter is by itself."""
-    if not spec.fused:
-        pytest.skip("a base optimizer that is interrupted in its own step leaves what it leaves")
-    backend = backends.select(OPTIONS[spec.options].get("backend", "auto"), torch.device("cpu"), spec.dtype).name
-    folders = (PACKAGE,) if backend == "foreach" else (PACKAGE, KERNELS)
-    ends, further, training = [spec.make(2), spec.make(3)], spec.make(5), spec.make(2)
-    with Tracer(None, folders) as count:
-        training.steps(range(2, 3))
-    for at in range(0, count.lines, max(1, count.lines // 11)):
-        training = spec.make(2)
-        kept = places(training.params)
-        with Tracer(at, folders) as tracer, pytest.raises(Interrupt):
-            training.steps(range(2, 3))
-        assert places(training.params) == kept, tracer.where
-        if spec.options == "in backward":
-            for p, old, new in zip(training.params, *(end.params for end in ends)):
-                assert same_bits([p], [old]) or same_bits([p], [new]), tracer.where
-            continue
-        made = [same_bits(outcome(training), outcome(end)) for end in ends]
-        assert any(made), tracer.where
-        training.steps(range(2 + made[1], 5))
-        assert spec.options == "stochastic" or same_bits(training.params, further.params), tracer.where
+@pytest.mark.parametrize("style", STYLES)
+def test_a_step_interrupted_at_any_line_is_made_or_not_made(spec: Spec, style: str) -> None:
+    """Weights and state, wherever it is; every parameter in its own memory; and the training goes on from there."""
+    if not spec.fused or (spec.one_pass and style in ("in_context", "look")):
+        pytest.skip("a base interrupted in its own step leaves what it leaves; one pass has no halves")
+    warm = 2 if spec.one_pass else list(STYLES).index(style) % 3
+    plan = Plan(spec, style, warm)
+    lines = plan.lines()
+    assert lines > 50
+    for line in range(warm, lines, max(1, lines // 5)):
+        assert plan.interrupted(Tracer(line, plan.folders))
 
 
 def restored(training: Training) -> None:
