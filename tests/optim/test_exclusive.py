@@ -15,13 +15,10 @@ from tests.helpers.sam_cases import (
     HALF,
     SGD,
     SHAPES,
-    Model,
     first_half,
     halves,
     native,
     places,
-    second_half,
-    train,
 )
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
@@ -72,31 +69,6 @@ def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], b
 
 
 # --- what happens between the passes ---
-
-
-@both_ways
-@pytest.mark.parametrize("what", ["group", "dtype", "moved", "half moved"])
-def test_changes_in_the_middle_of_a_step(what: str) -> None:
-    """A parameter that somebody moves has left the exchange: its unperturbed weights follow it."""
-    results = []
-    for exclusive in (True, False):
-        model = Model()
-        opt = FusedSAM(model.params, SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=exclusive)
-        train(model, opt, range(2))
-        first_half(opt, model.params, 2)
-        added = make_parameters([(3,)], torch.float32)
-        if what == "group":
-            opt.add_param_group({"params": added, "lr": 0.3})
-        elif what == "dtype":
-            model.double()
-        else:
-            for p in model.params[: 1 if what == "half moved" else 3]:
-                p.data = p.data.clone()
-        opt.zero_grad()
-        second_half(model, opt, 2)
-        train(model, opt, range(3, 5))
-        results.append(model.params)
-    assert same_bits(*results)
 
 
 @both_ways

@@ -182,13 +182,3 @@ def test_steps_beside_frozen_parameters_are_short() -> None:
     assert opt._engine._steady is not steady and not torch.equal(params[0], kept)
     opt.restore()
     assert torch.equal(params[0], kept)
-
-
-@pytest.mark.parametrize("bad", [["a"], [9], [-1], [True], 3], ids=str)
-def test_a_state_that_names_no_parameters(bad: Any) -> None:
-    params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, SGD, lr=0.1)
-    saved = opt.state_dict()
-    saved["fastsam"]["left_out"] = bad
-    with pytest.raises(ValueError, match="left_out"):
-        opt.load_state_dict(saved)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM
-from tests.helpers.one_pass_cases import DTYPES, every_base, every_variant, trained
+from tests.helpers.one_pass_cases import DTYPES, every_base, trained
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, fused, one_pass_loop
+from tests.helpers.variant_cases import RHO, fused
 
 # --- evaluation ---
 
@@ -58,24 +58,6 @@ def test_variants_of_two_passes_have_no_modes() -> None:
     assert training.opt.training and same_bits(before, training.params)
     training.opt.train()
     training.steps(range(2, 3))
-
-
-@every_variant
-def test_another_dtype_and_another_group_on_the_way(name: str) -> None:
-    training = trained(name, 2)
-    for p in training.params:
-        p.data = p.data.float()
-    late = nn.Parameter(torch.ones(3))
-    training.opt.add_param_group({"params": [late], "momentum": 0.5, "rho": 0.2})
-    training.backward(2)
-    late.grad = torch.ones(3)
-    training.opt.step()
-    expected = one_pass_loop(ONE_PASS[name][1], "sgd", 3)
-    with training.opt.evaluating():
-        assert torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
-        for p, q in zip(training.params, expected, strict=True):
-            torch.testing.assert_close(p.double().detach(), q, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
 
 
 # --- interrupts ---
