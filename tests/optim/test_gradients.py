@@ -12,7 +12,6 @@ from fastsam import FusedSAM
 from fastsam.backends import Backend
 from tests.helpers.sam_cases import BASES, SGD
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
-from tests.helpers.tolerances import trajectory
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -103,65 +102,6 @@ def test_half_precision_weights_are_perturbed_in_the_intended_direction(backend:
 
 
 # --- layouts ---
-
-
-def awkward_parameters(dtype: torch.dtype, device: str) -> list[nn.Parameter]:
-    def fresh(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(
-            device, dtype
-        )
-
-    return [
-        nn.Parameter(fresh(4, 3, 5, 5).to(memory_format=torch.channels_last)),
-        nn.Parameter(fresh(6, 7).t()),
-        nn.Parameter(fresh(6, 8)[:, 2:5]),  # gaps in memory
-        nn.Parameter(fresh(40)[3:20]),  # an address that is not aligned
-        nn.Parameter(fresh(0, 4)),
-        nn.Parameter(fresh()),
-        nn.Parameter(fresh(2, 3, 4).permute(2, 0, 1)),
-        nn.Parameter(fresh(30)[::3]),
-    ]
-
-
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_of_every_layout(name: str, dtype: torch.dtype, backend: Backend) -> None:
-    """The same numbers in contiguous parameters must take the same steps, bit for bit where the order of the norm's sum
-    is the same."""
-    base, options = BASES[name]
-    if dtype == torch.bfloat16 and name == "rmsprop":
-        pytest.skip("without a fused update there is no master copy")
-    params = awkward_parameters(dtype, backend.device)
-    opt = FusedSAM(params, base, rho=0.3, backend=backend.name, **options)
-    oracle = Oracle([{"params": params}], base, {"rho": 0.3, **options})
-    gaps = params[2].untyped_storage().nbytes()
-    around = torch.tensor([], dtype=dtype, device=backend.device).set_(params[2].untyped_storage()).clone()
-    for step in range(4):
-        before = copies(params)
-        backward(params, step)
-        with opt.perturbed():
-            assert not same_bits(before, params)
-        assert same_bits(before, params)
-        oracle.perturb(gradients(params))
-        opt.first_step()
-        backward(params, step)
-        if step == 2:  # a gradient in another order of elements than its parameter
-            params[0].grad = params[0].grad.contiguous()
-            params[3].grad = params[3].grad.repeat_interleave(2)[::2]
-        oracle.update(gradients(params))
-        opt.second_step()
-    for i, (p, q) in enumerate(zip(params, oracle.params)):
-        weights = opt.state_dict()["state"].get(i, {}).get("master", p)
-        rtol, atol = trajectory(dtype, 4)
-        torch.testing.assert_close(weights.detach().double().cpu(), q.detach(), rtol=rtol, atol=atol)
-        for value in opt.state[p].values():
-            assert value.shape in (p.shape, torch.Size([]))
-    after = torch.tensor([], dtype=dtype, device=backend.device).set_(params[2].untyped_storage())
-    mask = torch.ones(gaps // dtype.itemsize, dtype=torch.bool).reshape(6, 8)
-    mask[:, 2:5] = False
-    assert torch.equal(after[mask.flatten().to(backend.device)], around[mask.flatten().to(backend.device)]), (
-        "wrote into the gaps"
-    )
 
 
 def test_tied_parameters_are_one(backend: Backend) -> None:

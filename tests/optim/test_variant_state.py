@@ -10,8 +10,6 @@ from fastsam.optim.variants import VaSSO
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
 from tests.helpers.variant_cases import CASES, fused, problem
 
-every_case = pytest.mark.parametrize("name", CASES)
-
 
 def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
     params = make_parameters([(4,), (3,)], torch.float32)

@@ -13,8 +13,6 @@ from tests.helpers.crosses import one_in
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, PaperGSAM, Training, flat, fused, like, loop, problem
 
-every_case = pytest.mark.parametrize("name", CASES)
-
 
 @pytest.mark.parametrize(("name", "base"), one_in(2, CASES, BASES))
 def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend) -> None:
