@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastsam.optim import exclusive as exchange
 from tests.helpers.interrupted_steps import STYLES, Plan
 from tests.helpers.interrupting import Interrupt, Tracer
 from tests.helpers.sam_cases import places
@@ -24,12 +23,6 @@ from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, every_trai
 from tests.helpers.variant_cases import Training, problem
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
-
-
-@pytest.fixture
-def worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors, which are quick to test with, are exchanged too."""
-    monkeypatch.setattr(exchange, "WORTH", 0)
 
 
 def loss_of(training: Training, t: int) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM, Lion
 from fastsam.optim import early
-from fastsam.optim import exclusive as exchange
 from tests.helpers.interrupting import Interrupt
 from tests.helpers.sam_cases import ADAMW, SGD, SHAPES, closure_of, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
@@ -25,19 +24,6 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (ADAMW, {"lr": 0.05}),
     "lion": (Lion, {"lr": 0.01}),
 }
-
-
-@pytest.fixture
-def worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors, which are quick to test with, are exchanged too."""
-    monkeypatch.setattr(exchange, "WORTH", 0)
-
-
-def in_halves(opt: FusedSAM, params: Params) -> None:
-    landscape(params, 0).backward()
-    opt.first_step(zero_grad=True)
-    landscape(params, 0).backward()
-    opt.second_step(zero_grad=True)
 
 
 def by_closure(opt: FusedSAM, params: Params) -> None:

@@ -60,9 +60,6 @@ def test_variants_of_two_passes_have_no_modes() -> None:
     training.steps(range(2, 3))
 
 
-# --- interrupts ---
-
-
 # --- the model's own modes ---
 
 
