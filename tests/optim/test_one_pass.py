@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from fastsam import MSAM, SAM, FusedSAM, backends
 from tests.helpers.one_pass_cases import DTYPES, clean, every_base, every_variant, trained
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, flat, fused, one_pass_loop, problem
+from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, one_pass_loop, problem
 
 # --- the papers ---
 
@@ -85,27 +86,37 @@ def test_parameters_without_a_gradient(name: str) -> None:
 # --- what comes out of order ---
 
 
-def test_a_step_in_evaluation() -> None:
+def scaled(training: Training) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(problem()[1](training.params, 1)).backward()
+    scaler.step(training.opt, lambda: None)
+
+
+CLEAN = r"clean ones since eval\(\); call train\(\) before"
+CALLS: list[tuple[bool, Callable[[Training], Any], str]] = [
+    *((True, act, CLEAN) for act in (lambda t: t.opt.step(), lambda t: t.opt.second_step())),
+    (True, lambda t: t.opt.step(lambda: None), CLEAN),
+    *((False, act, rf"{half}\(\) with MSAM, which takes one pass.*Call step\(\)")
+      for half, act in (("first_step", lambda t: t.opt.first_step()), ("restore", lambda t: t.opt.restore()),
+                        ("perturbed", lambda t: t.opt.perturbed().__enter__()))),
+    (False, lambda t: t.opt.load_state_dict(t.opt.state_dict()), r"call eval\(\) first"),
+    (False, lambda t: t.opt.step(t.opt.eval), r"eval\(\) inside a closure"),
+    (False, scaled, r"backward\(\), scaler\.step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("evaluates", "call", "words"), CALLS)
+def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any], words: str) -> None:
     training = trained("msam", 2)
-    training.opt.eval()
+    if evaluates:
+        training.opt.eval()
     before = copies(training.params)
-    for act in (training.opt.step, training.opt.second_step, lambda: training.opt.step(lambda: None)):
-        with pytest.raises(RuntimeError, match=r"clean ones since eval\(\); call train\(\) before"):
-            act()
-    assert same_bits(before, training.params)
+    with pytest.raises(RuntimeError, match=words):
+        call(training)
+    assert same_bits(before, training.params) and training.opt.training is not evaluates
     training.opt.train()
     training.steps(range(2, 3))
     assert same_bits(training.params, trained("msam", 3).params)
-
-
-@pytest.mark.parametrize("half", ["first_step", "restore", "perturbed"])
-def test_halves_of_a_step_that_has_none(half: str) -> None:
-    training = trained("msam", 1)
-    before = copies(training.params)
-    act = getattr(training.opt, half)
-    with pytest.raises(RuntimeError, match=rf"{half}\(\) with MSAM, which takes one pass.*Call step\(\)"):
-        act().__enter__() if half == "perturbed" else act()
-    assert same_bits(before, training.params)
 
 
 def test_weights_written_where_a_step_would_lose_it() -> None:
@@ -156,15 +167,6 @@ def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
     assert same_bits(new.params, trained(name, 4).params)
 
 
-def test_loading_in_the_middle_of_a_training() -> None:
-    training = trained("msam", 2)
-    state = training.opt.state_dict()
-    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
-        training.opt.load_state_dict(state)
-    training.opt.eval()
-    training.opt.load_state_dict(state)
-
-
 def test_the_state_of_another_variant() -> None:
     state = trained("msam", 2).opt.state_dict()
     with pytest.raises(ValueError, match=r"of MSAM, in training, at its perturbed point.*optimizer's is SAM"):
@@ -180,25 +182,6 @@ def test_the_state_of_another_variant() -> None:
     training.opt.train()
     assert not same_bits(training.params, plain.params)
     training.steps(range(2, 3))
-
-
-def test_eval_inside_a_closure() -> None:
-    training = trained("msam", 1)
-    before = copies(training.params)
-
-    def closure() -> None:
-        training.opt.eval()
-
-    with pytest.raises(RuntimeError, match=r"eval\(\) inside a closure"):
-        training.opt.step(closure)
-    assert same_bits(before, training.params) and training.opt.training
-
-
-def test_a_scaler_with_a_closure() -> None:
-    training, scaler = trained("msam", 1), torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(problem()[1](training.params, 1)).backward()
-    with pytest.raises(RuntimeError, match=r"backward\(\), scaler\.step"):
-        scaler.step(training.opt, lambda: None)
 
 
 # --- costs ---
