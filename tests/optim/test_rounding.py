@@ -50,23 +50,6 @@ def test_every_perturbation_has_noise_of_its_own_and_a_run_can_be_repeated() -> 
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
 
 
-def test_an_interrupted_perturbation_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, gradient, optimizer = made()
-    perturbations(weight, gradient, optimizer, 1)
-    before, bucket = weight.detach().clone(), optimizer._engine.buckets[0]
-    original = bucket.perturb_
-
-    def interrupted(*args) -> None:
-        original(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bucket, "perturb_", interrupted)
-    weight.grad = gradient.clone()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.first_step()
-    assert torch.equal(weight, before)
-
-
 def test_full_precision_takes_no_notice() -> None:
     found = [perturbations(*made(torch.float32, stochastic), 1)[0] for stochastic in (True, False)]
     assert torch.equal(*found)
