@@ -1,4 +1,4 @@
-"""Steps of a training that are interrupted somewhere, and what must hold afterwards."""
+"""Steps of a training that are interrupted somewhere, and the promises that hold afterwards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def state(training: Training) -> list[Tensor]:
 
 
 class Plan:
-    """A training with `warm` steps behind it, its next step in one of the styles, and what an undisturbed one gives.
+    """A training after `warm` steps, its next step in one of the styles, and the result of an undisturbed step.
 
     The first step makes the buffers, the third uses what it finds.
     """
@@ -79,7 +79,7 @@ class Plan:
             "reference",
         )
         self.folders = (PACKAGE, KERNELS) if self.whole else (PACKAGE,)
-        self.act(self.make(), warm)  # what is loaded at first use is no part of a step
+        self.act(self.make(), warm)  # modules are loaded at first use
         undisturbed = self.make()
         self.act(undisturbed, warm)
         self.stepped, self.stepped_state = copies(undisturbed.params), state(undisturbed)
@@ -89,18 +89,22 @@ class Plan:
         return self.spec.make(self.warm, **self.options)
 
     def lines(self) -> int:
-        """Of the code in `folders` that the step runs."""
+        """Return how many lines of the code in `folders` the step runs."""
         training = self.make()
         with Tracer(None, self.folders) as tracer:
             self.act(training, self.warm)
         return tracer.lines
 
     def interrupted(self, interruption: AbstractContextManager[Any], anywhere: bool = False) -> bool:
-        """Whether a step inside of `interruption` was interrupted. Raises AssertionError where what it left is neither
-        the step nor none.
+        """Return True if the step inside of `interruption` was interrupted.
 
-        anywhere: not only at the lines of `folders`. Then a backend that is not `whole` promises the weights alone. So
-        does each parameter by itself, with updates in the backward pass.
+        Raises AssertionError if the step was neither made nor not made. With updates in the backward pass this holds
+        for each parameter separately.
+
+        Args:
+            interruption: context manager that raises Interrupt.
+            anywhere: the interrupt may come at any instant, and not only at the lines of `folders`. A backend that is
+                not `whole` then promises only the weights.
         """
         training = self.make()
         before, old, kept = copies(training.params), state(training), [p.data_ptr() for p in training.params]
@@ -120,7 +124,7 @@ class Plan:
         if anywhere and not self.whole:
             return True
         assert same_bits(old if unmade else self.stepped_state, state(training)), f"of another state: {where}"
-        if self.spec.options == "stochastic":  # whose next noise is another
+        if self.spec.options == "stochastic":  # the next noise differs
             return True
         if unmade:
             self.act(training, self.warm)

@@ -44,19 +44,19 @@ class Spec(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether the base optimizer's step is one of the kernels'."""
+        """True if the kernels make the base optimizer's step."""
         return self.base not in ("nadam", "amsgrad")
 
     @property
     def valid(self) -> bool:
-        """Whether FusedSAM serves it. Its refusals are tested beside the options."""
+        """True if FusedSAM accepts the combination (`tests/optim/test_refusals.py` has the refusals)."""
         if self.options == "in backward":
             return self.variant in ("sam", "asam", "lesam") and self.fused
         momentum = self.variant != "msam" or self.base in ("sgd", "adamw")
         return momentum and not (self.one_pass and self.options == "exclusive")
 
     def make(self, steps: int = 0, **more: Any) -> Training:
-        """The training after so many steps."""
+        """Return the training after `steps` steps."""
         return fused(VARIANTS[self.variant], self.base, steps, dtype=self.dtype, **{**OPTIONS[self.options], **more})
 
 

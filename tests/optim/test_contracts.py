@@ -1,9 +1,10 @@
-"""What every training promises, whatever its variant, base, dtype and options: one contract a test."""
+"""Contracts of every training, with any variant, base, dtype and options: one contract a test."""
 
 from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from tests.helpers.interrupted_steps import STYLES, Plan
 from tests.helpers.interrupting import Interrupt, Tracer
 from tests.helpers.sam_cases import places
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, every_training, outcome
+from tests.helpers.trainings import OPTIONS, VARIANTS, Spec, awkward, every_training, outcome, state
 from tests.helpers.variant_cases import Training, problem
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
@@ -233,7 +234,7 @@ def test_backends_agree(spec: Spec) -> None:
 
 @every_training
 def test_places_in_memory_change_nothing(spec: Spec) -> None:
-    """Transposed, not aligned, with gaps, which stay as they were; gradients in another order."""
+    """Transposed, not aligned, with gaps, which stay as they were; gradients whose elements are in any order."""
     dense, other = spec.make(), spec.make(layouts=awkward)
     for t in range(3):
         by_hand(dense, t)
@@ -255,7 +256,7 @@ def test_places_in_memory_change_nothing(spec: Spec) -> None:
 
 @every_training
 def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
-    """In the pass that has none of theirs; and a parameter that needs none before its first one joins then."""
+    """In the pass without their gradient. A parameter that needs no gradient joins with its first one."""
     absent = [({1}, {2}), ({0, 1, 2}, {1}), ({2}, {0, 1, 2}), (set(), {0})]
     training = spec.make(1)
 
@@ -284,7 +285,7 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
         late.params[1].requires_grad_(t > 1)
         for each in (late, present):
             by_hand(each, t, spoil=lambda _, each=each, t=t: t > 1 or setattr(each.params[1], "grad", None))
-    if spec.options not in ("in backward", "stochastic"):  # updated by then; another layout has another noise
+    if spec.options not in ("in backward", "stochastic"):  # updated already; noise depends on the layout
         assert same_bits(outcome(late), outcome(present))
 
 
@@ -317,26 +318,25 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec, bad: float) 
     """In the second pass or in both, found by a scaler or by `check_finite`: the step was never made."""
     if spec.options in ("in backward", "stochastic"):
         pytest.skip("in_backward=True refuses both; another perturbation has another noise")
-    for how in ("scaler", "check_finite"):
-        for passes in ((1,), (0, 1)):
-            training, other = spec.make(3, check_finite=how == "check_finite"), spec.make(3)
-            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-            scaler.scale(torch.ones(()))  # makes its scale
-            before, kept = outcome(training), places(training.params)
-            for number in range(2) if training.opt.two_passes else (1,):
-                training.backward(3)
-                if number in passes:
-                    training.params[1].grad[2] = bad
-                if number:
-                    scaler.step(training.opt) if how == "scaler" else training.opt.step()
-                else:
-                    training.opt.first_step(zero_grad=True)
-            assert same_bits(before, outcome(training)) or passes == (0, 1), (how, passes)
-            assert same_bits(before[:3], training.params) and places(training.params) == kept, (how, passes)
-            other.opt._engine.steps = training.opt._engine.steps  # a step that was skipped counts
-            for each in (training, other):
-                each.steps(range(4, 6))
-            assert same_bits(training.params, other.params), (how, passes)
+    for how, passes, start in itertools.product(("scaler", "check_finite"), ((1,), (0, 1)), (0, 3)):
+        training, other = spec.make(start, check_finite=how == "check_finite"), spec.make(start)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))  # makes its scale
+        before, old, kept = copies(training.params), state(training.opt), places(training.params)
+        for number in range(2) if training.opt.two_passes else (1,):
+            training.backward(start)
+            if number in passes:
+                training.params[1].grad[2] = bad
+            if number:
+                scaler.step(training.opt) if how == "scaler" else training.opt.second_step()
+            else:
+                training.opt.first_step(zero_grad=True)
+        assert same_bits(before, training.params) and places(training.params) == kept, (how, passes, start)
+        assert not start or same_bits(old, state(training.opt)), (how, passes)  # the first look makes its entries
+        other.opt._engine.steps = training.opt._engine.steps  # a step that was skipped counts
+        for each in (training, other):
+            each.steps(range(start + 1, start + 3))
+        assert same_bits(training.params, other.params), (how, passes, start)
 
 
 # --- steps that do not come to their end ---
@@ -389,18 +389,18 @@ def raising_in(pass_: int) -> Callable[[Training], None]:
     return end
 
 
-def unusable(spoil: Callable[[Tensor], Tensor]) -> Callable[[Training], None]:
-    """A second gradient that no step can use."""
+def unusable(spoil: Callable[[Tensor], Tensor], first: bool = False) -> Callable[[Training], None]:
+    """A gradient of one of the passes that no step can use."""
 
     def end(training: Training) -> None:
-        if training.opt.two_passes:
-            training.backward(9)
-            training.opt.first_step()
         training.backward(9)
+        if training.opt.two_passes and not first:
+            training.opt.first_step()
+            training.backward(9)
         grad, training.params[0].grad = training.params[0].grad, None
         training.params[0].grad = spoil(grad)
-        with pytest.raises(RuntimeError, match="sparse|storage was freed|storage of size 0"):
-            training.opt.second_step()
+        with pytest.raises(RuntimeError, match="sparse|storage was freed|storage of size 0|not allocated"):
+            training.opt.first_step() if training.opt.two_passes and first else training.opt.second_step()
 
     return end
 
@@ -421,7 +421,8 @@ def hooked(training: Training) -> None:
 
 ENDS: dict[str, Callable[[Training], None]] = {
     "restored": restored, "looked at": looked_at, "raising": raising_in(0), "raising later": raising_in(1),
-    "sparse": unusable(Tensor.to_sparse), "freed": unusable(freed), "hooked": hooked,
+    "sparse": unusable(Tensor.to_sparse), "freed": unusable(freed), "freed first": unusable(freed, first=True),
+    "hooked": hooked,
 }  # fmt: skip
 
 
@@ -431,9 +432,9 @@ def test_a_step_without_an_update_leaves_everything(spec: Spec, end: str) -> Non
     """Weights, state and memory; and the training goes on as if it had never begun."""
     if spec.one_pass and end in ("restored", "looked at"):
         pytest.skip("one pass has no halves")
-    if end == "freed" and not spec.fused:
+    if end.startswith("freed") and not spec.fused:
         pytest.skip("torch's own step reads the gradient")
-    for start in (2, 3):  # of which one may be a step that does not perturb
+    for start in (2, 3):  # with an interval, one of them does not perturb
         training = spec.make(start)
         kept, before = places(training.params), outcome(training)
         ENDS[end](training)
@@ -473,7 +474,7 @@ SURROUNDINGS: dict[str, Callable[[], Any]] = {
 @every_training
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
-    """What makes torch's calls visible, and torch's defaults; around the first pass and around the second."""
+    """Modes that see torch's calls, and torch's defaults; around the first pass and around the second."""
     if (name == "meta" and (spec.base == "rmsprop" or not spec.fused)) or (name == "float64" and spec.base == "nadam"):
         pytest.skip("torch makes its own counters on the default device, in the default dtype")
     training = spec.make()
@@ -487,7 +488,7 @@ def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
         with SURROUNDINGS[name]() if t != 2 else nullcontext():
             training.opt.second_step()
             saved = training.opt.state_dict()
-            if t == 2 and not spec.one_pass and spec.base != "nadam":  # of which torch's loading casts a part
+            if t == 2 and not spec.one_pass and spec.base != "nadam":  # torch's loading casts a part of its state
                 training.opt.load_state_dict(saved)
     assert same_bits(training.params, spec.make(4).params)
 

@@ -64,12 +64,13 @@ def test_updates_come_with_their_gradients_which_are_freed() -> None:
 
 
 @pytest.mark.parametrize("what", ["a gradient by hand", "another rate"])
-def test_what_changes_between_the_passes(what: str) -> None:
+@pytest.mark.parametrize("base", BASES)
+def test_what_changes_between_the_passes(base: str, what: str) -> None:
     """A gradient that no backward pass made is used by the second step."""
     results = []
     for early_ in (True, False):
         params = make_parameters([(4,), (3,)], torch.float32)
-        opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, exclusive=early_, in_backward=early_)
+        opt = FusedSAM(params, BASES[base][0], exclusive=early_, in_backward=early_, **BASES[base][1])
         for _ in range(2):
             backward(params, 0)
             opt.first_step(zero_grad=True)

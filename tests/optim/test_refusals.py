@@ -1,4 +1,4 @@
-"""What the optimizer and its variants refuse: the call, and words of the answer. Nothing changes then."""
+"""Refusals of the optimizer and its variants: the call, and words of the answer. Nothing changes then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUMBER = "must be a number or a one-element tensor, got"
 
 # --- building it ---
 
-# The base, the options beside `lr=0.1`, and words; the exception is a TypeError where these speak of a kind of value.
+# The base, the options in addition to `lr=0.1`, the exception and its words.
 OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((SGD, {"lr": v}, TypeError, f"lr {NUMBER} {k}") for v, k in (("x", "str in parameter group 0"), ([0.1], "list"))),
     *((SGD, {"base_kwargs": {n: None}}, TypeError, f"{n} {NUMBER} NoneType") for n in ("lr", "weight_decay")),
@@ -377,12 +377,12 @@ def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, ba
     first.eval()
     shares.first_step()
     del shares
-    FusedSAM(params[1:], SGD, **options).first_step()  # one that is gone is in nobody's way
+    FusedSAM(params[1:], SGD, **options).first_step()  # an optimizer that is gone does not count
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16], ids=str)
 def test_gradients_of_another_dtype(dtype: torch.dtype, backend: Backend) -> None:
-    """Complex ones are refused, those of another precision are taken."""
+    """Complex gradients are refused, lower precision is accepted."""
     p = make_parameters([(5,)], torch.float32, backend.device)[0]
     if not hasattr(p, "grad_dtype"):
         pytest.skip("this torch cannot have a gradient of another dtype than its parameter's")
