@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -342,14 +342,6 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
 # --- steps that do not come to their end ---
 
 
-@pytest.fixture
-def no_collection() -> Iterator[None]:
-    """A garbage collection would run other lines in a step, where an interrupt is swallowed."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 @pytest.mark.usefixtures("no_collection")
 @every_training
 @pytest.mark.parametrize("style", STYLES)
@@ -474,6 +466,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 SURROUNDINGS: dict[str, Callable[[], Any]] = {
     "a mode": Watching,
     "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+    "no guards": lambda: mock.patch("fastsam.optim.watch.TensorGuards", None),  # torch's own, and private
     "float64": lambda: default_dtype(torch.float64),
     "float16": lambda: default_dtype(torch.float16),
     "meta": lambda: torch.device("meta"),  # stands for a GPU: tensors that get there have no values on the CPU
