@@ -1,4 +1,4 @@
-"""What tests of several modules of the optimizer share."""
+"""Fixtures that tests of several modules of the optimizer share."""
 
 from __future__ import annotations
 
