@@ -61,7 +61,7 @@ class Spec(NamedTuple):
 
 
 def _specs() -> list[Any]:
-    """Every variant with every base; the other axes go round. One in six is met by `make test`, in addition to two usual trainings."""
+    """Every variant with every base; the other axes go round. `make test` takes one in six, and two usual ones."""
     usual = [Spec("sam", "sgd", torch.float32, "plain"), Spec("gsam", "adamw", torch.float64, "plain")]
     found: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
     numbers = itertools.count(), itertools.count()
