@@ -23,7 +23,7 @@ from fastsam.optim.variants import (
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True}),
+    "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True, "momentum": 0.5, "dampening": 0.5}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),  # makes its own step
     "plain": (torch.optim.SGD, {"lr": 0.1}),
