@@ -61,8 +61,9 @@ class Spec(NamedTuple):
 
 
 def _specs() -> list[Any]:
-    """Every variant with every base; the other axes go round. `make test` takes one in six, and two usual ones."""
-    usual = [Spec("sam", "sgd", torch.float32, "plain"), Spec("gsam", "adamw", torch.float64, "plain")]
+    """Every variant with every base; the other axes go round. `make test` takes one in six, and three usual ones."""
+    usual = [Spec("sam", "sgd", torch.float32, "plain")]
+    usual += [Spec(variant, "adamw", torch.float64, "plain") for variant in ("gsam", "wsam")]
     found: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
     numbers = itertools.count(), itertools.count()
     for (i, variant), (j, base) in itertools.product(enumerate(VARIANTS), enumerate(BASES)):
