@@ -131,7 +131,7 @@ class Loaded:
         self.unit, self.scale = (
             None
             if ours.get(name) is None
-            else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'", "a number"))
+            else torch.tensor(_is(float, ours[name], f"{name!r} of 'fastsam'", "a number"), device="cpu")
             for name in ("unit", "scale")
         )
         self.left_out = _numbers(ours.get("left_out"), sum(len(group["params"]) for group in groups))

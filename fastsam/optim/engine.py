@@ -150,6 +150,8 @@ class Engine(Buffers):
         groups, state = self.base.param_groups, self.base.state
         if self.phase is not Phase.PERTURBED or bucket not in self.buckets or rule_of(self.base) is not self.rule:
             return False
+        if len(groups) != self._scalars.tensor.shape[1]:  # a group was added between the passes
+            return False
         if self._scalars.changed(groups):
             self._scalars.read(groups)
         self._scalars.copy_live()

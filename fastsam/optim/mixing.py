@@ -151,7 +151,14 @@ class Mixing:
         """After the first step: calls that set the unit. scale: of its first gradients."""
         if self.memory is not Memory.DIRECTION or self.unit is not None:
             return []
-        return [partial(setattr, self, "unit", torch.ones(1) if scale is None else scale.clone())]
+        return [
+            partial(
+                setattr,
+                self,
+                "unit",
+                torch.ones(1, dtype=torch.float32, device="cpu") if scale is None else scale.clone(),
+            )
+        ]
 
     def _orthogonal(self, calls: Sequence[Call], sumsq: Tensor, found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls that keep the part of g2 that is orthogonal to g1."""

@@ -186,7 +186,7 @@ class Scalars:
         if self.mix is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
             self._mixed = self.tensor[:, :, [Column.A, Column.B]].clone()
-            self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64).to(self.tensor.device)
+            self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
         self._largest = self.tensor[:, :, Column.RHO].clone()
         self._live = live
         if kinds != self.kinds:

@@ -7,21 +7,21 @@ import time
 
 from fastsam import backends
 from tests.attack.trials import Attack, Trial
-from tests.helpers.interrupted_steps import CASES, FAMILY, Plan
+from tests.helpers.interrupted_steps import STYLES, Plan
 from tests.helpers.interrupting import Alarm, Tracer
+from tests.helpers.trainings import SPECS
 
 TIMES = 60  # interrupts of a trial, which share what an undisturbed step gives
-STYLES = ("step", "by_hand", "in_context", "look")
+SERVED = [p.values[0] for p in SPECS if p.values[0].fused]
 
 
 def _plan(trial: Trial) -> Plan:
     """Backends in turn, everything else drawn."""
     rng = trial.rng
     serving = [b.name for b in backends.table() if b.device == "cpu" and b.available and b.name != "triton"]
-    name = rng.choice([*CASES, *FAMILY])
-    styles = STYLES if name in CASES else ("step", "by_hand")
-    warm = rng.choice([0, 1, 2])
-    plan = name, rng.choice(styles), warm, serving[trial.number % len(serving)]
+    spec = rng.choice(SERVED)
+    style = rng.choice(["step", "by_hand"] if spec.one_pass else list(STYLES))
+    plan = spec, style, 2 if spec.one_pass else rng.choice([0, 1, 2]), serving[trial.number % len(serving)]
     print(plan, flush=True)
     return Plan(*plan)
 
@@ -42,7 +42,7 @@ def _seconds(plan: Plan) -> float:
     for _ in range(5):
         case = plan.make()
         began = time.perf_counter()
-        getattr(case, plan.style)()
+        plan.act(case, plan.warm)
         found.append(time.perf_counter() - began)
     return min(found)
 

@@ -1,4 +1,4 @@
-"""Steps of `FusedSAM` that are interrupted somewhere: what must hold afterwards."""
+"""Steps of a training that are interrupted somewhere, and the promises that hold afterwards."""
 
 from __future__ import annotations
 
@@ -7,188 +7,128 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from fastsam import SAM, FusedSAM
 from fastsam.backends import select
-from fastsam.optim.variants import WSAM, FriendlySAM, LookSAM
 from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
-from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
+from tests.helpers.sam_oracle import copies, same_bits
+from tests.helpers.trainings import Spec
+from tests.helpers.variant_cases import Training
 
 
-class Case:
-    """An optimizer in mid-training, and what its next step should give."""
-
-    def __init__(self, build: Callable[[list[nn.Parameter]], FusedSAM], dtypes: list[torch.dtype], warm: int) -> None:
-        self.params = [make_parameters([(5, 3)], dtype, seed=i)[0] for i, dtype in enumerate(dtypes)]
-        self.params += [make_parameters([(4,)], dtypes[0], seed=9)[0]]
-        self.opt = build(self.params)
-        self.time = 0
-        for _ in range(warm):
-            self.step()
-
-    def closure(self) -> torch.Tensor:
-        loss = landscape(self.params, self.time)
-        loss.backward()
-        return loss
-
-    def step(self) -> None:
-        self.opt.step(self.closure)
-        self.time += 1
-
-    def by_hand(self) -> None:
-        """The other style. The step is over when `second_step` is."""
-        try:
-            backward(self.params, self.time)
-            self.opt.first_step(zero_grad=True)
-            backward(self.params, self.time)
-            self.opt.second_step(zero_grad=True)
-        except BaseException:
-            if self.opt._engine.phase is not type(self.opt._engine.phase).IDLE:
-                self.opt.restore()
-            raise
-        self.time += 1
-
-    def alone(self) -> None:
-        """The second half of a step that does not perturb."""
-        backward(self.params, self.time)
-        self.opt.second_step(zero_grad=True)
-        self.time += 1
-
-    def in_context(self) -> None:
-        backward(self.params, self.time)
-        with self.opt.perturbed():
-            backward(self.params, self.time)
-            self.opt.step()
-        self.time += 1
-
-    def look(self) -> None:
-        """No step at all."""
-        backward(self.params, self.time)
-        with self.opt.perturbed():
-            backward(self.params, self.time)
-
-    def state(self) -> list[torch.Tensor]:
-        """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory
-        of nothing, which are there from the first look at the parameters."""
-        found = []
-        for i, entry in self.opt.state_dict()["state"].items():
-            for name, value in sorted(entry.items()):
-                silent = name == "master" and torch.equal(value, self.params[i].float())
-                if isinstance(value, torch.Tensor) and not (silent or (name == "sam_memory" and not value.any())):
-                    found.append(value)
-        return found
+def step(training: Training, t: int) -> None:
+    training.steps(range(t, t + 1))
 
 
-def sgd(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, **options)
+def by_hand(training: Training, t: int) -> None:
+    """The step is over when `second_step` is."""
+    try:
+        if training.opt.two_passes:
+            training.ascend(t, zero_grad=True)
+        training.backward(t)
+        training.opt.second_step(zero_grad=True)
+    except BaseException:
+        engine = training.opt._engine
+        if not engine.one_pass and engine.phase is not type(engine.phase).IDLE:
+            training.opt.restore()
+        raise
 
 
-def adam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.AdamW, lr=0.1, **options)
+def in_context(training: Training, t: int) -> None:
+    training.backward(t)
+    with training.opt.perturbed():
+        training.backward(t)
+        training.opt.step()
 
 
-def rmsprop(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return FusedSAM(params, torch.optim.RMSprop, lr=0.1, **options)
+def look(training: Training, t: int) -> None:
+    """No step at all."""
+    training.backward(t)
+    with training.opt.perturbed():
+        training.backward(t)
 
 
-def finite(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, check_finite=True, **options)
+STYLES: dict[str, Callable[[Training, int], None]] = {f.__name__: f for f in (step, by_hand, in_context, look)}
 
 
-def interval(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=SAM(every=2), **options)
-
-
-def wsam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=WSAM(), **options)
-
-
-def looksam(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=LookSAM(k=2), **options)
-
-
-def friendly(params: list[nn.Parameter], **options: Any) -> FusedSAM:
-    return sgd(params, sam=FriendlySAM(), **options)
-
-
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-Cases = dict[str, tuple[Callable[..., FusedSAM], list[torch.dtype]]]
-CASES: Cases = {
-    "sgd": (sgd, [F32]),
-    "adamw": (adam, [F64]),
-    "bfloat16": (sgd, [BF16]),
-    "two dtypes": (sgd, [F32, F64]),
-    "rmsprop": (rmsprop, [F32]),
-    "check_finite": (finite, [F32]),
-}
-# After one step comes one that does not perturb.
-FAMILY: Cases = {
-    "interval": (interval, [F32]),
-    "wsam": (wsam, [F32]),
-    "wsam bf16": (wsam, [BF16]),
-    "looksam": (looksam, [F32]),
-    "friendly": (friendly, [F32]),
-}
+def state(training: Training) -> list[Tensor]:
+    """All tensors of the state that say something: not a master copy that is no more than the weights, nor a memory of
+    nothing, which are there from the first look at the parameters."""
+    found = []
+    for i, entry in training.opt.state_dict()["state"].items():
+        for name, value in sorted(entry.items()):
+            silent = name == "master" and torch.equal(value, training.params[i].float())
+            if isinstance(value, Tensor) and not (silent or (name == "sam_memory" and not value.any())):
+                found.append(value)
+    return found
 
 
 class Plan:
-    """A case of the tables above with `warm` steps behind it, its next step in one of the styles, and what an
-    undisturbed one gives.
+    """A training after `warm` steps, its next step in one of the styles, and the result of an undisturbed step.
 
     The first step makes the buffers, the third uses what it finds.
     """
 
-    def __init__(self, name: str, style: str, warm: int, backend: str) -> None:
-        self.name, self.style, self.warm, self.backend = name, style, warm, backend
+    def __init__(self, spec: Spec, style: str, warm: int, backend: str | None = None) -> None:
+        self.spec, self.act, self.warm = spec, STYLES[style], warm
+        self.options = {} if backend is None else {"backend": backend}
         # A step with the compiled CPU kernels or the reference is made or not made wherever it is interrupted, around
         # the kernels too.
-        self.whole = select(backend, torch.device("cpu"), F32).name in ("native", "reference")
+        self.whole = select(spec.backend if backend is None else backend, torch.device("cpu"), spec.dtype).name in (
+            "native",
+            "reference",
+        )
         self.folders = (PACKAGE, KERNELS) if self.whole else (PACKAGE,)
-        getattr(self.make(), style)()  # what is loaded at first use is no part of a step
+        self.act(self.make(), warm)  # modules are loaded at first use
         undisturbed = self.make()
-        getattr(undisturbed, style)()
-        self.stepped, self.stepped_state = copies(undisturbed.params), undisturbed.state()
-        undisturbed.step()
-        self.second = copies(undisturbed.params)
+        self.act(undisturbed, warm)
+        self.stepped, self.stepped_state = copies(undisturbed.params), state(undisturbed)
+        self.second = copies(undisturbed.steps(range(warm + 1, warm + 2)).params)
 
-    def make(self) -> Case:
-        build, dtypes = {**CASES, **FAMILY}[self.name]
-        return Case(lambda params: build(params, backend=self.backend), dtypes, self.warm)
+    def make(self) -> Training:
+        return self.spec.make(self.warm, **self.options)
 
     def lines(self) -> int:
-        """Of the code in `folders` that the step runs."""
-        case = self.make()
+        """Return how many lines of the code in `folders` the step runs."""
+        training = self.make()
         with Tracer(None, self.folders) as tracer:
-            getattr(case, self.style)()
+            self.act(training, self.warm)
         return tracer.lines
 
     def interrupted(self, interruption: AbstractContextManager[Any], anywhere: bool = False) -> bool:
-        """Whether a step inside of `interruption` was interrupted. Raises AssertionError where what it left is neither
-        the step nor none.
+        """Return True if the step inside of `interruption` was interrupted.
 
-        anywhere: not only at the lines of `folders`. Then a backend that is not `whole` promises the weights alone.
+        Raises AssertionError if the step was neither made nor not made. With updates in the backward pass this holds
+        for each parameter separately.
+
+        Args:
+            interruption: context manager that raises Interrupt.
+            anywhere: the interrupt may come at any instant, and not only at the lines of `folders`. A backend that is
+                not `whole` then promises only the weights.
         """
-        case = self.make()
-        before, state = copies(case.params), case.state()
+        training = self.make()
+        before, old, kept = copies(training.params), state(training), [p.data_ptr() for p in training.params]
         try:
             with interruption:
-                getattr(case, self.style)()
+                self.act(training, self.warm)
             return False
         except Interrupt as interrupt:
             where = f"raised at {interrupt}"
-        if anywhere and not self.whole:
-            kept = same_bits(before, case.params) or same_bits(self.stepped, case.params)
-            assert kept, f"neither the original nor the stepped weights: {where}"
+        assert kept == [p.data_ptr() for p in training.params], f"a parameter is not at home: {where}"
+        if self.spec.options == "in backward":
+            for p, *ends in zip(training.params, before, self.stepped):
+                assert any(same_bits([p], [end]) for end in ends), where
             return True
-        if same_bits(before, case.params):
-            assert same_bits(state, case.state()), f"state changed, weights not: {where}"
-            getattr(case, self.style)()
-        else:
-            assert same_bits(self.stepped, case.params), f"neither the original nor the stepped weights: {where}"
-            assert same_bits(self.stepped_state, case.state()), f"stepped, but not the state: {where}"
-            case.time = self.warm + 1
-        assert same_bits(self.stepped, case.params), f"the step after it is another: {where}"
-        case.step()
-        assert same_bits(self.second, case.params), f"the second step after it is another: {where}"
+        unmade = same_bits(before, training.params)
+        assert unmade or same_bits(self.stepped, training.params), f"neither the original nor the stepped: {where}"
+        if anywhere and not self.whole:
+            return True
+        assert same_bits(old if unmade else self.stepped_state, state(training)), f"of another state: {where}"
+        if self.spec.options == "stochastic":  # the next noise differs
+            return True
+        if unmade:
+            self.act(training, self.warm)
+        assert same_bits(self.stepped, training.params), f"the step after it is another: {where}"
+        training.steps(range(self.warm + 1, self.warm + 2))
+        assert same_bits(self.second, training.params), f"the second step after it is another: {where}"
         return True

@@ -23,9 +23,12 @@ from fastsam.optim.variants import (
 ALPHA, RHO = 0.7, 0.3
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True}),
+    "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True, "momentum": 0.5, "dampening": 0.5}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
     "nadam": (torch.optim.NAdam, {"lr": 0.01}),  # makes its own step
+    "plain": (torch.optim.SGD, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
 }
 
 
@@ -286,11 +289,17 @@ def fused(
     steps: int,
     backend: str = "auto",
     dtype: torch.dtype = torch.float64,
+    layouts: Callable[[list[nn.Parameter]], None] | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
     **options: Any,
 ) -> Training:
-    """A training of this problem after so many steps."""
+    """A training of this problem after so many steps. `layouts` may give the parameters other places in memory;
+    `groups` has the numbers of the parameters of each group."""
     start, _ = problem(dtype)
     cls, own = BASES[base]
     params = [nn.Parameter(p) for p in start]
-    opt = FusedSAM(params, cls, sam=sam, backend=backend, **own, **options)
+    if layouts is not None:
+        layouts(params)
+    given = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
+    opt = FusedSAM(given, cls, sam=sam, backend=backend, **own, **options)
     return Training(params, opt).steps(range(steps))

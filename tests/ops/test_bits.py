@@ -137,28 +137,6 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, se
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_restore_after_perturb(backend: Backend) -> None:
-    """The weights come back, bit for bit: infinities, NaN and minus zero too."""
-
-    @explore(backend)
-    @given(cases())
-    def holds(case: Case) -> None:
-        values = case.values("z")
-        values[:, ::5], values[:, 1::5], values[:, 2::5] = -0.0, torch.inf, torch.nan
-        memory = Memory(replace(case, master=False), backend.device)
-        z = memory.operand("z", values, written=True)
-        origin = memory.field("origin", torch.zeros_like(values), written=True)
-        grads = memory.operand("grads", case.values("grads"))
-        hyper, sumsq = case.hyper().to(backend.device), case.sums().to(backend.device)
-        before, kernels = memory.read(z), backend.load()
-        kernels.perturb_(z, origin, grads, case.table, hyper, sumsq, True)
-        kernels.restore_(z, origin, case.table)
-        assert same_bits(memory.read(z), before)
-
-    holds()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> None:
     """Where z is no longer the rounding of its master, z counts; elsewhere the master keeps the digits that z has
     not."""

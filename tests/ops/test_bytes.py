@@ -99,21 +99,6 @@ def test_every_list_operand_of_the_schemas_is_in_the_registry() -> None:
     assert all(f'"{name}(' in text for name in named), "an op of the registry has no schema"
 
 
-@pytest.mark.parametrize(
-    ("ops", "bytes_"),
-    [
-        (("norm", "perturb", "update"), 40),  # the backup is written while the weights are read anyway
-        # perturbed weights in a buffer of their own; the update writes one
-        (("norm", "perturb_separate", "update"), 36),
-        (("norm", "perturb_separate", "update_keep"), 40),  # the update writes both
-        (("norm", "perturb", "update_adam"), 48),
-        (("dual_norm", "dual_perturb", "update_keep"), 60),
-    ],
-)
-def test_bytes_of_whole_steps(ops: tuple[str, ...], bytes_: int) -> None:
-    assert sum(OPS[name].bytes_per_parameter for name in ops) == bytes_
-
-
 # ---- by recording: what the Triton kernels access
 # ----------------------------------------------------------------------
 
@@ -198,22 +183,6 @@ def test_bytes_of_a_step_of_the_optimizer(dtype: torch.dtype, base: type, bytes_
         step()
     parameters = sum(p.numel() for p in params)
     assert bytes_ < traffic.bytes / parameters < 1.02 * bytes_
-
-
-@needs_interpreter
-def test_thirty_bytes_with_a_master_copy_as_the_backup() -> None:
-    """bfloat16 weights that nobody else writes: the norm, the perturbation from the master, and the update."""
-    shape, bf16 = (1, 8192), torch.bfloat16
-    layout = Layout.of([torch.empty(shape[1:])])
-    z, grads = ([torch.randn(shape).to(bf16)] for _ in range(2))
-    master, momentum = (torch.randn(1, layout.stride) for _ in range(2))
-    hyper, sumsq = torch.zeros(1, 1, 16, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    kernels = TRITON.load()
-    with recorded({}) as traffic:
-        kernels.norm_(sumsq, grads, [], layout.table, hyper)
-        kernels.perturb_(z, master, grads, layout.table, hyper, sumsq, False)
-        kernels.update_(z, master, grads, layout.table, hyper, "sgd", [momentum], keep=True)
-    assert 30 < traffic.bytes / shape[1] < 1.02 * 30
 
 
 @needs_interpreter

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from fastsam import MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, landscape, make_parameters, same_bits
+from tests.helpers.trainings import state
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SGD = torch.optim.SGD
 BASES = {
     "sgd": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
     "adamw": (torch.optim.AdamW, {"lr": 0.05}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 0.05}),
+    "unfused": (torch.optim.NAdam, {"lr": 0.05}),
 }
 
 
@@ -32,87 +32,22 @@ def scaled_backward(params: list[nn.Parameter], scaler: Any, step: int) -> None:
     scaler.scale(landscape(params, step)).backward()
 
 
-def state_of(opt: FusedSAM) -> list[Tensor]:
-    return [v.clone() for e in opt.state.values() for v in e.values() if isinstance(v, Tensor)]
+def made(
+    backend: Backend, base: Any = SGD, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[list[nn.Parameter], FusedSAM, Any]:
+    params = make_parameters([(5, 3), (8,)], dtype, backend.device)
+    opt = FusedSAM(params, base, backend=backend.name, **{"lr": 0.1, **options})
+    return params, opt, torch.amp.GradScaler(backend.device, init_scale=1024.0)
 
 
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled for clipping"])
-@pytest.mark.parametrize("name", BASES)
-def test_scaling_changes_nothing(name: str, unscale: bool, backend: Backend) -> None:
-    base, options = BASES[name]
-    params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
-    opt = FusedSAM(params, base, rho=0.3, backend=backend.name, **options)
-    oracle = Oracle([{"params": params}], base, {"rho": 0.3, **options})
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0, growth_interval=2)
-    for step in range(6):
-        scaled_backward(params, scaler, step)
-        scale = scaler.get_scale()
-        oracle.perturb([g / scale for g in gradients(params)])
-        opt.first_step(zero_grad=True)
-        scaled_backward(params, scaler, step)
-        if unscale:
-            scaler.unscale_(opt)
-            torch.nn.utils.clip_grad_norm_(params, 0.1)
-            oracle.update(gradients(params))
-        else:
-            oracle.update([g / scale for g in gradients(params)])
-        scaler.step(opt)
-        scaler.update()
-        assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
-    assert scaler.get_scale() == 1024.0 * 8
-    for p, q in zip(params, oracle.params):
-        # a GradScaler's reciprocal is float32
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("warm", [0, 2])
-@pytest.mark.parametrize("bad_pass", ["second", "both"])
-@pytest.mark.parametrize("name", BASES)
-def test_a_skipped_step_restores_the_weights(name: str, bad_pass: str, warm: int, backend: Backend) -> None:
-    base, options = BASES[name]
-    params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    twins = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    opt, undisturbed = (FusedSAM(p, base, rho=0.3, backend=backend.name, **options) for p in (params, twins))
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
-
-    def step(opt: FusedSAM, params: list[nn.Parameter], number: int, bad: tuple[bool, bool] = (False, False)) -> None:
-        scaled_backward(params, scaler, number)
-        if bad[0]:
-            params[0].grad[1] = math.inf
-        opt.first_step()
-        scaled_backward(params, scaler, number)
-        if bad[1]:
-            params[1].grad[1] = math.nan
-        scaler.step(opt)
-
-    for number in range(warm):
-        step(opt, params, number)
-        step(undisturbed, twins, number)
-        scaler.update()
-    before, state = copies(params), state_of(opt)
-    step(opt, params, warm, bad=(bad_pass == "both", True))
-    assert same_bits(before, params)
-    if warm:
-        assert same_bits(state, state_of(opt))
-    scaler.update()
-    assert scaler.get_scale() == 512.0
-    scaler.update(1024.0)  # so that the twins, which did not skip, are given the same scaled gradients
-    for number in range(warm, warm + 2):  # a step that was skipped was never made
-        step(opt, params, number)
-        step(undisturbed, twins, number)
-        scaler.update()
-    assert same_bits(params, twins)
-
-
-def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
-    params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
+def plain_step(params: list[nn.Parameter], opt: FusedSAM, scaler: Any, bad: bool = False) -> None:
+    """A step whose first gradients, if they are bad, perturb nothing: that of SGD with the second ones."""
     before = copies(params)
     scaled_backward(params, scaler, 0)
-    params[0].grad[1] = math.inf
+    if bad:
+        params[0].grad[1] = math.inf
     opt.first_step()
-    assert same_bits(before, params)
+    assert same_bits(before, params) is bad
     scaled_backward(params, scaler, 0)
     expected = [b - 0.1 * p.grad / 1024 for b, p in zip(before, params)]
     scaler.step(opt)
@@ -121,12 +56,14 @@ def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
         torch.testing.assert_close(p.detach(), e)
 
 
+def test_a_bad_first_pass_alone_is_a_plain_step(backend: Backend) -> None:
+    plain_step(*made(backend), bad=True)
+
+
 @pytest.mark.parametrize("how", ["positional", "keyword"])
 def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None:
     """A trainer that hands its closure on would make a step with scaled gradients: refused, with what works."""
-    params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
+    params, opt, scaler = made(backend)
     before = copies(params)
 
     def closure() -> Tensor:
@@ -138,37 +75,29 @@ def test_a_closure_with_a_scaler_is_an_error(how: str, backend: Backend) -> None
     with pytest.raises(RuntimeError, match="[Cc]losure"):
         scaler.step(opt, closure) if how == "positional" else scaler.step(opt, closure=closure)
     assert same_bits(before, params)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
-    scaled_backward(params, scaler, 0)
-    opt.first_step()
-    scaled_backward(params, scaler, 0)
-    expected = [b - 0.1 * p.grad / 1024 for b, p in zip(before, params)]
-    scaler.step(opt)  # what the refused call left behind is not multiplied into this one
-    for p, e in zip(params, expected):
-        torch.testing.assert_close(p.detach(), e)
+    # what the refused call left behind is not multiplied into the next one
+    plain_step(params, opt, torch.amp.GradScaler(backend.device, init_scale=1024.0))
 
 
 def test_a_disabled_scaler_hands_the_closure_on(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float64, backend.device)
-    twins = make_parameters([(5, 3)], torch.float64, backend.device)
     scaler = torch.amp.GradScaler(backend.device, enabled=False)
-    for p, step in ((params, scaler.step), (twins, lambda o, c: o.step(c))):
-        opt = FusedSAM(p, SGD, lr=0.1, backend=backend.name)
+    ends = []
+    for step in (scaler.step, lambda o, c: o.step(c)):
+        params, opt, _ = made(backend)
 
-        def closure(p: list[nn.Parameter] = p) -> Tensor:
-            loss = landscape(p, 0)
+        def closure(params: list[nn.Parameter] = params) -> Tensor:
+            loss = landscape(params, 0)
             scaler.scale(loss).backward()
             return loss
 
         step(opt, closure)
-    assert same_bits(params, twins)
+        ends.append(params)
+    assert same_bits(*ends)
 
 
 def test_an_error_inside_a_scaled_step_leaves_no_scale_behind(backend: Backend) -> None:
-    params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
+    params, opt, scaler = made(backend)
     before = copies(params)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
     scaled_backward(params, scaler, 0)
     opt.first_step()
     scaled_backward(params, scaler, 0)
@@ -177,33 +106,6 @@ def test_an_error_inside_a_scaled_step_leaves_no_scale_behind(backend: Backend) 
         scaler.step(opt)
     assert same_bits(before, params)
     assert not hasattr(opt, "grad_scale") and not hasattr(opt, "found_inf")
-
-
-def test_a_scaler_without_gradients(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
-    scaler = torch.amp.GradScaler(backend.device)
-    scaler.scale(torch.ones((), device=backend.device))
-    opt.first_step()
-    scaler.step(opt)
-    assert same_bits(before, params)
-
-
-def test_check_finite_beside_a_scaler(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name, check_finite=True)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=4.0)
-    for step, bad in enumerate((False, True, False)):
-        before = copies(params)
-        scaled_backward(params, scaler, step)
-        opt.first_step()
-        scaled_backward(params, scaler, step)
-        if bad:
-            params[0].grad[0, 0] = math.nan
-        scaler.step(opt)
-        scaler.update()
-        assert same_bits(before, params) == bad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -230,13 +132,10 @@ def test_half_precision_parameters(dtype: torch.dtype, backend: Backend) -> None
 
 
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "unfused"])
+@pytest.mark.parametrize("name", BASES)
 def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, backend: Backend) -> None:
     """The scaler would not unscale the second gradient: it would be applied with its scale."""
-    base, options = BASES.get(name, (torch.optim.NAdam, {"lr": 0.05}))
-    params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    opt = FusedSAM(params, base, rho=0.3, backend=backend.name, **options)
-    scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
+    params, opt, scaler = made(backend, BASES[name][0], torch.float32, rho=0.3, **BASES[name][1])
 
     def step(number: int, unscale_first: bool) -> None:
         scaled_backward(params, scaler, number)
@@ -251,10 +150,10 @@ def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, back
         scaler.update()
 
     for number in (0, 1):  # before the optimizer has met the scaler, and after
-        before, state = copies(params), state_of(opt)
+        before, kept = copies(params), state(opt)
         with pytest.raises(RuntimeError, match="unscale_.* before first_step"):
             step(number, unscale_first=True)
-        assert same_bits(before, params) and same_bits(state, state_of(opt))
+        assert same_bits(before, params) and same_bits(kept, state(opt))
         scaler.update()
         opt.first_step()  # the refused step is not under way
         opt.restore()
@@ -263,8 +162,7 @@ def test_unscaling_before_the_first_step_is_an_error(name: str, clip: bool, back
 
 
 def test_a_scaler_that_is_gone_is_not_kept(backend: Backend) -> None:
-    params = make_parameters([(5, 3)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
+    params, opt, _ = made(backend)
     for _ in range(2):
         scaler = torch.amp.GradScaler(backend.device, init_scale=1024.0)
         gone = weakref.ref(scaler)

@@ -3,7 +3,6 @@ optimizers."""
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -14,116 +13,10 @@ from torch import nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from tests.helpers.crosses import one_in
-from tests.helpers.sam_cases import BASES, SGD, Model, train
+from tests.helpers.sam_cases import SGD, Model, train
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
-from tests.helpers.tolerances import trajectory
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-CONVERSIONS = {
-    "float64": (torch.float32, lambda m: m.to(torch.float64)),
-    "float32": (torch.float64, lambda m: m.float()),
-    "bfloat16": (torch.float32, lambda m: m.to(torch.bfloat16)),
-    "half to half": (torch.float16, lambda m: m.to(torch.bfloat16)),
-    "half to float": (torch.bfloat16, lambda m: m.float()),
-    "channels last": (torch.float32, lambda m: m.to(memory_format=torch.channels_last)),
-    "same": (torch.float32, lambda m: m.to(torch.float32)),
-}
-
-
-@pytest.mark.parametrize(
-    ("swap", "conversion", "name"), one_in(2, [False, True], CONVERSIONS, ["sgd", "adamw"]), ids=str
-)
-def test_a_converted_model_goes_on_with_its_state(name: str, conversion: str, swap: bool, backend: Backend) -> None:
-    """torch converts either by assigning `.data` or by swapping tensors; parameters keep their identity in both."""
-    before, convert = CONVERSIONS[conversion]
-    base, options = BASES[name]
-    model = Model(before, backend.device)
-    opt = FusedSAM(model.parameters(), base, rho=0.3, backend=backend.name, **options)
-    train(model, opt, range(3))
-    oracle = Oracle([{"params": model.params}], base, {"rho": 0.3, **options})
-    oracle.base.load_state_dict(opt.state_dict())
-    torch.__future__.set_swap_module_params_on_conversion(swap)
-    try:
-        for p in model.params:
-            p.grad = None
-        convert(model)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-    masters = opt.state_dict()["state"]
-    for i, (p, q) in enumerate(zip(model.params, oracle.params)):
-        start = p.detach()
-        if p.dtype.itemsize == before.itemsize == 2:  # of the master copy, what still rounds to the weights
-            start = torch.where(masters[i]["master"].to(p.dtype) == p, masters[i]["master"], p.detach().float())
-        q.data.copy_(start)
-    for step in range(3, 6):
-        backward(model.params, step)
-        oracle.perturb(gradients(model.params))
-        opt.first_step()
-        backward(model.params, step)
-        oracle.update(gradients(model.params))
-        opt.second_step()
-    dtype = model.params[0].dtype
-    rtol, atol = trajectory(torch.float32 if before != torch.float64 or dtype != torch.float64 else dtype, 3)
-    for i, (p, q) in enumerate(zip(model.params, oracle.params)):
-        weights = opt.state_dict()["state"][i].get("master", p)
-        torch.testing.assert_close(weights.detach().double().cpu(), q.detach(), rtol=rtol, atol=atol)
-        for key, value in opt.state[p].items():
-            assert key == "step" or (
-                value.shape == p.shape and value.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-            )
-
-
-@pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_a_model_converted_between_the_passes(conversion: str, backend: Backend) -> None:
-    """The unperturbed weights are converted as the model was."""
-    dtype, convert = CONVERSIONS[conversion]
-    model = Model(dtype, backend.device)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, rho=1.0, backend=backend.name)
-    train(model, opt, range(2))
-    expected = copy.deepcopy(model)
-    backward(model.params, 2)
-    opt.first_step(zero_grad=True)
-    convert(model)
-    for p in expected.params:
-        p.grad = None
-    convert(expected)
-    assert not same_bits(expected.params, model.params)
-    opt.restore()
-    assert same_bits(expected.params, model.params)
-    train(model, opt, range(2, 4))
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_data_assigned_by_the_user(name: str, backend: Backend) -> None:
-    """`p.data = ...`: the optimizer works on the new memory, not on the old."""
-    base, options = BASES[name]
-    model = Model(torch.float64, backend.device)
-    opt = FusedSAM(model.parameters(), base, backend=backend.name, **options)
-    other, other_opt = Model(torch.float64, backend.device), None
-    other_opt = FusedSAM(other.parameters(), base, backend=backend.name, **options)
-    for m, o in ((model, opt), (other, other_opt)):
-        train(m, o, range(2))
-    kept = [p.data for p in model.params]
-    for p in model.params:
-        p.data = p.data.clone()
-    old = [k.clone() for k in kept]
-    train(model, opt, range(2, 4))
-    train(other, other_opt, range(2, 4))
-    assert same_bits(model.params, other.params)
-    assert same_bits(old, kept), "nothing was written into the old memory"
-
-    for p in model.params:  # and between the passes
-        p.grad = None
-    backward(model.params, 4)
-    opt.first_step()
-    for p in model.params:
-        p.data = p.data.clone()
-    backward(model.params, 4)
-    opt.second_step()
-    train(other, other_opt, range(4, 5))
-    assert same_bits(model.params, other.params)
 
 
 def test_weights_written_by_the_user_are_taken(backend: Backend) -> None:
@@ -144,28 +37,6 @@ def test_weights_written_by_the_user_are_taken(backend: Backend) -> None:
         for p, d, g in zip(model.params, donor.params, grads):
             expected = (d.detach().double() - 0.1 * g.double()).to(dtype)
             torch.testing.assert_close(p.detach(), expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-3, atol=1e-4)
-
-
-def test_a_changed_shape_is_an_error(backend: Backend) -> None:
-    model = Model(torch.float32, backend.device)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    train(model, opt, range(2))
-    first = model.params[0]
-    first.data = torch.zeros(2, 2, device=backend.device)
-    first.grad = None
-    with pytest.raises(RuntimeError, match=r"parameter 0 had shape \(5, 3\) .* has \(2, 2\) now"):
-        opt.first_step()
-
-
-def test_a_changed_shape_beside_a_new_parameter_is_an_error(backend: Backend) -> None:
-    model = Model(torch.float32, backend.device)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, momentum=0.9, backend=backend.name)
-    train(model, opt, range(2))
-    opt.add_param_group({"params": make_parameters([(3,)], torch.float32, backend.device)})
-    model.params[1].data = torch.zeros(9, device=backend.device)
-    model.params[1].grad = None
-    with pytest.raises(RuntimeError, match=r"parameter 1 had shape \(8,\)"):
-        opt.first_step()
 
 
 def test_data_that_comes_to_overlap_is_an_error(backend: Backend) -> None:
@@ -276,27 +147,6 @@ def test_parameters_without_gradients_that_live_are_not_dead(backend: Backend) -
 
 
 # --- frozen parameters, several optimizers ---
-
-
-@pytest.mark.parametrize("name", BASES)
-def test_freezing_and_unfreezing(name: str, backend: Backend) -> None:
-    base, options = BASES[name]
-    model = Model(torch.float64, backend.device)
-    opt = FusedSAM(model.parameters(), base, backend=backend.name, **options)
-    oracle = Oracle([{"params": model.params}], base, options)
-    frozen = model.params[1]
-    for step in range(8):
-        frozen.requires_grad_(step not in (0, 1, 4, 5))
-        kept = frozen.detach().clone()
-        for finish in (False, True):
-            backward(model.params, step)
-            grads = gradients(model.params)
-            assert (grads[1] is None) == (not frozen.requires_grad)
-            (oracle.update if finish else oracle.perturb)(grads)
-            (opt.second_step if finish else opt.first_step)()
-        assert frozen.requires_grad or same_bits([kept], [frozen])
-    for p, q in zip(model.params, oracle.params):
-        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=1e-12, atol=1e-12)
 
 
 def test_two_optimizers_on_parts_of_a_model(backend: Backend) -> None:

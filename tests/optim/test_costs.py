@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import memory
 from bench.contenders import Contender, OptimizerStepper
@@ -88,36 +87,6 @@ def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytes
     assert called == [("update", False), ("norm_perturb", False)]  # keeps no master, saves no weights
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@native
-@pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, HALF, torch.float16])
-@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_shorter_way_gives_the_same_bits(
-    base: type[torch.optim.Optimizer], dtype: torch.dtype, adaptive: bool
-) -> None:
-    """A mode that looks at torch's calls makes them ops; a gradient that is missing or in another order changes nothing
-    of that."""
-    found = []
-    for watched in (False, True):
-        params = model(5, dtype)
-        opt = FusedSAM(params, base, lr=0.1, adaptive=adaptive)
-        for number in range(3):
-            if watched:
-                with Watching():
-                    step(opt, params[number:], number)
-            else:
-                step(opt, params[number:], number)
-            for p in params:
-                p.grad = None
-        found.append([p.detach().clone() for p in params])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 @native
 def test_a_gradient_with_a_pending_sign_is_read_as_its_values() -> None:
     """The imaginary part of a conjugate: one element, contiguous, and the sign not yet changed in memory."""
@@ -177,26 +146,6 @@ def test_a_parameter_that_goes_to_the_next_group_takes_its_options() -> None:
     before = [p.detach().clone() for p in params]
     step(opt, params, 3)
     assert [torch.equal(a, p) for a, p in zip(before, params, strict=True)] == [False, True, True]
-
-
-@native
-def test_without_the_compilers_guards_a_step_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are private to torch, and may be missing one day."""
-
-    def trained() -> list[Tensor]:
-        torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(5, 4)), torch.nn.Parameter(torch.randn(3))]
-        opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
-        for _ in range(4):
-            for half in (opt.first_step, opt.second_step):
-                for p in params:
-                    p.grad = torch.randn_like(p)
-                half()
-        return [p.detach() for p in params]
-
-    steady = trained()
-    monkeypatch.setattr("fastsam.optim.watch.TensorGuards", None)
-    assert all(map(torch.equal, steady, trained()))
 
 
 @native

@@ -1,79 +1,176 @@
-"""`FusedSAM(exclusive=True)`: the same bits with less traffic, and every parameter in its own memory when a step is
-over, however it ends."""
+"""`FusedSAM(exclusive=True)`: parameters exchange their memory with their perturbed weights, which may take that of the
+first gradients where the step itself clears these."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
 from fastsam.optim import exclusive as exchange
-from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
-from tests.helpers.sam_cases import (
-    ADAM,
-    BASES,
-    HALF,
-    SGD,
-    SHAPES,
-    Model,
-    first_half,
-    halves,
-    native,
-    places,
-    second_half,
-    train,
-)
+from fastsam.optim.exclusive import lendable
+from tests.helpers.sam_cases import ADAM, HALF, SGD, SHAPES, first_half, halves, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "worth")
+pytestmark = [native, pytest.mark.usefixtures("poisoned_memory", "worth")]
+Params = list[nn.Parameter]
 
 
-@pytest.fixture
-def worth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small tensors, which are quick to test with, are exchanged too; with `both_ways` also none."""
-    monkeypatch.setattr(exchange, "WORTH", getattr(request, "param", 0))
+def saves_weights(opt: FusedSAM) -> bool:
+    """Whether there is memory for a copy of the weights."""
+    return any("origin" in bucket.arena for bucket in opt._engine.buckets)
 
 
-both_ways = pytest.mark.parametrize("worth", [0, 1 << 40], ids=["exchanged", "in place"], indirect=True)
+def in_halves(opt: FusedSAM, params: Params) -> None:
+    landscape(params, 0).backward()
+    opt.first_step(zero_grad=True)
+    landscape(params, 0).backward()
+    opt.second_step()
 
 
-# --- the same bits as without ---
+def test_the_gradient_becomes_the_perturbed_weights() -> None:
+    params = make_parameters(SHAPES, torch.float32)
+    opt = FusedSAM(params, SGD, lr=0.1, exclusive=True)
+    backward(params, 0)
+    at, before, memory = [p.grad.data_ptr() for p in params], copies(params), [p.detach() for p in params]
+    opt.first_step(zero_grad=True)
+    assert places(params) == at and same_bits(memory, before) and not same_bits(params, before)
+    perturbed = copies(params)
+    backward(params, 1)
+    assert same_bits(params, perturbed), "the second pass adds to nothing that is there"
+    opt.restore()
+    assert same_bits(params, before) and not saves_weights(opt)
 
 
-@pytest.mark.parametrize("adaptive", [False, True], ids=["sam", "asam"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, HALF])
-@pytest.mark.parametrize("name", BASES)
-def test_bits_are_those_of_an_ordinary_step(name: str, dtype: torch.dtype, adaptive: bool, backend: Backend) -> None:
-    base, options = BASES[name]
-    model, other = Model(dtype, backend.device), Model(dtype, backend.device)
-    kept = places(model.params)
-    settings = {"rho": 0.3, "adaptive": adaptive, "backend": backend.name, **options}
-    ours = FusedSAM(model.params, base, exclusive=True, **settings)
-    plain = FusedSAM(other.params, base, **settings)
-    for step in range(3):
-        first_half(ours, model.params, step)
-        first_half(plain, other.params, step)
-        assert same_bits(model.params, other.params), "the perturbed point"
-        for p in (model.params[step], other.params[step]):
-            p.requires_grad_(False)  # none in this second pass, and none in the next first one
-        second_half(model, ours, step)
-        second_half(other, plain, step)
-        assert same_bits(model.params, other.params) and places(model.params) == kept
-        for p in (model.params[step - 1], other.params[step - 1]):
-            p.requires_grad_(True)
-    assert same_bits([ours.grad_norm], [plain.grad_norm])
+@pytest.mark.parametrize("early", [0, 1])
+def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pytest.MonkeyPatch, early: int) -> None:
+    """That of gradients, whose allocator knows another stream, perhaps; never that of a buffer."""
+
+    class Lent(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def record_stream(self, stream: Any) -> None:
+            waited.append((self.data_ptr(), stream))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "now")
+    for lent in (True, False):
+        params, waited = make_parameters([(3,), (4,)], torch.float32), []
+        exchange_ = exchange.Exchange(params, (0, 1), [p.detach() for p in params])
+        apart = [torch.zeros(p.shape).as_subclass(Lent) for p in params]
+        at = places(apart)
+        exchange_.take(apart, lent)
+        for p, other in zip(params, apart, strict=True):
+            p.data = other.as_subclass(Tensor)
+        for slot in range(early):
+            assert exchange_.bring(slot)
+            assert [where for where, _ in waited] == (at[:1] if lent else [])
+        exchange_.come_home()
+        assert sorted(waited) == sorted((where, "now") for where in at if lent)
 
 
-@native
+def test_gradients_that_a_trainer_clears_in_place() -> None:
+    """What it fills with zeros is not where the perturbed weights are."""
+    results = []
+    for exclusive in (True, False):
+        params = make_parameters(SHAPES, torch.float32)
+        opt = FusedSAM(params, SGD, lr=0.1, exclusive=exclusive)
+        opt.zero_grad = partial(opt.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+        in_halves(opt, params)
+        results.append(params)
+    assert same_bits(*results)
+
+
+def test_without_zero_grad_gradients_stay() -> None:
+    params = make_parameters(SHAPES, torch.float32)
+    opt = FusedSAM(params, SGD, lr=0.1, exclusive=True)
+    backward(params, 0)
+    before = [p.grad.clone() for p in params]
+    opt.first_step()
+    assert same_bits([p.grad for p in params], before) and saves_weights(opt)
+
+
+def shared(params: Params) -> list[Tensor]:
+    """Two parameters, one gradient."""
+    params[1].grad = params[0].grad
+    return [params[0].grad]
+
+
+def bucketed(params: Params) -> list[Tensor]:
+    """As DistributedDataParallel(gradient_as_bucket_view=True) has them."""
+    flat = torch.cat([p.grad.flatten() for p in params])
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+    return [flat]
+
+
+def from_numpy(params: Params) -> list[Tensor]:
+    arrays = [p.grad.numpy().copy() for p in params]
+    for p, array in zip(params, arrays, strict=True):
+        p.grad = torch.from_numpy(array)
+    return [torch.from_numpy(array) for array in arrays]
+
+
+def aliased(params: Params) -> list[Tensor]:
+    return [params[1].grad.detach()]
+
+
+def viewed(params: Params) -> list[Tensor]:
+    return [params[0].grad[:2]]
+
+
+@pytest.mark.parametrize("how", [shared, bucketed, from_numpy, aliased, viewed])
+def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tensor]]) -> None:
+    """The step is exchanged with memory of its own."""
+    results = []
+    for exclusive in (True, False):
+        params = make_parameters([(4, 3), (4, 3)], torch.float32)
+        opt = FusedSAM(params, SGD, lr=0.1, rho=0.2, exclusive=exclusive)
+        backward(params, 0)
+        held = how(params)
+        before = copies(held)
+        assert not lendable(params, range(2), [p.grad for p in params])
+        opt.first_step(zero_grad=True)
+        assert same_bits(held, before) and saves_weights(opt)
+        results.append(copies(params))
+        backward(params, 1)
+        opt.second_step()
+        results[-1] += copies(params)
+    assert same_bits(*results)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_not_compiled_again() -> None:
+    """Its weights lie elsewhere in every second pass."""
+    from torch._dynamo.testing import CompileCounter
+
+    results, counter = [], CompileCounter()
+    for exclusive in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        compiled = torch.compile(model, backend=counter if exclusive else "eager")
+        opt = FusedSAM(model.parameters(), SGD, lr=0.1, exclusive=exclusive)
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+
+        def closure(compiled: Any = compiled, x: Tensor = x) -> Tensor:
+            loss = compiled(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            opt.step(closure)
+        results.append(list(model.parameters()))
+    assert counter.frame_count == 1 and same_bits(*results)
+
+
+# --- the exchange itself ---
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_are_exchanged_and_keep_their_memory(groups: int) -> None:
     params = make_parameters(SHAPES, torch.float32)
@@ -101,167 +198,6 @@ def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], b
     assert same_bits(trained(True), trained(False))
 
 
-@native
-def test_a_profiler_may_come_between_the_passes() -> None:
-    """The passes are then made by torch's calls, in the first pass without an exchange."""
-    results = []
-    for exclusive in (True, False):
-        params = make_parameters(SHAPES, torch.float32)
-        opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=exclusive)
-        for step in range(4):
-            with profile(activities=[ProfilerActivity.CPU]) if step == 1 else nullcontext():
-                first_half(opt, params, step)
-            with profile(activities=[ProfilerActivity.CPU]) if step == 2 else nullcontext():
-                backward(params, step)
-                opt.second_step()
-        results.append(params)
-    assert same_bits(*results)
-
-
-# --- every end of a step ---
-
-
-def closure_that_raises(params: list[nn.Parameter], call: int) -> Callable[[], Tensor]:
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        loss = landscape(params, 0)
-        loss.backward()
-        if len(calls) == call:
-            raise Interrupt
-        return loss
-
-    return closure
-
-
-def ends(opt: FusedSAM, params: list[nn.Parameter]) -> dict[str, Callable[[], Any]]:
-    def restored() -> None:
-        first_half(opt, params)
-        opt.restore()
-
-    def looked_at() -> None:
-        backward(params, 0)
-        with opt.perturbed():
-            pass
-
-    def unusable() -> None:
-        first_half(opt, params)
-        params[0].grad = torch.zeros(5, 3).to_sparse()
-        with pytest.raises(RuntimeError, match="sparse"):
-            opt.second_step()
-
-    def not_finite() -> None:
-        opt.check_finite = True
-        first_half(opt, params)
-        params[0].grad = torch.full((5, 3), torch.nan)
-        opt.second_step()
-
-    def scaled() -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(landscape(params, 0)).backward()
-        opt.first_step(zero_grad=True)
-        scaler.scale(landscape(params, 0) * torch.inf).backward()
-        scaler.step(opt)
-
-    def raising() -> None:
-        with pytest.raises(Interrupt):
-            opt.step(closure_that_raises(params, 2))
-
-    return {f.__name__: f for f in (restored, looked_at, unusable, not_finite, scaled, raising)}
-
-
-@both_ways
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("end", ends(None, []))  # type: ignore[arg-type]
-def test_a_step_without_an_update_leaves_everything(end: str, name: str) -> None:
-    params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, BASES[name][0], rho=0.2, exclusive=True, **BASES[name][1])
-    halves(opt, params)
-    kept, before = places(params), copies(params)
-    ends(opt, params)[end]()
-    assert places(params) == kept and same_bits(params, before)
-    opt.zero_grad()
-    halves(opt, params, 1)
-    assert places(params) == kept and not same_bits(params, before)
-
-
-@native
-@pytest.mark.parametrize(
-    ("base", "each"), [(SGD, 5), *(pytest.param(b, 1, marks=pytest.mark.slow) for b in (SGD, torch.optim.RMSprop))]
-)
-def test_interrupted_at_any_line(base: type, each: int) -> None:
-    """Wholly made or not made, and every parameter in its own memory."""
-
-    def run(at: int | None) -> tuple[Tracer, list[Tensor], list[Tensor], bool]:
-        params = make_parameters([(5, 3), (4,)], torch.float32)
-        opt = FusedSAM(params, base, lr=0.1, momentum=0.9, rho=0.2, exclusive=True)
-        halves(opt, params)
-        kept, before = places(params), copies(params)
-        with Tracer(at, (PACKAGE, KERNELS)) as tracer, suppress(Interrupt):
-            opt.step(closure_that_raises(params, 3))
-        return tracer, before, copies(params), places(params) == kept
-
-    whole, _, updated, _ = run(None)
-    assert whole.lines > 100
-    for at in range(0, whole.lines, each):
-        tracer, before, after, at_home = run(at)
-        assert at_home and (same_bits(after, before) or same_bits(after, updated)), tracer.where
-
-
-# --- what happens between the passes ---
-
-
-@both_ways
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
-def test_copies_in_the_middle_of_a_step_go_on_alike(how: str, name: str) -> None:
-    base, options = BASES[name]
-    model = Model()
-    opt = FusedSAM(model.parameters(), base, rho=0.2, exclusive=True, **options)
-    train(model, opt, range(2))
-    first_half(opt, model.params, 2)
-    if how == "state_dict":
-        other = Model(seed=1)
-        other_opt = FusedSAM(other.parameters(), base, rho=0.2, exclusive=True, **options)
-        other.load_state_dict(model.state_dict())
-        other_opt.load_state_dict(opt.state_dict())
-    else:
-        other, other_opt = (
-            copy.deepcopy((model, opt)) if how == "deepcopy" else pickle.loads(pickle.dumps((model, opt)))
-        )
-    for m, o in ((model, opt), (other, other_opt)):
-        second_half(m, o, 2)
-        train(m, o, range(3, 5))
-    assert same_bits(model.params, other.params)
-
-
-@both_ways
-@pytest.mark.parametrize("what", ["group", "dtype", "moved", "half moved"])
-def test_changes_in_the_middle_of_a_step(what: str) -> None:
-    """A parameter that somebody moves has left the exchange: its unperturbed weights follow it."""
-    results = []
-    for exclusive in (True, False):
-        model = Model()
-        opt = FusedSAM(model.params, SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=exclusive)
-        train(model, opt, range(2))
-        first_half(opt, model.params, 2)
-        added = make_parameters([(3,)], torch.float32)
-        if what == "group":
-            opt.add_param_group({"params": added, "lr": 0.3})
-        elif what == "dtype":
-            model.double()
-        else:
-            for p in model.params[: 1 if what == "half moved" else 3]:
-                p.data = p.data.clone()
-        opt.zero_grad()
-        second_half(model, opt, 2)
-        train(model, opt, range(3, 5))
-        results.append(model.params)
-    assert same_bits(*results)
-
-
-@both_ways
 def test_parameters_that_the_model_gave_up_are_noticed() -> None:
     """Whatever the exchange keeps of them, nobody else refers to them."""
     model = nn.Linear(3, 2)
@@ -273,7 +209,6 @@ def test_parameters_that_the_model_gave_up_are_noticed() -> None:
         opt.first_step()
 
 
-@native
 def test_a_graph_of_the_other_point_is_refused() -> None:
     """What autograd saved of the weights is not silently replaced by the exchange."""
     w = nn.Parameter(torch.ones(3))

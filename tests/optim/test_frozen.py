@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import io
 from typing import Any
 
 import pytest
@@ -13,22 +11,11 @@ from torch import Tensor, nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim.variants import LastGradient, VaSSO
-from tests.helpers.crosses import one_in
 from tests.helpers.sam_cases import BASES, SGD
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-NADAM = torch.optim.NAdam  # makes its own step
 SHAPES = [(5, 3), (8,), (4, 2, 3)]
-VARIANTS = {
-    "sam": SAM(0.2),
-    "asam, every other": SAM(0.2, True, every=2),
-    "gsam": GSAM(0.2, alpha=0.3),
-    "vasso": VaSSO(0.2, theta=0.5),
-    "msam": MSAM(0.2),
-    "last gradient": LastGradient(0.2),
-}
 
 
 class Adapted(nn.Module):
@@ -143,24 +130,6 @@ def trained(
     return params, opt
 
 
-@pytest.mark.parametrize(("name", "base"), one_in(3, VARIANTS, [*BASES, "nadam"]))
-def test_it_joins_with_its_first_gradient_and_changes_nothing_else(name: str, base: str, backend: Backend) -> None:
-    """The steps are those of a parameter that needed a gradient from the start, and had none."""
-    cls = BASES.get(base, (NADAM, {"lr": 0.01}))
-    if name == "msam" and base in ("nadam", "rmsprop"):
-        pytest.skip("no momentum to perturb against")
-    dtype = torch.bfloat16 if base == "adamw" else torch.float32
-    (late, opt), (present, other) = (
-        trained(VARIANTS[name], cls, until, backend.name, dtype) for until in ((3, 0), None)
-    )
-    assert same_bits(late, present)
-    states = [o.state_dict()["state"] for o in (opt, other)]
-    assert states[0].keys() == states[1].keys() == {0, 1, 2}
-    for i, entry in states[0].items():
-        assert entry.keys() == states[1][i].keys()
-        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(states[1][i][n])) for n, v in entry.items())
-
-
 def test_it_may_join_in_the_second_pass() -> None:
     """It was not perturbed then, and is updated from where it is."""
     params, opt = trained(SAM(0.2), BASES["sgd"], (3, 1))
@@ -196,47 +165,6 @@ def test_a_parameter_that_is_frozen_again_keeps_its_state_and_stays() -> None:
     assert not torch.equal(params[1], kept[1])
 
 
-@pytest.mark.parametrize(("moment", "how"), one_in(2, [2, 4, 5], ["state dict", "pickle", "deepcopy"]), ids=str)
-def test_resuming_continues_bit_for_bit(moment: int, how: str) -> None:
-    """Without a momentum no state tells which parameters have buffers."""
-
-    def steps(params: list[nn.Parameter], opt: FusedSAM, numbers: range) -> None:
-        for number in numbers:
-            for move in (opt.first_step, opt.second_step):
-                params[1].requires_grad_(number == 3)
-                params[0].requires_grad_(number != 4)
-                backward(params, number)
-                move()
-
-    def fresh() -> tuple[list[nn.Parameter], FusedSAM]:
-        params = make_parameters(SHAPES, torch.float32)
-        params[1].requires_grad_(False)
-        return params, FusedSAM(params, SGD, rho=0.2, lr=0.1)
-
-    params, opt = fresh()
-    steps(params, opt, range(moment))
-    if how == "state dict":
-        others, other = fresh()
-        with torch.no_grad():
-            for p, q in zip(others, params, strict=True):
-                p.copy_(q)
-        file = io.BytesIO()
-        torch.save(opt.state_dict(), file)
-        file.seek(0)
-        others[0].requires_grad_(False)  # which a script that freezes layers may have done by now
-        other.load_state_dict(torch.load(file))
-    elif how == "pickle":
-        file = io.BytesIO()
-        torch.save((params, opt), file)
-        file.seek(0)
-        others, other = torch.load(file, weights_only=False)
-    else:
-        others, other = copy.deepcopy((params, opt))
-    for trained in ((params, opt), (others, other)):
-        steps(*trained, range(moment, 8))
-    assert same_bits(params, others)
-
-
 def test_steps_beside_frozen_parameters_are_short() -> None:
     """After the first step all is looked at in the shorter way."""
     params = make_parameters(SHAPES, torch.float32)
@@ -254,13 +182,3 @@ def test_steps_beside_frozen_parameters_are_short() -> None:
     assert opt._engine._steady is not steady and not torch.equal(params[0], kept)
     opt.restore()
     assert torch.equal(params[0], kept)
-
-
-@pytest.mark.parametrize("bad", [["a"], [9], [-1], [True], 3], ids=str)
-def test_a_state_that_names_no_parameters(bad: Any) -> None:
-    params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, SGD, lr=0.1)
-    saved = opt.state_dict()
-    saved["fastsam"]["left_out"] = bad
-    with pytest.raises(ValueError, match="left_out"):
-        opt.load_state_dict(saved)

@@ -1,5 +1,5 @@
-"""An exception at any line of a step: the weights are the original ones bit for bit, or the step was made; nothing in
-between, nothing lost."""
+"""Interrupts at the places that no line of the code stands for: in torch's switches, in the kernels, in the making of a
+call."""
 
 from __future__ import annotations
 
@@ -13,63 +13,43 @@ import torch
 from fastsam import backends
 from fastsam.backends import Backend
 from fastsam_kernels import raw_calls, reference
-from tests.helpers.interrupted_steps import CASES, F32, FAMILY, Case, Plan, sgd
+from tests.helpers.interrupted_steps import Plan, state
 from tests.helpers.interrupting import KERNELS, Interrupt, Tracer
-from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
+from tests.helpers.sam_oracle import copies, same_bits
+from tests.helpers.trainings import Spec
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-EVERY_CASE = [(name, "step", warm, "auto") for name in CASES for warm in (0, 2)]
-EVERY_CASE += [("sgd", style, warm, "auto") for style in ("by_hand", "in_context", "look") for warm in (0, 2)]
-EVERY_CASE += [("rmsprop", "by_hand", 2, "auto"), ("bfloat16", "by_hand", 2, "auto")]
-EVERY_CASE += [("sgd", "step", 2, "foreach"), ("sgd", "step", 2, "reference"), ("bfloat16", "step", 2, "reference")]
-EVERY_CASE += [("interval", style, 1, "auto") for style in ("step", "by_hand", "alone")]
-EVERY_CASE += [(name, "step", warm, "auto") for name in ("wsam", "wsam bf16", "looksam") for warm in (1, 2)]
-EVERY_CASE += [("friendly", "by_hand", 2, "auto"), ("friendly", "step", 2, "reference")]
-EVERY_CASE += [("interval", "step", 2, "auto")]
-EVERY_CASE += [("interval", "step", 1, backend) for backend in ("foreach", "reference")]
-# A first step runs several hundred lines more, those that make the buffers: much the same in every style and for every
-# base. So are a step's lines.
-USUAL = [("sgd", "step", 0, "auto"), ("bfloat16", "by_hand", 2, "auto"), ("sgd", "step", 2, "foreach")]
-USUAL += [("check_finite", "step", 2, "auto"), ("interval", "alone", 1, "auto"), ("looksam", "step", 2, "auto")]
+F32, F64, HALF = torch.float32, torch.float64, torch.bfloat16
+SGD = Spec("sam", "sgd", F32, "plain")
+# The last makes several calls, one for each half of a decoupled step.
+SPECS = [SGD, Spec("sam", "adamw", F64, "plain"), SGD._replace(dtype=HALF), Spec("wsam", "sgd", HALF, "plain")]
 
 
-# Each line costs a step or two, and a step has hundreds: in `make test` it is every eighth one, in `make test-slow`
-# each.
-EACH = [pytest.param(1, marks=pytest.mark.slow), 8]
+# A first step runs several hundred lines more, which make the buffers.
+PLANS = [(SGD, "step", 0, None), (SPECS[2], "by_hand", 2, None), (SGD, "step", 2, "foreach")]
+PLANS += [(SGD._replace(variant=name), style, 2, None) for name, style in (("looksam", "step"), ("wsam", "by_hand"))]
 
 
-@pytest.mark.parametrize(
-    ("name", "style", "warm", "backend", "each"),
-    [pytest.param(*case, 1, marks=pytest.mark.slow) for case in EVERY_CASE] + [(*case, 8) for case in USUAL],
-)
-def test_raising_at_every_line(name: str, style: str, warm: int, backend: str, each: int) -> None:
-    """`warm`: steps before. The first step makes the buffers, the third uses what it finds.
-
-    A step with the compiled CPU kernels or the reference is made or not made whatever line is interrupted, those around
-    the kernels included.
-    """
-    plan = Plan(name, style, warm, backend)
-    lines = plan.lines()
-    assert lines > 50
-    for line in range(0, lines, each):
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize(("spec", "style", "warm", "backend"), PLANS, ids=str)
+@pytest.mark.parametrize("each", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_raising_at_every_line(spec: Spec, style: str, warm: int, backend: str | None, each: int) -> None:
+    """In `make test` at every eighth line."""
+    plan = Plan(spec, style, warm, backend)
+    for line in range(0, plan.lines(), each):
         assert plan.interrupted(Tracer(line, plan.folders))
 
 
-# The last two make several calls: one for each dtype, and one for each half of a decoupled step.
-WITH_REFERENCE = [
-    ("reference", name) for name in ("sgd", "adamw", "bfloat16", "check_finite", "two dtypes", "wsam bf16")
-]
-
-
-@pytest.mark.parametrize(("backend", "name"), [*WITH_REFERENCE, ("foreach", "bfloat16")])
+@pytest.mark.parametrize(
+    ("backend", "spec"), [*(("reference", spec) for spec in SPECS), ("foreach", SPECS[2])], ids=str
+)
+@pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("warm", [0, 2])
 def test_the_reference_interrupted_in_its_update_writes_nothing(
-    backend: str, name: str, warm: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, spec: Spec, warm: int, checked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It writes the state of a segment before its weights, and these after those of the segments before. `foreach` has
     its half precision from it."""
-    build, dtypes = {**CASES, **FAMILY}[name]
     write, calls, last = reference._write, [], 0
 
     def interrupted(*operands: Any) -> None:
@@ -79,97 +59,58 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
             raise Interrupt
 
     monkeypatch.setattr(reference, "_write", interrupted)
-    undisturbed, case = (Case(lambda params: build(params, backend=backend), dtypes, warm) for _ in range(2))
-    before, state = copies(case.params), case.state()
+    undisturbed, training = (spec.make(warm, backend=backend, check_finite=checked) for _ in range(2))
+    before, old = copies(training.params), state(training)
     calls.clear()
-    undisturbed.step()
+    undisturbed.steps(range(warm, warm + 1))
     last = len(calls)
     calls.clear()
     with pytest.raises(Interrupt):
-        case.step()
-    assert same_bits(before, case.params) and same_bits(state, case.state())
+        training.steps(range(warm, warm + 1))
+    assert same_bits(before, training.params) and same_bits(old, state(training))
 
 
-@pytest.mark.parametrize("each", EACH)
-@pytest.mark.parametrize("warm", [0, 1])
-@pytest.mark.parametrize("backend", ["reference", "foreach", "auto"])
-def test_raising_inside_the_kernels(backend: str, warm: int, each: int) -> None:
-    """The reference works tensor by tensor, so an interrupt can leave some weights perturbed and others not, and some
-    updated."""
-
-    def make() -> Case:
-        return Case(lambda params: sgd(params, backend=backend), [F32], warm)
-
-    make().step()  # imports what there is to import
-    undisturbed = make()
+def test_raising_inside_kernels_of_torchs_functions() -> None:
+    """They work tensor by tensor, so an interrupt can leave some weights perturbed and others not, and some updated."""
+    spec = SGD._replace(options="foreach")
     with Tracer(None, (KERNELS,)) as tracer:
-        undisturbed.step()
-    for line in range(0, tracer.lines, each):
-        case = make()
-        before = copies(case.params)
+        spec.make(2)
+    undisturbed = spec.make(1)
+    with Tracer(None, (KERNELS,)) as tracer:
+        undisturbed.steps(range(1, 2))
+    for line in range(0, tracer.lines, 8):
+        training = spec.make(1)
+        before = copies(training.params)
         with pytest.raises(Interrupt), Tracer(line, (KERNELS,)) as tracer_here:
-            case.step()
-        assert same_bits(before, case.params), f"raised at {tracer_here.where}"
+            training.steps(range(1, 2))
+        assert same_bits(before, training.params), f"raised at {tracer_here.where}"
 
 
 @pytest.mark.parametrize("style", ["step", "by_hand", "in_context"])
 @pytest.mark.parametrize("backend", ["reference", "foreach", "auto"])
 def test_autograd_is_on_after_an_interrupt_where_torch_switches_it(backend: str, style: str) -> None:
     """In the entry or the exit of `torch.no_grad`, which then leaves it off."""
-    plan = Plan("sgd", style, 2, backend)
+    plan = Plan(SGD, style, 2, backend)
     plan.folders = (torch.autograd.grad_mode.__file__,)
     lines = plan.lines()
     assert lines > 0 or backend == "auto"  # whose calls need no switch
     for line in range(lines):
-        case = plan.make()
+        training = plan.make()
         with pytest.raises(Interrupt), Tracer(line, plan.folders):
-            getattr(case, style)()
+            plan.act(training, plan.warm)
         on = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
         assert on, f"switched off at switch {line} of {lines}"
 
 
-@pytest.mark.parametrize("bad_pass", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_a_closure_that_raises(name: str, bad_pass: int, backend: Backend) -> None:
-    build, dtypes = CASES[name]
-    case = Case(lambda params: build(params, backend=backend.name), dtypes, warm=1)
-    before, state, calls = copies(case.params), case.state(), []
-
-    def closure() -> torch.Tensor:
-        calls.append(copies(case.params))
-        loss = case.closure()
-        if len(calls) == bad_pass:
-            raise KeyboardInterrupt("in the closure")
-        return loss
-
-    with pytest.raises(KeyboardInterrupt, match="in the closure"):
-        case.opt.step(closure)
-    assert len(calls) == bad_pass
-    assert bad_pass == 1 or not same_bits(calls[1], before), "the second pass was perturbed"
-    assert same_bits(before, case.params)
-    assert same_bits(state, case.state())
-    case.opt.step(case.closure)
-
-
-def test_an_exception_inside_perturbed(backend: Backend) -> None:
-    params = make_parameters([(50,), (3, 3)], torch.float32, backend.device)
-    opt = sgd(params, backend=backend.name)
-    before = copies(params)
-    backward(params, 0)
-    with pytest.raises(ValueError, match="inside"), opt.perturbed():
-        assert not same_bits(before, params)
-        raise ValueError("inside")
-    assert same_bits(before, params)
-
-
-@pytest.mark.parametrize("name", ["sgd", "bfloat16"])
-def test_an_interrupt_after_the_update_kernel_restores_the_weights(name: str, backend: Backend) -> None:
+@pytest.mark.parametrize("dtype", [F32, HALF], ids=str)
+def test_an_interrupt_after_the_update_kernel_restores_the_weights(dtype: torch.dtype, backend: Backend) -> None:
     """Ctrl-C is delivered when a kernel that Python calls returns: the weights go back, whatever it had done."""
-    build, dtypes = CASES[name]
-    case = Case(lambda params: build(params, backend=backend.name), dtypes, warm=1)
-    before = copies(case.params)
-    real = case.opt._engine.buckets[0].kernels
+    if backend.device != "cpu":
+        pytest.skip("the problem is on the CPU")
+    params, opt = training = SGD._replace(dtype=dtype).make(1, backend=backend.name)
+    before, bucket = copies(params), opt._engine.buckets[0]
+    real = bucket.kernels
 
     class Interrupting:
         def __getattr__(self, op: str) -> Any:
@@ -181,17 +122,17 @@ def test_an_interrupt_after_the_update_kernel_restores_the_weights(name: str, ba
             real.update_(*args, **options)
             raise KeyboardInterrupt
 
-    case.opt._engine.buckets[0].kernels = Interrupting()  # type: ignore[assignment]
-    case.opt._engine.buckets[0].moved()
+    bucket.kernels = Interrupting()  # type: ignore[assignment]
+    bucket.moved()
     with pytest.raises(KeyboardInterrupt):
-        case.step()
-    case.opt._engine.buckets[0].kernels = real
-    if name == "sgd":
-        assert same_bits(before, case.params)
+        training.steps(range(1, 2))
+    bucket.kernels = real
+    if dtype == F32:
+        assert same_bits(before, params)
     else:  # the master copy has the new weights: the step was made
-        masters = [case.opt.state_dict()["state"][i]["master"] for i in range(len(case.params))]
-        assert same_bits([m.to(torch.bfloat16) for m in masters], case.params)
-    case.step()
+        masters = [opt.state_dict()["state"][i]["master"] for i in range(len(params))]
+        assert same_bits([m.to(HALF) for m in masters], params)
+    training.steps(range(1, 2))
 
 
 @pytest.mark.parametrize("where", ["all_fields", "_function"])  # before and after the addresses are others
@@ -212,4 +153,4 @@ def test_an_interrupt_while_a_call_is_made_leaves_none_to_make_again(where: str)
             patch.setattr(raw_calls, where, interrupted)
             yield
 
-    assert Plan("interval", "step", 2, "auto").interrupted(in_the_middle())
+    assert Plan(SGD._replace(variant="every other"), "step", 2).interrupted(in_the_middle())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,9 @@ import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, LastGradient
 from tests.helpers.one_pass_cases import DTYPES, clean, every_base, every_variant, trained
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, flat, fused, one_pass_loop, problem
+from tests.helpers.variant_cases import ONE_PASS, RHO, Training, flat, fused, one_pass_loop, problem
 
 # --- the papers ---
 
@@ -49,14 +49,6 @@ def test_msam_is_its_equations(options: dict[str, Any]) -> None:
 
 
 @every_variant
-@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
-def test_a_variant_in_lower_precision(name: str, dtype: torch.dtype, part: float) -> None:
-    found = flat([p.double() for p in clean(trained(name, 3, dtype=dtype))])
-    expected, start = flat(one_pass_loop(ONE_PASS[name][1], "sgd", 3)), flat(problem()[0])
-    assert (found - expected).norm() < part * (expected - start).norm()
-
-
-@every_variant
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
     training = fused(type(ONE_PASS[name][0])(RHO, True, 0.1), "sgd", 2, dtype=dtype)
@@ -69,33 +61,6 @@ def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
 
 
 # --- a step ---
-
-
-@every_base
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("call", ["step", "second_step"])
-def test_by_hand_it_is_the_closures_step(name: str, base: str, dtype: torch.dtype, call: str) -> None:
-    whole, training = trained(name, 4, base, dtype=dtype), trained(name, 0, base, dtype=dtype)
-    for t in range(4):
-        assert not training.opt.two_passes and not training.opt.is_perturbed and training.opt.phase == "first"
-        training.backward(t)
-        getattr(training.opt, call)()
-    assert same_bits(whole.params, training.params)
-
-
-@every_variant
-def test_a_closure_is_called_once(name: str) -> None:
-    training, calls = trained(name, 0), []
-    for t in range(3):
-
-        def closure(t: int = t) -> torch.Tensor:
-            calls.append(t)
-            value = problem()[1](training.params, t)
-            value.backward()
-            return value
-
-        assert training.opt.step(closure).item() > 0
-    assert calls == [0, 1, 2]
 
 
 @every_variant
@@ -118,68 +83,40 @@ def test_parameters_without_a_gradient(name: str) -> None:
     torch.testing.assert_close(flat(params).detach(), flat(w) + 0.5 * d / d.norm())
 
 
-@every_variant
-@pytest.mark.parametrize("unscales", [False, True], ids=["the step unscales", "unscaled before it"])
-@pytest.mark.parametrize("base", ["sgd", "adamw"])
-def test_with_a_scaler(name: str, base: str, unscales: bool) -> None:
-    training = trained(name, 0, base)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    for t in range(4):
-        training.opt.zero_grad()
-        scaler.scale(problem()[1](training.params, t)).backward()
-        if unscales:
-            scaler.unscale_(training.opt)
-        scaler.step(training.opt)
-        scaler.update()
-    for p, expected in zip(clean(training), one_pass_loop(ONE_PASS[name][1], base, 4), strict=True):
-        torch.testing.assert_close(p, expected, rtol=1e-7, atol=1e-9)
-
-
-@every_base
-@pytest.mark.parametrize("how", ["scaler", "check_finite"])
-def test_gradients_with_inf_leave_all_as_it_is(name: str, base: str, how: str) -> None:
-    options = {"check_finite": True} if how == "check_finite" else {}
-    one, other = trained(name, 3, base, **options), trained(name, 3, base)
-    before = copies(one.params)
-    for p in one.params:
-        p.grad = torch.full_like(p, torch.inf)
-    if how == "scaler":
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        scaler.scale(torch.ones(()))  # makes its scale
-        scaler.step(one.opt)
-        scaler.update()
-    else:
-        one.opt.step()
-    assert same_bits(before, one.params)
-    for training in (one, other):
-        training.steps(range(4, 6))
-    assert same_bits(one.params, other.params)
-
-
 # --- what comes out of order ---
 
 
-def test_a_step_in_evaluation() -> None:
+def scaled(training: Training) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(problem()[1](training.params, 1)).backward()
+    scaler.step(training.opt, lambda: None)
+
+
+CLEAN = r"clean ones since eval\(\); call train\(\) before"
+CALLS: list[tuple[bool, Callable[[Training], Any], str]] = [
+    *((True, act, CLEAN) for act in (lambda t: t.opt.step(), lambda t: t.opt.second_step())),
+    (True, lambda t: t.opt.step(lambda: None), CLEAN),
+    *((False, act, rf"{half}\(\) with MSAM, which takes one pass.*Call step\(\)")
+      for half, act in (("first_step", lambda t: t.opt.first_step()), ("restore", lambda t: t.opt.restore()),
+                        ("perturbed", lambda t: t.opt.perturbed().__enter__()))),
+    (False, lambda t: t.opt.load_state_dict(t.opt.state_dict()), r"call eval\(\) first"),
+    (False, lambda t: t.opt.step(t.opt.eval), r"eval\(\) inside a closure"),
+    (False, scaled, r"backward\(\), scaler\.step"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("evaluates", "call", "words"), CALLS)
+def test_calls_that_are_refused(evaluates: bool, call: Callable[[Training], Any], words: str) -> None:
     training = trained("msam", 2)
-    training.opt.eval()
+    if evaluates:
+        training.opt.eval()
     before = copies(training.params)
-    for act in (training.opt.step, training.opt.second_step, lambda: training.opt.step(lambda: None)):
-        with pytest.raises(RuntimeError, match=r"clean ones since eval\(\); call train\(\) before"):
-            act()
-    assert same_bits(before, training.params)
+    with pytest.raises(RuntimeError, match=words):
+        call(training)
+    assert same_bits(before, training.params) and training.opt.training is not evaluates
     training.opt.train()
     training.steps(range(2, 3))
     assert same_bits(training.params, trained("msam", 3).params)
-
-
-@pytest.mark.parametrize("half", ["first_step", "restore", "perturbed"])
-def test_halves_of_a_step_that_has_none(half: str) -> None:
-    training = trained("msam", 1)
-    before = copies(training.params)
-    act = getattr(training.opt, half)
-    with pytest.raises(RuntimeError, match=rf"{half}\(\) with MSAM, which takes one pass.*Call step\(\)"):
-        act().__enter__() if half == "perturbed" else act()
-    assert same_bits(before, training.params)
 
 
 def test_weights_written_where_a_step_would_lose_it() -> None:
@@ -230,15 +167,6 @@ def test_a_training_state_beside_an_evaluated_model(name: str) -> None:
     assert same_bits(new.params, trained(name, 4).params)
 
 
-def test_loading_in_the_middle_of_a_training() -> None:
-    training = trained("msam", 2)
-    state = training.opt.state_dict()
-    with pytest.raises(RuntimeError, match=r"call eval\(\) first"):
-        training.opt.load_state_dict(state)
-    training.opt.eval()
-    training.opt.load_state_dict(state)
-
-
 def test_the_state_of_another_variant() -> None:
     state = trained("msam", 2).opt.state_dict()
     with pytest.raises(ValueError, match=r"of MSAM, in training, at its perturbed point.*optimizer's is SAM"):
@@ -254,57 +182,6 @@ def test_the_state_of_another_variant() -> None:
     training.opt.train()
     assert not same_bits(training.params, plain.params)
     training.steps(range(2, 3))
-
-
-def test_eval_inside_a_closure() -> None:
-    training = trained("msam", 1)
-    before = copies(training.params)
-
-    def closure() -> None:
-        training.opt.eval()
-
-    with pytest.raises(RuntimeError, match=r"eval\(\) inside a closure"):
-        training.opt.step(closure)
-    assert same_bits(before, training.params) and training.opt.training
-
-
-@pytest.mark.parametrize(
-    ("base", "options", "words"),
-    [
-        (torch.optim.SGD, {"sam": MSAM()}, "parameter group 0 has none; give one: momentum=0.9"),
-        (torch.optim.RMSprop, {"sam": MSAM()}, "parameter group 0 has none"),
-        (torch.optim.Adagrad, {"sam": MSAM()}, "has to be torch.optim.SGD or RMSprop .* got Adagrad"),
-        (torch.optim.NAdam, {"sam": MSAM()}, "got NAdam"),
-        (torch.optim.Adam, {"sam": MSAM(), "amsgrad": True}, "without amsgrad"),
-        (torch.optim.SGD, {"sam": MSAM(), "momentum": 0.9, "exclusive": True}, "exclusive=True with MSAM"),
-        (torch.optim.SGD, {"sam": LastGradient(), "exclusive": True}, "exclusive=True with LastGradient"),
-    ],
-)
-def test_what_cannot_be_asked_for(base: Any, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        FusedSAM([nn.Parameter(torch.ones(2))], base, lr=0.1, **options)
-
-
-@pytest.mark.parametrize("variant", [MSAM, LastGradient])
-@pytest.mark.parametrize("options", [{"every": 2}, {"radius": LESAM(sigma=1.0)}, {"rho": -1.0}], ids=str)
-def test_options_without_a_use(variant: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
-        FusedSAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, sam=variant(**options), lr=0.1, momentum=0.9)
-
-
-def test_a_group_without_a_momentum_is_not_added() -> None:
-    training = trained("msam", 1)
-    with pytest.raises(ValueError, match="parameter group 1 has none"):
-        training.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "momentum": 0.0})
-    training.steps(range(1, 2))
-    assert same_bits(training.params, trained("msam", 2).params)
-
-
-def test_a_scaler_with_a_closure() -> None:
-    training, scaler = trained("msam", 1), torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(problem()[1](training.params, 1)).backward()
-    with pytest.raises(RuntimeError, match=r"backward\(\), scaler\.step"):
-        scaler.step(training.opt, lambda: None)
 
 
 # --- costs ---

@@ -4,20 +4,16 @@ modes."""
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fastsam import MSAM, SAM, FusedSAM
-from tests.helpers.crosses import one_in
-from tests.helpers.interrupting import KERNELS, PACKAGE, Interrupt, Tracer
-from tests.helpers.one_pass_cases import DTYPES, every_base, every_variant, trained
+from tests.helpers.one_pass_cases import DTYPES, every_base, trained
 from tests.helpers.sam_oracle import copies, same_bits
-from tests.helpers.variant_cases import ONE_PASS, RHO, Training, fused, one_pass_loop
+from tests.helpers.variant_cases import RHO, fused
 
 # --- evaluation ---
 
@@ -62,107 +58,6 @@ def test_variants_of_two_passes_have_no_modes() -> None:
     assert training.opt.training and same_bits(before, training.params)
     training.opt.train()
     training.steps(range(2, 3))
-
-
-@every_variant
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("mode", "how", "after"),
-    one_in(2, ["training", "evaluation"], ["state dict", "pickle", "deepcopy"], [0, 2]),
-)
-def test_a_training_goes_on_where_it_was_saved(name: str, dtype: torch.dtype, mode: str, how: str, after: int) -> None:
-    whole, training = trained(name, 5, dtype=dtype), trained(name, after, dtype=dtype)
-    if mode == "evaluation":
-        training.opt.eval()
-    if how == "deepcopy":
-        training = copy.deepcopy(training)
-    else:
-        file = io.BytesIO()
-        params, opt = training
-        torch.save(training if how == "pickle" else opt.state_dict(), file)
-        file.seek(0)
-        found = torch.load(file, weights_only=False)
-        training = found if how == "pickle" else trained(name, 0, dtype=dtype)
-        if how == "state dict":
-            with torch.no_grad():
-                for p, old in zip(training.params, params, strict=True):
-                    p.copy_(old)
-            training.opt.load_state_dict(found)
-    if mode == "evaluation":
-        assert not training.opt.training
-        training.opt.train()
-    training.steps(range(after, 5))
-    assert same_bits(training.params, whole.params)
-
-
-@every_variant
-def test_another_dtype_and_another_group_on_the_way(name: str) -> None:
-    training = trained(name, 2)
-    for p in training.params:
-        p.data = p.data.float()
-    late = nn.Parameter(torch.ones(3))
-    training.opt.add_param_group({"params": [late], "momentum": 0.5, "rho": 0.2})
-    training.backward(2)
-    late.grad = torch.ones(3)
-    training.opt.step()
-    expected = one_pass_loop(ONE_PASS[name][1], "sgd", 3)
-    with training.opt.evaluating():
-        assert torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
-        for p, q in zip(training.params, expected, strict=True):
-            torch.testing.assert_close(p.double().detach(), q, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(late, torch.full((3,), 0.9 - 0.1 * 0.01))
-
-
-# --- interrupts ---
-
-
-def _outcome(training: Training) -> list[torch.Tensor]:
-    entries = training.opt.state_dict()["state"].values()
-    return [*copies(training.params), *(v for e in entries for v in e.values() if isinstance(v, torch.Tensor))]
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "what"),
-    one_in(
-        3,
-        ONE_PASS,
-        [("auto", torch.float32), ("auto", torch.bfloat16), ("reference", torch.float32)],
-        ["step", "closure", "modes"],
-    ),
-    ids=str,
-)
-def test_an_interrupt_at_any_line_of_a_step(name: str, how: tuple[str, torch.dtype], what: str) -> None:
-    """The training goes on from before the step or from after it, at the perturbed point, bit for bit."""
-    backend, dtype = how
-    options: dict[str, Any] = {"backend": backend, "dtype": dtype}
-
-    def act(training: Training) -> None:
-        if what == "closure":
-            training.steps(range(2, 3))
-        elif what == "step":
-            training.opt.step()
-        else:
-            training.opt.eval()
-            training.opt.train()
-
-    def ready() -> Training:
-        training = trained(name, 2, **options)
-        if what != "closure":
-            training.backward(2)
-        return training
-
-    before, after, training = _outcome(ready()), ready(), ready()
-    act(after)
-    ends = [before, _outcome(after)]
-    folders = (PACKAGE,) if backend == "auto" else (PACKAGE, KERNELS)
-    with Tracer(None, folders) as count:
-        act(training)
-    for at in range(0, count.lines, 5 if backend == "auto" else 43):
-        training = ready()
-        with Tracer(at, folders) as tracer, pytest.raises(Interrupt):
-            act(training)
-        training.opt.train()
-        assert any(same_bits(_outcome(training), end) for end in ends), tracer.where
 
 
 # --- the model's own modes ---

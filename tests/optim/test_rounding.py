@@ -3,8 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -50,36 +48,6 @@ def test_every_perturbation_has_noise_of_its_own_and_a_run_can_be_repeated() -> 
     first, again = perturbations(*made(), 3), perturbations(*made(), 3)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
-
-
-@pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
-def test_a_checkpoint_goes_on_with_the_same_noise(way: str) -> None:
-    weight, gradient, optimizer = made()
-    perturbations(weight, gradient, optimizer, 2)
-    if way == "state_dict":
-        other, _, loaded = made()
-        loaded.load_state_dict(optimizer.state_dict())
-    else:
-        other, loaded = copy.deepcopy((weight, optimizer))
-    a, b = perturbations(weight, gradient, optimizer, 1)[0], perturbations(other, gradient, loaded, 1)[0]
-    assert torch.equal(a, b)
-
-
-def test_an_interrupted_perturbation_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, gradient, optimizer = made()
-    perturbations(weight, gradient, optimizer, 1)
-    before, bucket = weight.detach().clone(), optimizer._engine.buckets[0]
-    original = bucket.perturb_
-
-    def interrupted(*args) -> None:
-        original(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bucket, "perturb_", interrupted)
-    weight.grad = gradient.clone()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.first_step()
-    assert torch.equal(weight, before)
 
 
 def test_full_precision_takes_no_notice() -> None:

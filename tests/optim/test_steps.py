@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,102 +13,13 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from tests.helpers.sam_cases import BASES, SGD, closure_of
+from tests.helpers.sam_cases import SGD
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, landscape, make_parameters, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 # --- the styles are one step ---
-
-
-@pytest.mark.filterwarnings("ignore:there were gradients")  # the copied class's backward pass before step(closure)
-@pytest.mark.parametrize("name", BASES)
-def test_all_styles_make_the_same_step(name: str, backend: Backend) -> None:
-    base, options = BASES[name]
-
-    def run(step: Callable[[FusedSAM, list[nn.Parameter]], None]) -> list[nn.Parameter]:
-        params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-        opt = FusedSAM(params, base, backend=backend.name, **options)
-        for _ in range(3):
-            step(opt, params)
-        return params
-
-    def halves(opt: FusedSAM, params: list[nn.Parameter]) -> None:
-        backward(params, 0)
-        opt.first_step(zero_grad=True)
-        assert all(p.grad is None for p in params)
-        landscape(params, 0).backward()
-        opt.second_step(zero_grad=True)
-        assert all(p.grad is None for p in params)
-
-    def step_without_closure(opt: FusedSAM, params: list[nn.Parameter]) -> None:
-        backward(params, 0)
-        opt.first_step()
-        backward(params, 0)
-        assert opt.step() is None
-
-    def inside_perturbed(opt: FusedSAM, params: list[nn.Parameter]) -> None:
-        backward(params, 0)
-        with opt.perturbed():
-            backward(params, 0)
-            opt.step()
-
-    def gradients_before_the_closure(opt: FusedSAM, params: list[nn.Parameter]) -> None:
-        """As the commonly copied class is called."""
-        backward(params, 0)
-        opt.step(closure_of(params))
-
-    expected = run(halves)
-    for style in (
-        step_without_closure,
-        inside_perturbed,
-        gradients_before_the_closure,
-        lambda opt, params: opt.step(closure_of(params)),
-        lambda opt, params: opt.step(closure=closure_of(params, opt.zero_grad)),
-    ):
-        assert same_bits(expected, run(style)), style
-
-
-def test_step_returns_the_loss_at_the_weights(backend: Backend) -> None:
-    params = make_parameters([(5, 3), (8,)], torch.float64, backend.device)
-    opt = FusedSAM(params, SGD, rho=1.0, lr=0.1, backend=backend.name)
-    expected, losses = landscape(params, 0).item(), []
-
-    def closure() -> Tensor:
-        loss = closure_of(params)()
-        losses.append(loss.item())
-        return loss
-
-    with torch.no_grad():  # a trainer may have switched gradients off
-        assert opt.step(closure).item() == expected
-    assert losses[0] == expected and losses[1] != expected
-
-
-def test_the_second_gradient_does_not_contain_the_first(backend: Backend) -> None:
-    p = make_parameters([(6,)], torch.float64, backend.device)[0]
-    opt = FusedSAM([p], SGD, rho=0.1, lr=1.0, backend=backend.name)
-    before = p.detach().clone()
-
-    def closure() -> Tensor:
-        loss = p.sum()  # its gradient is 1 everywhere
-        loss.backward()
-        return loss
-
-    opt.step(closure)
-    torch.testing.assert_close(p.detach(), before - 1)
-
-
-def test_restore_ends_a_step(backend: Backend) -> None:
-    params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, backend=backend.name)
-    before = copies(params)
-    backward(params, 0)
-    opt.first_step()
-    assert not same_bits(before, params)
-    opt.restore()
-    assert same_bits(before, params)
-    opt.step(closure_of(params))
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -197,17 +107,6 @@ def test_accumulation_over_micro_batches(backend: Backend) -> None:
     for style in ("closure", "by hand"):
         for p, q in zip(train(style), whole):
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
-
-
-def test_gradients_are_only_read(backend: Backend) -> None:
-    params = make_parameters([(5,), (3, 2)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, weight_decay=0.1, backend=backend.name)
-    backward(params, 0)
-    kept, grads = [p.grad for p in params], gradients(params)
-    opt.first_step()
-    opt.second_step()
-    assert all(p.grad is k for p, k in zip(params, kept))
-    assert same_bits(grads, kept)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
 from fastsam.step import Mix
-from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
+from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
 
 
@@ -197,39 +196,6 @@ def test_looksam_reuses_nothing_where_there_is_nothing() -> None:
     the base optimizer."""
     steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, every=3))]
     assert same_bits(*steps)
-
-
-PEERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "coupled": (WSAM(RHO, gamma=0.8, decouple=False), "WSAM", {"gamma": 0.8, "decouple": False}),
-    "decoupled": (WSAM(RHO, gamma=0.8), "WSAM", {"gamma": 0.8}),
-    "adaptive": (WSAM(RHO, True, gamma=0.8), "WSAM", {"gamma": 0.8, "adaptive": True}),
-    "one tensor": (LookSAM(RHO, k=3, alpha=ALPHA), "LookSAM", {"k": 3, "alpha": ALPHA}),
-}
-
-
-@pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("base", ["sgd", "adamw"])
-def test_beside_pytorch_optimizers_class(name: str, base: str) -> None:
-    """Its LookSAM takes norms and projections tensor by tensor, so they agree for one tensor."""
-    library = pytest.importorskip("pytorch_optimizer")
-    sam, theirs, options = PEERS[name]
-    cls, own = BASES[base]
-    shapes = [(5, 3)] if theirs == "LookSAM" else [(5, 3), (8,), (2, 2, 2)]
-    params, their_params = (make_parameters(shapes, torch.float64) for _ in range(2))
-    model = nn.ParameterList(their_params)
-    extra = {"model": model} if theirs == "WSAM" else {}
-    peer = getattr(library, theirs)(params=their_params, base_optimizer=cls, rho=RHO, **options, **extra, **own)
-    opt = FusedSAM(params, cls, sam=sam, **own)
-    for step in range(7):
-        opt.step(lambda step=step: backward(params, step))
-        backward(their_params, step)
-        peer.first_step(zero_grad=True)
-        backward(their_params, step)
-        peer.second_step(zero_grad=True)
-    for p, q in zip(params, their_params, strict=True):
-        torch.testing.assert_close(
-            p, q, rtol=1e-6, atol=1e-7
-        )  # coupled, 4*g2 - 3*g1: what differs in the last bit grows
 
 
 def test_a_perturbation_for_each_part_of_a_batch() -> None:

@@ -3,20 +3,15 @@ step."""
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import pytest
 import torch
 from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, LastGradient, LookSAM
+from fastsam.optim.variants import LastGradient, VaSSO
 from tests.helpers.crosses import one_in
-from tests.helpers.nonsense import Hostile
-from tests.helpers.sam_oracle import copies, same_bits
+from tests.helpers.sam_oracle import copies, make_parameters, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, PaperGSAM, Training, flat, fused, like, loop, problem
-
-every_case = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.mark.parametrize(("name", "base"), one_in(2, CASES, BASES))
@@ -26,57 +21,6 @@ def test_a_variant_is_its_papers(name: str, base: str, backend: backends.Backend
     case = CASES[name]
     for found, expected in zip(fused(case.sam, base, 6, backend.name).params, loop(case.paper(), base, 6), strict=True):
         torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-11)
-
-
-# Gradients of half precision, and the point where g2 is taken, are rounded to 2^-9; WSAM multiplies their difference by
-# 9, and LookSAM makes it as long as the gradient. On the way of three steps: 0.6 % with GSAM, 8 % with these.
-@every_case
-@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-4), (torch.bfloat16, 0.12)])
-def test_a_variant_in_lower_precision(name: str, dtype: torch.dtype, part: float) -> None:
-    case = CASES[name]
-    found = flat([p.detach().double() for p in fused(case.sam, "sgd", 3, dtype=dtype).params])
-    expected, start = flat(loop(case.paper(), "sgd", 3)), flat(problem()[0])
-    assert (found - expected).norm() < part * (expected - start).norm()
-
-
-@every_case
-@pytest.mark.parametrize("skips", [False, True], ids=["both passes", "no needless pass"])
-@pytest.mark.parametrize("base", ["sgd", "nadam"])
-def test_two_halves_are_the_closures_step(name: str, base: str, skips: bool) -> None:
-    """With `first_step` in every step, and with a loop that asks."""
-    case, passes = CASES[name], 0
-    whole, training = fused(case.sam, base, 6), fused(case.sam, base, 0)
-    opt = training.opt
-    for t, perturbed in enumerate(case.perturbed):
-        assert opt.two_passes is perturbed
-        if not skips or opt.two_passes:
-            while opt.phase == "first":
-                training.backward(t)
-                before, passes = copies(training.params), passes + 1
-                opt.first_step()
-                assert opt.is_perturbed and same_bits(before, copies(training.params)) is not perturbed
-        training.backward(t)
-        opt.second_step()
-        passes += 1
-        assert not opt.is_perturbed
-    assert same_bits(whole.params, training.params)
-    assert passes == case.passes + (0 if skips else case.perturbed.count(False))
-
-
-@every_case
-def test_a_closure_is_called_once_for_every_pass(name: str) -> None:
-    case, calls = CASES[name], []
-    params, opt = fused(case.sam, "sgd", 0)
-    for t in range(6):
-
-        def closure(t: int = t) -> torch.Tensor:
-            calls.append(opt.is_perturbed)
-            value = problem()[1](params, t)
-            value.backward()
-            return value
-
-        opt.step(closure)
-    assert calls == [later > 0 for perturbed in case.perturbed for later in range(1 + perturbed)]
 
 
 @pytest.mark.parametrize("exclusive", [False, True])
@@ -121,23 +65,6 @@ def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Back
     assert torch.equal(*ends)
 
 
-@every_case
-def test_first_gradients_may_be_overwritten_in_place(name: str) -> None:
-    """Their owner zeroes and fills the same tensors in the second pass."""
-    _, loss = problem()
-    params, opt = fused(CASES[name].sam, "sgd", 0)
-    for t in range(6):
-        while opt.phase == "first":
-            opt.zero_grad(set_to_none=False)
-            loss(params, t).backward()
-            opt.first_step()
-        opt.zero_grad(set_to_none=False)
-        loss(params, t).backward()
-        opt.second_step()
-    for found, expected in zip(params, loop(CASES[name].paper(), "sgd", 6), strict=True):
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_a_first_gradient_that_is_not_finite_changes_nothing(base: str) -> None:
     params, opt = fused(GSAM(RHO, alpha=ALPHA), base, 2)
@@ -168,53 +95,6 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     assert torch.equal(params[0], before[0])
     torch.testing.assert_close(params[1].detach(), before[1] - two[0])
     torch.testing.assert_close(params[2].detach(), before[2] - two[1])
-
-
-# The radius of a loss needs the scale itself, which is not known before the first step: below.
-@pytest.mark.parametrize("name", [name for name in CASES if name != "lesam"])
-@pytest.mark.parametrize("unscales", [False, True], ids=["the step unscales", "unscaled before it"])
-@pytest.mark.parametrize("base", ["sgd", "adamw", "nadam"])
-def test_with_a_scaler(name: str, base: str, unscales: bool) -> None:
-    """Scaled gradients in both passes, the first ones too, and another scale in every step: the same step. Whoever
-    clips unscales the second gradients alone."""
-    _, loss = problem()
-    params, opt = fused(CASES[name].sam, base, 0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    for t in range(4):
-        opt.zero_grad()
-        while opt.two_passes and opt.phase == "first":
-            scaler.scale(loss(params, t)).backward()
-            opt.first_step(zero_grad=True)
-        scaler.scale(loss(params, t)).backward()
-        if unscales:
-            scaler.unscale_(opt)
-        scaler.step(opt)
-        scaler.update()
-    for found, expected in zip(params, loop(CASES[name].paper(), base, 4), strict=True):
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-7, atol=1e-9)
-
-
-@every_case
-def test_a_scaler_that_skips_a_step_leaves_the_state(name: str) -> None:
-    """Second gradients with inf: weights and state stay as they were, and the step after it is as without it."""
-    case = CASES[name]
-    one, other = fused(case.sam, "sgd", 3), fused(case.sam, "sgd", 3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    before = copies(one.params)
-    for p in one.params:
-        p.grad = torch.ones_like(p)
-    scaler.scale(torch.ones(()))  # makes its scale
-    while one.opt.phase == "first":
-        one.opt.first_step()
-    for p in one.params:
-        p.grad = torch.full_like(p, torch.inf)
-    scaler.step(one.opt)
-    scaler.update()
-    assert same_bits(before, copies(one.params))
-    other.opt._engine.steps = one.opt._engine.steps  # a step that was skipped counts
-    for training in (one, other):
-        training.steps(range(4, 7))
-    assert same_bits(one.params, other.params)
 
 
 def test_one_bad_gradient_costs_one_step() -> None:
@@ -254,16 +134,85 @@ def test_a_compiled_step_is_the_same(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+# --- what they remember ---
+
+
+def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
+    params = make_parameters([(4,), (3,)], torch.float32)
+    opt = FusedSAM(params, lr=0.1, sam=VaSSO(theta=0.5))
+    for grads in ((1.0, 2.0), (3.0, None), (None, None)):
+        for _ in range(2):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = None if g is None else torch.full_like(p, g)
+            (opt.second_step if opt.is_perturbed else opt.first_step)()
+    kept = [opt.state_dict()["state"][i]["sam_memory"] for i in range(2)]
+    assert kept[0].tolist() == [0.5 * 0.5 + 0.5 * 3.0] * 4 and kept[1].tolist() == [1.0] * 3
+
+
+def test_first_gradients_with_inf_are_not_remembered() -> None:
+    training = fused(CASES["friendly"].sam, "sgd", 2)
+    before = copies([e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
+    for p in training.params:
+        p.grad = torch.full_like(p, torch.inf)
+    training.opt.first_step()
+    training.backward(2)
+    training.opt.second_step()
+    assert same_bits(before, [e["sam_memory"] for e in training.opt.state_dict()["state"].values()])
+
+
+def test_what_is_remembered_has_the_scale_of_no_step() -> None:
+    """Resumed with another scale of the GradScaler, which the second process does not know before its first step."""
+    ends = []
+    for resumes in (False, True):
+        training, scaler = (
+            fused(CASES["friendly"].sam, "sgd", 0),
+            torch.amp.GradScaler("cpu", 2.0**10, growth_interval=3),
+        )
+        for t in range(6):
+            if resumes and t == 4:
+                again = fused(CASES["friendly"].sam, "sgd", 0)
+                with torch.no_grad():
+                    for p, q in zip(again.params, training.params, strict=True):
+                        p.copy_(q)
+                again.opt.load_state_dict(training.opt.state_dict())
+                saved, scaler = scaler.state_dict(), torch.amp.GradScaler("cpu", 2.0**4, growth_interval=3)
+                scaler.load_state_dict(saved)
+                training = again
+            for _ in range(2):
+                training.opt.zero_grad()
+                scaler.scale(problem()[1](training.params, t)).backward()
+                training.opt.is_perturbed or training.opt.first_step()
+            scaler.step(training.opt)
+            scaler.update()
+        ends.append(training.params)
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
-    ("made", "error", "words"),
+    ("saved", "loads", "refused"),
     [
-        (lambda: LookSAM(0.05, alpha=Decimal("NaN")), TypeError, "alpha must be a number, got Decimal"),
-        (lambda: LESAM(sigma=Decimal("NaN")), TypeError, "sigma must be a number"),
-        (lambda: SAM(0.05, every=Hostile()), TypeError, "every must be a whole number of steps, got Hostile"),
-        (lambda: FusedSAM([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=10**400), ValueError, "a float can hold"),
+        ("looksam", "gsam", True),
+        ("gsam", "looksam", False),
+        ("wsam", "every other", False),
+        ("looksam", "looksam", False),
     ],
-    ids=["alpha", "sigma", "every", "lr"],
 )
-def test_numbers_whose_own_methods_raise_are_refused_in_words(made, error, words) -> None:
-    with pytest.raises(error, match=words):
-        made()
+def test_the_state_of_another_variant(saved: str, loads: str, refused: bool) -> None:
+    state = fused(CASES[saved].sam, "sgd", 2).opt.state_dict()
+    training = fused(CASES[loads].sam, "sgd", 1)
+    before = copies(training.params)
+    if refused:
+        with pytest.raises(ValueError, match="of LookSAM, which keeps a vector, .* optimizer's is GSAM"):
+            training.opt.load_state_dict(state)
+    else:
+        training.opt.load_state_dict(state)
+    assert same_bits(before, copies(training.params))
+    training.steps(range(1, 3))
+
+
+def test_the_state_of_another_variant_between_its_passes() -> None:
+    training, other = fused(CASES["gsam"].sam, "sgd", 1), fused(CASES["wsam"].sam, "sgd", 0)
+    training.backward(1)
+    training.opt.first_step()
+    with pytest.raises(ValueError, match="of GSAM, between its two passes"):
+        other.opt.load_state_dict(training.opt.state_dict())

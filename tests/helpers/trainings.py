@@ -1,0 +1,101 @@
+"""The table of trainings that `tests/optim/test_contracts.py` runs every contract over: variant x base x dtype x
+options."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsam import SAM, FusedSAM
+from tests.helpers.sam_oracle import copies
+from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, fused
+
+VARIANTS: dict[str, SAM] = {name: sam for name, (sam, _) in ONE_PASS.items()}
+VARIANTS |= {"sam": SAM(RHO), "asam": SAM(RHO, True, 0.1), "asam, every third": SAM(RHO, True, every=3)}
+VARIANTS |= {name: case.sam for name, case in CASES.items()}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "exclusive": {"exclusive": True},
+    "in backward": {"exclusive": True, "in_backward": True},
+    "reference": {"backend": "reference"},
+    "stochastic": {"stochastic_rounding": True},
+    "foreach": {"backend": "foreach"},
+}
+
+
+class Spec(NamedTuple):
+    variant: str
+    base: str
+    dtype: torch.dtype
+    options: str
+
+    @property
+    def one_pass(self) -> bool:
+        return self.variant in ONE_PASS
+
+    @property
+    def backend(self) -> str:
+        return OPTIONS[self.options].get("backend", "auto")
+
+    @property
+    def fused(self) -> bool:
+        """True if the kernels make the base optimizer's step."""
+        return self.base not in ("nadam", "amsgrad")
+
+    @property
+    def valid(self) -> bool:
+        """True if FusedSAM accepts the combination (`tests/optim/test_refusals.py` has the refusals)."""
+        if self.options == "in backward":
+            return self.variant in ("sam", "asam", "lesam") and self.fused
+        momentum = self.variant != "msam" or self.base in ("sgd", "adamw")
+        return momentum and not (self.one_pass and self.options == "exclusive")
+
+    def make(self, steps: int = 0, **more: Any) -> Training:
+        """Return the training after `steps` steps."""
+        return fused(VARIANTS[self.variant], self.base, steps, dtype=self.dtype, **{**OPTIONS[self.options], **more})
+
+
+def _specs() -> list[Any]:
+    """Every variant with every base; the other axes go round. `make test` takes one in six, and three usual ones."""
+    usual = [Spec("sam", "sgd", torch.float32, "plain")]
+    usual += [Spec(variant, "adamw", torch.float64, "plain") for variant in ("gsam", "wsam")]
+    found: list[Any] = [pytest.param(spec, id="-".join(map(str, spec))) for spec in usual]
+    numbers = itertools.count(), itertools.count()
+    for (i, variant), (j, base) in itertools.product(enumerate(VARIANTS), enumerate(BASES)):
+        slow = (i + j) % 6 > 0
+        number = next(numbers[slow])
+        spec = Spec(variant, base, DTYPES[number % len(DTYPES)], "in backward")
+        if (slow and number % 2) or not spec.valid:
+            spec = spec._replace(options=list(OPTIONS)[number % len(OPTIONS)])
+        spec = spec if spec.valid else spec._replace(options="plain")
+        if spec.valid and spec not in usual:
+            found.append(pytest.param(spec, id="-".join(map(str, spec)), marks=[pytest.mark.slow] if slow else []))
+    return found
+
+
+SPECS = _specs()
+every_training = pytest.mark.parametrize("spec", SPECS)
+
+
+def state(opt: FusedSAM) -> list[Tensor]:
+    entries = opt.state_dict()["state"]
+    return [v for i in sorted(entries) for _, v in sorted(entries[i].items()) if isinstance(v, Tensor)]
+
+
+def outcome(training: Training) -> list[Tensor]:
+    """Weights and state."""
+    return [*copies(training.params), *state(training.opt)]
+
+
+def awkward(params: list[nn.Parameter]) -> None:
+    """Gives the same numbers other places: transposed, off every alignment, with gaps."""
+    first, second, third = (p.data for p in params)
+    params[0].data = first.t().contiguous().t()
+    params[1].data = torch.cat([second.new_zeros(3), second])[3:]
+    room = third.new_full((*third.shape[:-1], 2 * third.shape[-1]), torch.nan)
+    params[2].data = room[..., : third.shape[-1]].copy_(third)
