@@ -37,14 +37,15 @@ inline Type type_of(const Tensor& tensor, const char* name) {
 inline Type compute_type(Type type) { return type == Type::f64 ? Type::f64 : Type::f32; }
 
 // `device`: that of the other tensors; the table is on the CPU.
-inline Call call_of(const Tensor& table, int64_t rows, int device, int64_t groups = 0, const double* hyper = nullptr) {
+inline Call call_of(const Tensor& table, int64_t rows, int device, std::optional<int64_t> groups = std::nullopt,
+                    const double* hyper = nullptr) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 &&
                       table.is_contiguous() && table.is_cpu(),
                   "table must be int64 [segments, 4] on the CPU");
   check_place(table, -1, "table");
   const auto segments = static_cast<const Segment*>(table.data_ptr());
-  check_table(segments, table.size(0), rows, groups, hyper);
-  return call_of(segments, table.size(0), rows, groups, hyper, device);
+  check_table(segments, table.size(0), rows, groups);
+  return call_of(segments, table.size(0), rows, groups.value_or(0), hyper, device);
 }
 
 inline Call call_of(const Tensor& table, const Tensor& hyper) {
@@ -216,6 +217,7 @@ inline void set_rule(UpdateArgs& args, const std::string& name, const std::array
   STD_TORCH_CHECK(steps.has_value() == rule.counts, "steps are ", rule.counts ? "missing: " : "not for ", name,
                   rule.counts ? " counts them" : "");
   if (!rule.counts) return;
+  check_slots(args.call.table, args.call.segments);
   STD_TORCH_CHECK(steps->scalar_type() == ScalarType::Float && steps->dim() == 2 && steps->size(0) == args.call.rows &&
                       steps->size(1) >= args.call.slots && steps->is_contiguous(),
                   "steps must be contiguous float32 [", args.call.rows, ", at least ", args.call.slots, " slots]");

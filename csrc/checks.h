@@ -5,6 +5,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "launch.h"
@@ -66,9 +67,9 @@ inline void check_order(const Tensors& a, const Tensors& b, const Call& call, co
   }
 }
 
-// The segments lie where segments can lie, name groups that `hyper` has (nullptr: there are none), and share no
+// The segments lie where segments can lie, name groups that `hyper` has (nullopt: the op takes no hyper), and share no
 // element.
-inline void check_table(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hyper) {
+inline void check_table(const Segment* table, int64_t segments, int64_t rows, std::optional<int64_t> groups) {
   const int64_t most = (int64_t{1} << 62) / std::max<int64_t>(rows, 1);
   std::vector<std::pair<int64_t, int64_t>> found;  // begin and end of those with elements
   for (int64_t i = 0; i < segments; ++i) {
@@ -77,14 +78,24 @@ inline void check_table(const Segment* table, int64_t segments, int64_t rows, in
                         s.slot >= 0 && s.slot < most,
                     "table has offset ", s.offset, ", length ", s.length, ", group ", s.group, " and slot ", s.slot,
                     " for segment ", i, "; they are counted from 0");
-    STD_TORCH_CHECK(hyper == nullptr || s.group < groups, "table names parameter group ", s.group,
-                    ", counted from 0, but hyper has ", groups, " groups");
+    STD_TORCH_CHECK(!groups || s.group < *groups, "table names parameter group ", s.group,
+                    ", counted from 0, but hyper has ", groups.value_or(0), " groups");
     if (s.length > 0) found.emplace_back(s.offset, s.offset + s.length);
   }
   if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());
   for (size_t i = 1; i < found.size(); ++i) {
     STD_TORCH_CHECK(found[i - 1].second <= found[i].first, "segments of the table overlap at ", found[i].first);
   }
+}
+
+// Two segments with one counter of steps would count each step twice.
+inline void check_slots(const Segment* table, int64_t segments) {
+  std::vector<int64_t> slots(segments);
+  for (int64_t i = 0; i < segments; ++i) slots[i] = table[i].slot;
+  if (!std::is_sorted(slots.begin(), slots.end())) std::sort(slots.begin(), slots.end());
+  const auto twice = std::adjacent_find(slots.begin(), slots.end());
+  STD_TORCH_CHECK(twice == slots.end(), "the table has slot ", twice == slots.end() ? 0 : *twice,
+                  " twice; where steps are counted each segment has a slot of its own");
 }
 
 }  // namespace fastsam

@@ -49,6 +49,14 @@ def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterato
     yield Column.ETA, eta
 
 
+def _is_finite(number: float) -> bool:
+    """Return False for infinities, NaN, integers beyond float64 and tensors without a value (the meta device)."""
+    try:
+        return math.isfinite(number)
+    except (OverflowError, RuntimeError):
+        return False
+
+
 @dataclass(frozen=True)
 class Mix:
     """What of the two gradients the update sees: `v = a*g2 + b*g1`.
@@ -70,7 +78,7 @@ class Mix:
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "surrogate_gap", "sharpness", "reuse"):
-            if not math.isfinite(getattr(self, name)):
+            if not _is_finite(getattr(self, name)):
                 raise ValueError(f"{name} must be a finite number, got {getattr(self, name)!r}")
         given = [name for name in ("surrogate_gap", "sharpness", "reuse") if getattr(self, name)]
         if given and (self.a != 1 or self.b or len(given) > 1):

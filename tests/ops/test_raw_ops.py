@@ -56,6 +56,7 @@ TABLES: list[Misuse] = [
     ("of three columns", lambda t: t[:, :3].clone()),
     ("freed", freed),
 ]
+HYPERS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
 VECTORS: list[Misuse] = [
     ("too short", lambda t: t.flatten()[:0]),
     ("of another dtype", lambda t: t.to(torch.float16)),
@@ -78,7 +79,7 @@ def misuses(name: str, value: Any) -> list[Misuse]:
         return TABLES
     if isinstance(value, Tensor) and name in FIELD_NAMES and value.dim() == 2:
         return FIELDS
-    return VECTORS if isinstance(value, Tensor) else []
+    return ([*VECTORS, *HYPERS] if name == "hyper" else VECTORS) if isinstance(value, Tensor) else []
 
 
 def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
@@ -98,6 +99,12 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
         position = [a.name for a in op._schema.arguments].index("table")
         wrong[position] = entry(0, 2, 1)(wrong[position])
         yield "a group that hyper lacks", op, step, wrong
+    if name == "update_":
+        step = Step(shapes=[(33,), (5, 7), ()])
+        wrong = list(calls(step)[name][1])
+        position = [a.name for a in op._schema.arguments].index("table")
+        wrong[position] = entry(1, 3, 0)(wrong[position])
+        yield "two segments that count in one slot", op, step, wrong
 
 
 def everything(step: Step) -> str:

@@ -12,6 +12,7 @@ from numbers import Real
 from operator import index
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fastsam.step import Mix
@@ -79,7 +80,7 @@ class SAM:
 
     def __post_init__(self) -> None:
         check_interval("every", self.every)
-        if self.radius is not None and not callable(self.radius):
+        if self.radius is not None and (not callable(self.radius) or isinstance(self.radius, torch.nn.Module)):
             raise TypeError(f"radius must be a function such as fastsam.variants.LESAM(sigma=0.1), got {self.radius!r}")
 
     @property
