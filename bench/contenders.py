@@ -182,10 +182,10 @@ class CompiledStepper(Stepper):
         return self.data
 
 
-def _ours(backend: str, exclusive: bool = False) -> Callable[[Sequence[Tensor]], Stepper]:
+def _ours(backend: str, assume_no_alias: bool = False) -> Callable[[Sequence[Tensor]], Stepper]:
     from fastsam.optim import FusedSAM
 
-    own: dict[str, Any] = {"rho": RHO, "backend": backend, "exclusive": exclusive, **SGD_OPTIONS}
+    own: dict[str, Any] = {"rho": RHO, "backend": backend, "assume_no_alias": assume_no_alias, **SGD_OPTIONS}
     return lambda weights: OptimizerStepper(weights, lambda p: FusedSAM(p, torch.optim.SGD, **own))
 
 
@@ -228,7 +228,7 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
         if b.device == device and b.name != "reference"  # which is the specification
     ]
     for native in (b for b in backends.table() if (b.name, b.device) == ("native", device)):  # which exchanges memory
-        title, build = "fastsam (native), exclusive", _ours("native", exclusive=True)
+        title, build = "fastsam (native), exclusive", _ours("native", assume_no_alias=True)
         ours.append(Contender("fastsam_exclusive", title, build, _ours_why_not(native), ours=True, backend="native"))
     peers = [
         # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would

@@ -78,7 +78,8 @@ def step_seconds(size: Size, device: str = "H200") -> float:
 
 
 def exchange_elements(device: str = "H200") -> float:
-    """Elements per tensor from which an exchange of float32 parameters' memory (`exclusive=True`) is worth its time on
+    """Elements per tensor from which an exchange of float32 parameters' memory (`assume_no_alias=True`) is worth its
+    time on
     the host: 4 bytes of each."""
     return EXCHANGE * BANDWIDTH[device] / 4
 

@@ -31,8 +31,10 @@ PLAIN: dict[str, Any] = {"lr": 1e-3}
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: SGD(params, **PLAIN),
     "FusedSAM": lambda params: FusedSAM(params, SGD, **PLAIN),
-    "FusedSAM, exclusive": lambda params: FusedSAM(params, SGD, exclusive=True, **PLAIN),
-    "FusedSAM, in_backward": lambda params: FusedSAM(params, SGD, exclusive=True, in_backward=True, **PLAIN),
+    "FusedSAM, exclusive": lambda params: FusedSAM(params, SGD, assume_no_alias=True, **PLAIN),
+    "FusedSAM, in_backward": lambda params: FusedSAM(
+        params, SGD, assume_no_alias=True, optimizer_in_backward=True, **PLAIN
+    ),
     "bfloat16: SGD": lambda params: SGD(params, momentum=0.9, **PLAIN),
     "bfloat16: FusedSAM": lambda params: FusedSAM(params, SGD, momentum=0.9, **PLAIN),
 }

@@ -20,10 +20,10 @@ OURS = (
     "base_kwargs",
     *OWN_OPTIONS,
     "backend",
-    "check_finite",
+    "skip_nonfinite",
     "stochastic_rounding",
-    "exclusive",
-    "in_backward",
+    "assume_no_alias",
+    "optimizer_in_backward",
     "sam",
 )
 # What other libraries call torch's options.

@@ -15,28 +15,27 @@ from fastsam.optim.rules import rule_of
 from fastsam.optim.variants.sam import SAM
 
 TWICE = (
-    "a second gradient of parameter {} at the perturbed point: in_backward=True made its update with the first, so "
-    "that it is lost. Make one "
-    "backward pass there; to accumulate over micro-batches leave in_backward out"
+    "a second gradient of parameter {} at the perturbed point: optimizer_in_backward=True made its update with the "
+    "first, so that it is lost. Make one backward pass there; to accumulate over micro-batches leave "
+    "optimizer_in_backward out"
 )
 SCALED = (
-    "a GradScaler with in_backward=True: the updates were made with gradients that it had not unscaled yet, and this "
-    "step's weights are wrong. Leave "
-    "in_backward out, or train in bfloat16, which needs no scaler"
+    "a GradScaler with optimizer_in_backward=True: the updates were made with gradients that it had not unscaled yet, "
+    "and this step's weights are wrong. Leave optimizer_in_backward out, or train in bfloat16, which needs no scaler"
 )
 RANKS = (
-    "in_backward=True in a process group of several ranks, whose gradients are not reduced yet when they arrive; leave "
-    "it out"
+    "optimizer_in_backward=True in a process group of several ranks, whose gradients are not reduced yet when they "
+    "arrive; leave it out"
 )
 
 
-def refuse(base: Optimizer, variant: SAM, exclusive: bool, check_finite: bool) -> None:
+def refuse(base: Optimizer, variant: SAM, exclusive: bool, skip_nonfinite: bool) -> None:
     """Raises ValueError where no update can be made before all gradients are there."""
     problem = None
     if not exclusive:
-        problem = "without exclusive=True: weights that the pass still reads would be overwritten; give both"
-    elif check_finite:
-        problem = "with check_finite=True, which needs all gradients before the first update; give one of them"
+        problem = "without assume_no_alias=True: weights that the pass still reads would be overwritten; give both"
+    elif skip_nonfinite:
+        problem = "with skip_nonfinite=True, which needs all gradients before the first update; give one of them"
     elif type(variant) is not SAM:
         problem = f"with {type(variant).__name__}; it serves SAM and ASAM"
     elif rule_of(base) is None:
@@ -45,7 +44,7 @@ def refuse(base: Optimizer, variant: SAM, exclusive: bool, check_finite: bool) -
             f"such as SGD or AdamW"
         )
     if problem is not None:
-        raise ValueError(f"in_backward=True {problem}")
+        raise ValueError(f"optimizer_in_backward=True {problem}")
 
 
 class Early:

@@ -192,9 +192,9 @@ class Engine(Buffers):
             bucket.held = bucket.select(())
         self.phase, self._calls = Phase.PERTURBED, []
 
-    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, check_finite: bool) -> None:
+    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
         """Second pass, fused, with what `look` gave: the original weights back, and the step from them."""
-        if check_finite:
+        if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
         perturbed, beside = self.always or self.perturbs, None
         if not perturbed:

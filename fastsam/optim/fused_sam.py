@@ -34,7 +34,7 @@ NO_SCALES = Scales()
 NO_SCALER = (
     "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's "
     "MixedPrecisionPolicy), which needs "
-    "none, with check_finite=True for steps that are not finite"
+    "none, with skip_nonfinite=True for steps that are not finite"
 )
 
 
@@ -79,13 +79,13 @@ class FusedSAM(Saving):
         They alone are short for `sam=SAM(rho, adaptive, eta)`.
     backend
         "auto", or one of `fastsam.backends`: "native", "triton", "foreach", "reference".
-    check_finite
+    skip_nonfinite
         a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a
         first gradient with inf or NaN never perturbs.)
     stochastic_rounding
         half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is
         right on average, not to nearest. The random bits are a function of the number of perturbations so far.
-    exclusive
+    assume_no_alias
         a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step`
         to the end of the step, nor the first gradients, and nobody writes half-precision weights past their version
         counter (`p.data.add_(1)` does). With the compiled kernels and parameters of one dtype, perturbed weights may
@@ -93,12 +93,12 @@ class FusedSAM(Saving):
         is kept between steps. They do where the perturbed tensors have 65,536 elements or more on average, on a GPU
         2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
         weights, on any backend.
-    in_backward
+    optimizer_in_backward
         makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so
-        that a step has the peak memory of one of the base optimizer. With `exclusive=True`, where the weights' memory
-        is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`); elsewhere it
-        changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing clips,
-        unscales or accumulates them. An exception in that pass leaves some parameters updated.
+        that a step has the peak memory of one of the base optimizer. With `assume_no_alias=True`, where the weights'
+        memory is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`);
+        elsewhere it changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing
+        clips, unscales or accumulates them. An exception in that pass leaves some parameters updated.
     model
         the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers'
         running statistics as they are (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of
@@ -134,10 +134,10 @@ class FusedSAM(Saving):
         eta: float | Tensor = 0.0,
         sam: SAM | None = None,
         backend: str = "auto",
-        check_finite: bool = False,
+        skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
-        exclusive: bool = False,
-        in_backward: bool = False,
+        assume_no_alias: bool = False,
+        optimizer_in_backward: bool = False,
         model: Model | None = None,
         **base_options: Any,
     ) -> None:
@@ -157,11 +157,15 @@ class FusedSAM(Saving):
         base_options = options_of_base({n: v for n, v in named.items() if v is not None} | base_options, base_kwargs)
         parameters.check_given(params)
         parameters.refuse_one_ranks_part()
-        flags = {"check_finite": check_finite, "stochastic_rounding": stochastic_rounding, "exclusive": exclusive}
-        flags["in_backward"] = in_backward
+        flags = {
+            "skip_nonfinite": skip_nonfinite,
+            "stochastic_rounding": stochastic_rounding,
+            "assume_no_alias": assume_no_alias,
+            "optimizer_in_backward": optimizer_in_backward,
+        }
         for name, flag in flags.items():
             check_flag(name, flag)
-        self.check_finite = check_finite
+        self.skip_nonfinite = skip_nonfinite
         sam = _variant(sam, rho, adaptive, eta)
         super().__init__(params, {"rho": sam.rho, "adaptive": sam.adaptive, "eta": sam.eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
@@ -174,9 +178,9 @@ class FusedSAM(Saving):
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, exclusive, sam)
-        if in_backward:
-            early.refuse(self.base_optimizer, sam, exclusive, check_finite)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, sam)
+        if optimizer_in_backward:
+            early.refuse(self.base_optimizer, sam, assume_no_alias, skip_nonfinite)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
         self._leftover = Leftover()
@@ -407,14 +411,14 @@ class FusedSAM(Saving):
             self._scaling.meet(grad_scale, sumsq, self.param_groups)
         scales = NO_SCALES if found_inf is None else Scales(self._scaling.of_first(grad_scale), grad_scale)
         if self._engine.rule is not None:
-            self._engine.update_(calls, scales, found_inf, self.check_finite)
+            self._engine.update_(calls, scales, found_inf, self.skip_nonfinite)
         else:
             self._step_base(calls, scales, found_inf)
 
     def _step_base(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> None:
         """The update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
         optimizers do."""
-        if self.check_finite:
+        if self.skip_nonfinite:
             found_inf = self._engine.nonfinite(calls, found_inf)
         self._engine.recover_()
         found_inf = self._engine.mix_(calls, scales, found_inf)

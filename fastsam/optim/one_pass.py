@@ -55,9 +55,8 @@ class OnePass(Engine):
     ) -> None:
         if exclusive:
             raise ValueError(
-                f"exclusive=True with {type(variant).__name__}, whose weights are perturbed between steps too: the "
-                f"promise ends with the step, so "
-                "leave it out"
+                f"assume_no_alias=True with {type(variant).__name__}, whose weights are perturbed between steps too: "
+                "the promise ends with the step, so leave it out"
             )
         super().__init__(base, backend, stochastic_rounding, exclusive, variant)
         check_base(variant, base, base.param_groups)
@@ -102,9 +101,9 @@ class OnePass(Engine):
     def _versions_now(self) -> list[int]:
         return [version for bucket in self.buckets for version in bucket.versions_now()]
 
-    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, check_finite: bool) -> None:
+    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
         """The step from the saved weights, and the perturbation of what it gives."""
-        super().update_(calls, scales, found_inf, check_finite)
+        super().update_(calls, scales, found_inf, skip_nonfinite)
         self._rest_(all(selection is bucket.whole for bucket, selection, _ in calls))
 
     def _start(self, calls: Sequence[Call]) -> None:

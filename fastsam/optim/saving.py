@@ -41,7 +41,7 @@ class Saving(Turns):
     """An optimizer whose groups and state `base_optimizer` shares, and whose steps an engine makes."""
 
     base_optimizer: Optimizer
-    check_finite: bool
+    skip_nonfinite: bool
     _leftover: Leftover
     _scaling: Scaling
 
@@ -122,7 +122,7 @@ class Saving(Turns):
         return {
             **super().__getstate__(),
             "base_optimizer": self.base_optimizer,
-            "check_finite": self.check_finite,
+            "check_finite": self.skip_nonfinite,
             "backend": self._engine.backend,
             "stochastic_rounding": self._engine.stochastic_rounding,
             "exclusive": self._engine.exclusive,
@@ -145,6 +145,7 @@ class Saving(Turns):
         rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
         exclusive = state.pop("exclusive", False)  # pickles of older versions have none
         in_backward = state.pop("in_backward", False)
+        self.skip_nonfinite = state.pop("check_finite")
         variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
         unit, scale = state.pop("unit", None), state.pop("scale", None)
         training, left_out = state.pop("training", True), state.pop("left_out", None)

@@ -87,7 +87,7 @@ def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
         )
     if exclusive:
         raise ValueError(
-            "exclusive=True with DTensor parameters, whose memory belongs to whoever sharded them; leave it out"
+            "assume_no_alias=True with DTensor parameters, whose memory belongs to whoever sharded them; leave it out"
         )
 
 

@@ -191,7 +191,7 @@ def test_steps_of_an_exclusive_owner(
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
     monkeypatch.setattr(exclusive, "WORTH", 0)
     found = []
-    for options in ({}, {"exclusive": True, "in_backward": in_backward}):
+    for options in ({}, {"assume_no_alias": True, "optimizer_in_backward": in_backward}):
         model, before = Small(), direct.count("launches")
         opt = FusedSAM(model.parameters(), base, lr=0.1, rho=0.3, backend="native", **options)
 
@@ -220,7 +220,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
     found = []
     for exchanges in (True, False):
         model = Small()
-        opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.1, backend="native", exclusive=exchanges)
+        opt = FusedSAM(model.parameters(), torch.optim.SGD, lr=0.1, backend="native", assume_no_alias=exchanges)
         kept, moved = [p.data_ptr() for p in model.parameters() if p.numel()], []
         for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
             model().backward()

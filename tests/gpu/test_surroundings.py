@@ -68,7 +68,9 @@ def test_weights_whose_memory_is_exchanged(monkeypatch: pytest.MonkeyPatch, back
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64)).to(DEVICE)
         x, y = torch.randn(64, 256, device=DEVICE), torch.randn(64, 64, device=DEVICE)
-        opt = FusedSAM(model.parameters(), torch.optim.AdamW, lr=1e-3, rho=0.1, backend=backend, exclusive=exchanges)
+        opt = FusedSAM(
+            model.parameters(), torch.optim.AdamW, lr=1e-3, rho=0.1, backend=backend, assume_no_alias=exchanges
+        )
         torch.cuda.synchronize()
         before = [p.data_ptr() for p in model.parameters()]
         for _ in range(10):

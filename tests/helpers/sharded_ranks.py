@@ -129,7 +129,7 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
 
 
 def one_sum_a_step(rank: int) -> str:
-    """The ranks talk once in a step, for one number; with `check_finite` twice."""
+    """The ranks talk once in a step, for one number; with `skip_nonfinite` twice."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     seen: list[tuple[int, torch.dtype]] = []
     true = dist.all_reduce
@@ -139,7 +139,7 @@ def one_sum_a_step(rank: int) -> str:
         return true(tensor, *args, **options)
 
     for check, expected in ((False, 1), (True, 2)):
-        pair = Pair(placing(mesh, [Shard(0)], [Replicate()], None), "sgd", check_finite=check)
+        pair = Pair(placing(mesh, [Shard(0)], [Replicate()], None), "sgd", skip_nonfinite=check)
         for number in range(2):
             pair.grads(2 * number)
             seen.clear()
@@ -158,7 +158,7 @@ def not_finite(rank: int) -> str:
     """An inf that one rank has is everybody's."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for half in range(2):
-        pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", check_finite=True)
+        pair = Pair(placing(mesh, [Shard(0)], [Replicate()]), "sgd", skip_nonfinite=True)
         pair.step(0, True, "before")
         before = [whole(p).clone() for p in pair.split]
         for now, move in enumerate((pair.opt.first_step, pair.opt.second_step)):

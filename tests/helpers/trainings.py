@@ -20,8 +20,8 @@ VARIANTS |= {name: case.sam for name, case in CASES.items()}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "exclusive": {"exclusive": True},
-    "in backward": {"exclusive": True, "in_backward": True},
+    "exclusive": {"assume_no_alias": True},
+    "in backward": {"assume_no_alias": True, "optimizer_in_backward": True},
     "reference": {"backend": "reference"},
     "stochastic": {"stochastic_rounding": True},
     "foreach": {"backend": "foreach"},

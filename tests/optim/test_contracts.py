@@ -295,7 +295,9 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
 def test_a_scaler_changes_nothing(spec: Spec, unscales: bool) -> None:
     """Scaled gradients in both passes, with another scale in every step."""
     if spec.variant == "lesam" or spec.options == "in backward":
-        pytest.skip("the radius of a loss needs the scale before the first step; in_backward=True takes no scaler")
+        pytest.skip(
+            "the radius of a loss needs the scale before the first step; optimizer_in_backward=True takes no scaler"
+        )
     if unscales and spec.dtype == torch.float16:
         pytest.skip("a GradScaler unscales no float16 gradients")
     training, scaler = spec.make(), torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1)
@@ -315,11 +317,11 @@ def test_a_scaler_changes_nothing(spec: Spec, unscales: bool) -> None:
 
 @every_training
 def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
-    """In the second pass or in both, found by a scaler or by `check_finite`: the step was never made."""
+    """In the second pass or in both, found by a scaler or by `skip_nonfinite`: the step was never made."""
     if spec.options in ("in backward", "stochastic"):
-        pytest.skip("in_backward=True refuses both; another perturbation has another noise")
-    for how, passes, start in itertools.product(("scaler", "check_finite"), ((1,), (0, 1)), (0, 3)):
-        training, other = spec.make(start, check_finite=how == "check_finite"), spec.make(start)
+        pytest.skip("optimizer_in_backward=True refuses both; another perturbation has another noise")
+    for how, passes, start in itertools.product(("scaler", "skip_nonfinite"), ((1,), (0, 1)), (0, 3)):
+        training, other = spec.make(start, skip_nonfinite=how == "skip_nonfinite"), spec.make(start)
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))  # makes its scale
         before, old, kept = copies(training.params), state(training.opt), places(training.params)
@@ -502,9 +504,9 @@ def test_exclusive_parameters_and_groups_change_no_bit(spec: Spec) -> None:
     whole = spec.make(4)
     chosen: list[dict[str, Any]] = [{}]
     if not spec.one_pass:
-        chosen += [{"exclusive": True}]
+        chosen += [{"assume_no_alias": True}]
         if spec._replace(options="in backward").valid:
-            chosen += [{"exclusive": True, "in_backward": True}]
+            chosen += [{"assume_no_alias": True, "optimizer_in_backward": True}]
     for options in chosen:
         training = spec.make(0, **options)
         kept = places(training.params)

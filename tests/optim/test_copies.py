@@ -123,7 +123,7 @@ def test_a_group_appended_by_hand_is_noticed(backend: Backend) -> None:
 
 
 def test_pickles_of_older_versions_have_no_exclusive_parameters() -> None:
-    opt = FusedSAM(make_parameters([(3,)], torch.float32), SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM(make_parameters([(3,)], torch.float32), SGD, lr=0.1, assume_no_alias=True)
     state = opt.__getstate__()
     assert state.pop("exclusive") is True
     other = FusedSAM.__new__(FusedSAM)

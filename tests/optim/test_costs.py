@@ -196,7 +196,7 @@ MEMORY: list[tuple[str, torch.dtype, float, dict[str, Any]]] = [
     ("SGD", torch.float32, 4, {}),
     ("SGD", torch.float32, 8, {"momentum": 0.9}),
     ("SGD", torch.float32, 8, {"momentum": 0.9, "adaptive": True}),
-    ("SGD", torch.float32, 8, {"momentum": 0.9, "check_finite": True}),
+    ("SGD", torch.float32, 8, {"momentum": 0.9, "skip_nonfinite": True}),
     ("AdamW", torch.float32, 12, {}),
     ("SGD", torch.float64, 16, {"momentum": 0.9}),
     ("SGD", HALF, 4, {}),

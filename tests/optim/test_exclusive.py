@@ -1,5 +1,5 @@
-"""`FusedSAM(exclusive=True)`: parameters exchange their memory with their perturbed weights, which may take that of the
-first gradients where the step itself clears these."""
+"""`FusedSAM(assume_no_alias=True)`: parameters exchange their memory with their perturbed weights, which may take that
+of the first gradients where the step itself clears these."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def in_halves(opt: FusedSAM, params: Params) -> None:
 
 def test_the_gradient_becomes_the_perturbed_weights() -> None:
     params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     backward(params, 0)
     at, before, memory = [p.grad.data_ptr() for p in params], copies(params), [p.detach() for p in params]
     opt.first_step(zero_grad=True)
@@ -79,7 +79,7 @@ def test_gradients_that_a_trainer_clears_in_place() -> None:
     results = []
     for exclusive in (True, False):
         params = make_parameters(SHAPES, torch.float32)
-        opt = FusedSAM(params, SGD, lr=0.1, exclusive=exclusive)
+        opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=exclusive)
         opt.zero_grad = partial(opt.zero_grad, set_to_none=False)  # type: ignore[method-assign]
         in_halves(opt, params)
         results.append(params)
@@ -88,7 +88,7 @@ def test_gradients_that_a_trainer_clears_in_place() -> None:
 
 def test_without_zero_grad_gradients_stay() -> None:
     params = make_parameters(SHAPES, torch.float32)
-    opt = FusedSAM(params, SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     backward(params, 0)
     before = [p.grad.clone() for p in params]
     opt.first_step()
@@ -130,7 +130,7 @@ def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tenso
     results = []
     for exclusive in (True, False):
         params = make_parameters([(4, 3), (4, 3)], torch.float32)
-        opt = FusedSAM(params, SGD, lr=0.1, rho=0.2, exclusive=exclusive)
+        opt = FusedSAM(params, SGD, lr=0.1, rho=0.2, assume_no_alias=exclusive)
         backward(params, 0)
         held = how(params)
         before = copies(held)
@@ -154,7 +154,7 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         compiled = torch.compile(model, backend=counter if exclusive else "eager")
-        opt = FusedSAM(model.parameters(), SGD, lr=0.1, exclusive=exclusive)
+        opt = FusedSAM(model.parameters(), SGD, lr=0.1, assume_no_alias=exclusive)
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 
         def closure(compiled: Any = compiled, x: Tensor = x) -> Tensor:
@@ -175,7 +175,7 @@ def test_a_compiled_model_is_not_compiled_again() -> None:
 def test_weights_are_exchanged_and_keep_their_memory(groups: int) -> None:
     params = make_parameters(SHAPES, torch.float32)
     opt = FusedSAM(
-        [{"params": params[i::groups]} for i in range(groups)], SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=True
+        [{"params": params[i::groups]} for i in range(groups)], SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True
     )
     kept, memory, before = places(params), [p.detach() for p in params], copies(params)
     first_half(opt, params)
@@ -190,7 +190,7 @@ def test_weights_are_exchanged_and_keep_their_memory(groups: int) -> None:
 def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], backend: Backend) -> None:
     def trained(exclusive: bool) -> list[nn.Parameter]:
         params = [make_parameters([(5, 3)], dtype, backend.device, seed=i)[0] for i, dtype in enumerate(dtypes)]
-        opt = FusedSAM(params, ADAM, lr=0.1, backend=backend.name, exclusive=exclusive)
+        opt = FusedSAM(params, ADAM, lr=0.1, backend=backend.name, assume_no_alias=exclusive)
         for step in range(3):
             halves(opt, params, step)
         return params
@@ -201,7 +201,7 @@ def test_several_dtypes_take_the_ordinary_way(dtypes: tuple[torch.dtype, ...], b
 def test_parameters_that_the_model_gave_up_are_noticed() -> None:
     """Whatever the exchange keeps of them, nobody else refers to them."""
     model = nn.Linear(3, 2)
-    opt = FusedSAM(model.parameters(), SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM(model.parameters(), SGD, lr=0.1, assume_no_alias=True)
     for step in range(2):
         halves(opt, list(model.parameters()), step)
     model.load_state_dict({name: torch.ones_like(w) for name, w in model.state_dict().items()}, assign=True)
@@ -212,7 +212,7 @@ def test_parameters_that_the_model_gave_up_are_noticed() -> None:
 def test_a_graph_of_the_other_point_is_refused() -> None:
     """What autograd saved of the weights is not silently replaced by the exchange."""
     w = nn.Parameter(torch.ones(3))
-    opt = FusedSAM([w], SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM([w], SGD, lr=0.1, assume_no_alias=True)
     loss = (w * w.exp()).sum()
     loss.backward(retain_graph=True)
     opt.first_step()

@@ -1,4 +1,4 @@
-"""The bytes that `FusedSAM(exclusive=True)` saves, and half-precision weights, whose master copies are then not
+"""The bytes that `FusedSAM(assume_no_alias=True)` saves, and half-precision weights, whose master copies are then not
 compared with them."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_written_half_precision_weights_are_taken_over(write: str, backend: Back
     results = []
     for exclusive in (True, False):
         model = Model(HALF, backend.device)
-        opt = FusedSAM(model.params, SGD, lr=0.1, momentum=0.9, backend=backend.name, exclusive=exclusive)
+        opt = FusedSAM(model.params, SGD, lr=0.1, momentum=0.9, backend=backend.name, assume_no_alias=exclusive)
         train(model, opt, range(2))
         saved = opt.state_dict(), Model(HALF, backend.device, seed=5).state_dict()
         train(model, opt, range(2, 4))
@@ -48,7 +48,7 @@ def test_written_half_precision_weights_are_taken_over(write: str, backend: Back
 def test_thirty_bytes_with_a_master_copy() -> None:
     """All that the kernels access in a step; 36 where writes of others have to be noticed."""
     params = make_parameters([(128, 64), (4096,)], HALF)
-    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend="triton", exclusive=True)
+    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, backend="triton", assume_no_alias=True)
 
     def step() -> float:
         with recorded({}) as traffic:
@@ -73,7 +73,7 @@ def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(exchange, "WORTH", 0)
     params, called, real = make_parameters(SHAPES, torch.float32), [], raw_calls._function
     monkeypatch.setattr(raw_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
-    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=True)
+    opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)
     halves(opt, params)
     plain, plain_opt = copy.deepcopy((params, opt))
     called.clear()

@@ -42,7 +42,7 @@ def moved(params: Sequence[Tensor], opt: FusedSAM) -> list[bool]:
 @pytest.mark.parametrize("side", SIDES)
 def test_both_sides_of_the_limit(side: str, dtype: torch.dtype, base: type[torch.optim.Optimizer]) -> None:
     params, plain = made(SIDES[side], dtype), made(SIDES[side], dtype)
-    ours, other = (FusedSAM(p, base, lr=0.1, rho=0.2, exclusive=p is params) for p in (params, plain))
+    ours, other = (FusedSAM(p, base, lr=0.1, rho=0.2, assume_no_alias=p is params) for p in (params, plain))
     for step in range(2):
         halves(ours, params, step)
         halves(other, plain, step)
@@ -55,7 +55,7 @@ def test_both_sides_of_the_limit(side: str, dtype: torch.dtype, base: type[torch
 def test_frozen_parameters_do_not_count() -> None:
     """What decides are the parameters that a step perturbs."""
     params = made((LARGE, SMALL, SMALL))
-    opt = FusedSAM(params, SGD, lr=0.1, exclusive=True)
+    opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=True)
     assert moved(params, opt) == [False] * 3
     params[2].requires_grad_(False)
     params[2].grad = None
@@ -71,7 +71,7 @@ def test_frozen_parameters_do_not_count() -> None:
 def test_the_second_pass_may_have_fewer_gradients(absent: int, sizes: tuple[int, ...]) -> None:
     """Those that remain would be decided otherwise on their own."""
     params, plain = made(sizes), made(sizes)
-    optimizers = [FusedSAM(p, SGD, lr=0.1, momentum=0.9, rho=0.2, exclusive=p is params) for p in (params, plain)]
+    optimizers = [FusedSAM(p, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=p is params) for p in (params, plain)]
     before, places_before = copies(params), places(params)
     for step in range(2):
         for opt, mine in zip(optimizers, (params, plain), strict=True):
@@ -102,7 +102,7 @@ def test_the_memory_is_the_same(side: str) -> None:
     weights = copies(made(SIDES[side]))
 
     def build(initial: Sequence[Tensor]) -> OptimizerStepper:
-        return OptimizerStepper(initial, lambda p: FusedSAM(p, SGD, lr=0.1, momentum=0.9, exclusive=True))
+        return OptimizerStepper(initial, lambda p: FusedSAM(p, SGD, lr=0.1, momentum=0.9, assume_no_alias=True))
 
     peak = memory.peak_extra_bytes(Contender("", "", build), weights, Prepared(weights))  # type: ignore[arg-type]
     assert peak / sum(SIDES[side]) == pytest.approx(8, rel=0.01)

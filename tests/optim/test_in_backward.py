@@ -1,5 +1,5 @@
-"""`FusedSAM(exclusive=True, in_backward=True)`: the bits of an ordinary step, each update as soon as its gradient is
-whole; and what it refuses."""
+"""`FusedSAM(assume_no_alias=True, optimizer_in_backward=True)`: the bits of an ordinary step, each update as soon as
+its gradient is whole; and what it refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def by_closure(opt: FusedSAM, params: Params) -> None:
 
 def made(params: Params, base: str = "momentum", **options: Any) -> FusedSAM:
     kind, own = BASES[base]
-    return FusedSAM(params, kind, rho=0.2, exclusive=True, in_backward=True, **own, **options)
+    return FusedSAM(params, kind, rho=0.2, assume_no_alias=True, optimizer_in_backward=True, **own, **options)
 
 
 def hooks(params: Params) -> int:
@@ -70,7 +70,7 @@ def test_what_changes_between_the_passes(base: str, what: str) -> None:
     results = []
     for early_ in (True, False):
         params = make_parameters([(4,), (3,)], torch.float32)
-        opt = FusedSAM(params, BASES[base][0], exclusive=early_, in_backward=early_, **BASES[base][1])
+        opt = FusedSAM(params, BASES[base][0], assume_no_alias=early_, optimizer_in_backward=early_, **BASES[base][1])
         for _ in range(2):
             backward(params, 0)
             opt.first_step(zero_grad=True)
@@ -136,7 +136,7 @@ def test_a_compiled_model_is_trained_alike() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         params, compiled = list(model.parameters()), torch.compile(model, backend="aot_eager")
-        opt = FusedSAM(params, SGD, lr=0.1, exclusive=early_, in_backward=early_)
+        opt = FusedSAM(params, SGD, lr=0.1, assume_no_alias=early_, optimizer_in_backward=early_)
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
 
         def closure(compiled: Any = compiled, x: Tensor = x) -> Tensor:
@@ -168,7 +168,7 @@ def test_a_scaler_is_refused() -> None:
     opt.first_step(zero_grad=True)
     scaler.scale(landscape(params, 0)).backward()
     params[0].grad = torch.ones(4)
-    with pytest.raises(RuntimeError, match="a GradScaler with in_backward=True"):
+    with pytest.raises(RuntimeError, match="a GradScaler with optimizer_in_backward=True"):
         scaler.step(opt)
 
 

@@ -59,7 +59,7 @@ def test_the_reference_interrupted_in_its_update_writes_nothing(
             raise Interrupt
 
     monkeypatch.setattr(reference, "_write", interrupted)
-    undisturbed, training = (spec.make(warm, backend=backend, check_finite=checked) for _ in range(2))
+    undisturbed, training = (spec.make(warm, backend=backend, skip_nonfinite=checked) for _ in range(2))
     before, old = copies(training.params), state(training)
     calls.clear()
     undisturbed.steps(range(warm, warm + 1))

@@ -22,7 +22,7 @@ from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bit
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ADAMW, RMSPROP = torch.optim.AdamW, torch.optim.RMSprop
-EARLY = {"exclusive": True, "in_backward": True}
+EARLY = {"assume_no_alias": True, "optimizer_in_backward": True}
 NUMBER = "must be a number or a one-element tensor, got"
 
 # --- building it ---
@@ -48,7 +48,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SGD, {"differentiable": 0.0}, ValueError, "leave out differentiable=0.0, or pass False"),
     (SGD, {"backend": "fast"}, ValueError, "must be one of 'auto', 'native', 'triton', 'foreach', 'reference'"),
     *((SGD, {name: value}, TypeError, f"{name} must be True or False, got {value!r}")
-      for name in ("adaptive", "check_finite", "stochastic_rounding", "exclusive", "in_backward")
+      for name in ("adaptive", "skip_nonfinite", "stochastic_rounding", "assume_no_alias", "optimizer_in_backward")
       for value in ("yes", 3, None)),
     # options of the base
     (SGD, {"base_kwargs": {"lr": 0.2}}, TypeError, "lr is given twice"),
@@ -60,7 +60,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
       for base in (SGD, partial(SGD, momentum=0.9), RMSPROP)
       for name, meant in (("learning_rate", "lr"), ("LR", "lr"), ("wd", "weight_decay"), ("momentun", "momentum"),
                           ("weightdecay", "weight_decay"), ("mom", "momentum"), ("adaptve", "adaptive"),
-                          ("base_optimiser", "base_optimizer"), ("exclusiv", "exclusive"))),
+                          ("base_optimiser", "base_optimizer"), ("assume_no_alia", "assume_no_alias"))),
     # bases
     (SGD([nn.Parameter(torch.ones(1))]), {}, TypeError, "a class such as torch.optim.SGD"),
     (torch.optim.Adadelta, {}, ValueError, "Adadelta has options of its own called rho"),
@@ -75,15 +75,15 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
                           (RMSPROP, "parameter group 0 has none"), (torch.optim.NAdam, "got NAdam"),
                           (torch.optim.Adagrad, "has to be torch.optim.SGD or RMSprop .* got Adagrad"))),
     (ADAM, {"sam": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
-    (SGD, {"sam": MSAM(), "momentum": 0.9, "exclusive": True}, ValueError, "exclusive=True with MSAM"),
-    (SGD, {"sam": LastGradient(), "exclusive": True}, ValueError, "exclusive=True with LastGradient"),
+    (SGD, {"sam": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
+    (SGD, {"sam": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
     *((SGD, {"sam": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
     # updates in the backward pass
-    (SGD, {"in_backward": True}, ValueError, "in_backward=True without exclusive=True"),
-    (SGD, {**EARLY, "check_finite": True}, ValueError, "in_backward=True with check_finite=True"),
-    (SGD, {**EARLY, "sam": GSAM(0.1)}, ValueError, "in_backward=True with GSAM"),
-    (torch.optim.NAdam, EARLY, ValueError, "in_backward=True .* makes its own step"),
-    (ADAM, {**EARLY, "amsgrad": True}, ValueError, "in_backward=True .* makes its own step"),
+    (SGD, {"optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True without assume_no_alias=True"),
+    (SGD, {**EARLY, "skip_nonfinite": True}, ValueError, "optimizer_in_backward=True with skip_nonfinite=True"),
+    (SGD, {**EARLY, "sam": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
+    (torch.optim.NAdam, EARLY, ValueError, "optimizer_in_backward=True .* makes its own step"),
+    (ADAM, {**EARLY, "amsgrad": True}, ValueError, "optimizer_in_backward=True .* makes its own step"),
 ]  # fmt: skip
 
 
@@ -108,6 +108,7 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),
     *((kind, {"radius": 0.1}, TypeError, "radius must be a function") for kind in (SAM, LookSAM)),
+    (SAM, {"radius": torch.nn.Linear(1, 1)}, TypeError, "radius must be a function"),
     (LookSAM, {"k": 0}, ValueError, "k must be 1 or more"),
     (LookSAM, {"k": 2.0}, TypeError, "k must be a whole number"),
     (LookSAM, {"alpha": -1.0}, ValueError, "alpha must be 0 or more"),
@@ -209,7 +210,7 @@ def test_sharded_parameters(tmp_path: Any) -> None:
         FusedSAM([shard], SGD, lr=0.1)
         with pytest.raises(ValueError, match="several devices"):
             FusedSAM([shard, nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=0.1)
-        for name, why in (("stochastic_rounding", "random bits"), ("exclusive", "memory belongs")):
+        for name, why in (("stochastic_rounding", "random bits"), ("assume_no_alias", "memory belongs")):
             with pytest.raises(ValueError, match=why):
                 FusedSAM([shard], SGD, lr=0.1, **{name: True})
             opt = FusedSAM([nn.Parameter(torch.ones(2))], SGD, lr=0.1, **{name: True})
@@ -333,7 +334,7 @@ def test_a_closure_that_makes_the_step_itself(
     exclusive: bool, call: int, method: str, base: Any, backend: Backend
 ) -> None:
     params = make_parameters([(5,), (3,)], torch.float32, backend.device)
-    opt = FusedSAM(params, base, lr=0.1, rho=0.3, backend=backend.name, exclusive=exclusive)
+    opt = FusedSAM(params, base, lr=0.1, rho=0.3, backend=backend.name, assume_no_alias=exclusive)
     opt.step(closure_of(params))
     calls: list[list[torch.Tensor]] = []
 

@@ -135,9 +135,10 @@ def test_a_transposed_square_goes_on_in_its_new_order(backend: Backend) -> None:
 
 
 def test_a_parameter_cut_while_its_memory_is_exchanged(backend: Backend) -> None:
-    """With `exclusive=True` large weights lie elsewhere between the passes; a cut there is not undone, but told."""
+    """With `assume_no_alias=True` large weights lie elsewhere between the passes; a cut there is not undone, but
+    told."""
     p = nn.Parameter(torch.ones(300, 300, device=backend.device))
-    opt = FusedSAM([p], SGD, lr=0.1, exclusive=True, backend=backend.name)
+    opt = FusedSAM([p], SGD, lr=0.1, assume_no_alias=True, backend=backend.name)
     p.grad = torch.ones_like(p)
     opt.first_step(zero_grad=True)
     p.data = p.data[:8]

@@ -35,12 +35,12 @@ class Training(RuleBasedStateMachine):
         base=st.sampled_from(BASES),
         adaptive=st.booleans(),
         backend=st.sampled_from(["auto", "foreach", "reference"]),
-        exclusive=st.booleans(),
+        assume_no_alias=st.booleans(),
     )
-    def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str, exclusive: bool) -> None:
+    def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str, assume_no_alias: bool) -> None:
         exchange.WORTH = 0  # small tensors too
         self.base, self.options = base[0], {**base[1], "rho": 0.3, "adaptive": adaptive}
-        self.ours = {"backend": backend, "exclusive": exclusive}
+        self.ours = {"backend": backend, "assume_no_alias": assume_no_alias}
         self.time, self.perturbed = 0, False
         self.params = make_parameters([(5, 3), (8,), (), (2, 3, 2, 2)], torch.float64)
         self.params[3].data = self.params[3].data.to(memory_format=torch.channels_last)

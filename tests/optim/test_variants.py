@@ -35,7 +35,7 @@ def test_a_step_between_is_the_base_optimizers(
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    own, still = (fused(SAM(RHO, every=n), base, 1, backend.name, dtype, exclusive=exclusive) for n in (4, 1))
+    own, still = (fused(SAM(RHO, every=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
     still.opt.param_groups[0]["rho"] = 0.0
     for training in (own, still):
         training.steps(range(1, 3))
@@ -100,7 +100,7 @@ def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
 def test_one_bad_gradient_costs_one_step() -> None:
     """A first gradient with inf leaves no weight of the gradients behind, of which the next check would make another
     skipped step."""
-    params, opt = fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, check_finite=True)
+    params, opt = fused(GSAM(RHO, alpha=ALPHA), "sgd", 1, skip_nonfinite=True)
     for p in params:
         p.grad = torch.full_like(p, torch.inf)
     opt.first_step()
