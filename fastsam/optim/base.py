@@ -44,6 +44,9 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
                 if name in group:
                     check_number(group, name, number)
     _refuse_unknown(factory, options)
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            raise ValueError(f"{name} is a tensor on the meta device, which holds no number; give a number")
     base = factory(groups, **options)
     if not isinstance(base, Optimizer):
         raise TypeError(f"base_optimizer must make a torch.optim.Optimizer, {factory!r} made a {type(base).__name__}")

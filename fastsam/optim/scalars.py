@@ -75,6 +75,11 @@ def check_number(group: Group, name: str, number: int) -> None:
         raise TypeError(
             f"{name} must be a number or a one-element tensor, got {type(value).__name__} in parameter group {number}"
         )
+    if name in NUMBERS and name != "lr" and isinstance(value, Tensor) and value.dim() > 0:
+        raise TypeError(  # torch's own steps fail on it, some of them after they changed the weights
+            f"{name} must be a number or a tensor without dimensions, got one of shape {list(value.shape)} in "
+            f"parameter group {number}"
+        )
 
 
 def _check_radius(group: Group, number: int) -> None:

@@ -84,6 +84,9 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (SGD, {**EARLY, "sam": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
     (torch.optim.NAdam, EARLY, ValueError, "optimizer_in_backward=True .* makes its own step"),
     (ADAM, {**EARLY, "amsgrad": True}, ValueError, "optimizer_in_backward=True .* makes its own step"),
+    # tensors without a value, or of another shape
+    (torch.optim.NAdam, {"betas": torch.empty(2, device="meta")}, ValueError, "betas is a tensor on the meta device"),
+    (ADAM, {"eps": torch.ones(1)}, TypeError, r"eps must be a number or a tensor without dimensions, got .* \[1\]"),
 ]  # fmt: skip
 
 
