@@ -104,7 +104,7 @@ test-malloc: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests that train mod
 	@echo "MALLOC_CHECK_=3: $(TRAINING)"; $(MALLOC) $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING)
 
 # What the compiled CPU kernels do is in these.
-KERNEL_TESTS := tests/ops tests/fed/executors/test_rowprograms.py tests/fed/executors/test_rowprograms_odd.py
+KERNEL_TESTS := tests/ops tests/fed/executors/test_rowprograms.py
 
 test-sanitize: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests of the compiled CPU kernels under gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m tests.helpers.sanitized -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code' $(KERNEL_TESTS)
