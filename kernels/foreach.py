@@ -267,6 +267,8 @@ class ListCalls:
     """The two passes of an optimizer's step on operands that were checked once, for callers as those of
     `raw_calls.RawCalls`."""
 
+    REPEATS = False  # the calls of an update hold its gradients
+
     def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
         self._operands = z, origin, table, hyper
         self._plan = plan_of(table)
@@ -275,11 +277,6 @@ class ListCalls:
     @staticmethod
     def watched() -> bool:
         """False: the calls are torch's, whoever looks."""
-        return False
-
-    @staticmethod
-    def again(calls: list[partial[None]], grads: Sequence[Tensor]) -> bool:
-        """False: calls have their gradients in them."""
         return False
 
     @torch.no_grad()

@@ -58,6 +58,8 @@ class RawCalls:
 
     _suffix = ""  # of the functions' names
 
+    REPEATS = True  # the calls of an update serve the next one, with other gradients
+
     def __init__(
         self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor, launch: int = 0
     ) -> None:

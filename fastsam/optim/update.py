@@ -134,13 +134,15 @@ class FusedUpdate:
         gradients."""
         bucket = self.bucket
         in_place = bucket.in_place or bucket.in_saved
-        if part.raw != (raw, in_place) or not raw.again(part.calls, grads):
-            # An interrupt on the way leaves the calls of another step, which are not to be made again.
-            part.raw = None, False
-            state, steps = operands_of(self.rule, bucket, part.kind)
-            part.calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
-            part.raw = raw, in_place
-        return part.calls
+        if part.raw == (raw, in_place) and raw.again(part.calls, grads):
+            return part.calls
+        # An interrupt on the way leaves the calls of another step, which are not to be made again.
+        part.raw = None, False
+        state, steps = operands_of(self.rule, bucket, part.kind)
+        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
+        if raw.REPEATS:  # other calls hold the gradients, which must not outlive the step
+            part.calls, part.raw = calls, (raw, in_place)
+        return calls
 
     def kept(self) -> dict[str, Tensor] | None:
         """Copies of all that an update writes beside the weights, where it writes one after the other (the reference);

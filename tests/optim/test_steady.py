@@ -81,9 +81,10 @@ def test_groups_that_become_one_take_its_options() -> None:
     assert torch.equal(params[2], before)
 
 
-def test_a_step_keeps_no_gradient_alive() -> None:
+@pytest.mark.parametrize("backend", ["auto", "foreach", "reference"])
+def test_a_step_keeps_no_gradient_alive(backend: str) -> None:
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))]
-    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9)
+    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, backend=backend)
     for number in range(4):
         for half in (opt.first_step, opt.second_step):
             for p in params:
