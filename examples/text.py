@@ -20,7 +20,7 @@ Sample = dict[str, Tensor]
 
 
 def write(texts: int, topics: list[int], seed: int) -> list[Sample]:
-    """Texts of 5 to 24 tokens: of the words of a topic, and as many of all."""
+    """Write texts of 5 to 24 tokens. Half of the tokens are words of the topic, half are any words."""
     g = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(texts):

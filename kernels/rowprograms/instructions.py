@@ -1,5 +1,8 @@
-"""The language of row programs: what is done with one client's part of each tensor of a recorded pass.
-csrc/rowprograms/program.h reads it."""
+"""The instructions of row programs.
+
+A row program is a recorded training pass, applied to one client's row at a time. csrc/rowprograms/program.h reads the
+instructions.
+"""
 
 from __future__ import annotations
 

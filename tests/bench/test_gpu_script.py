@@ -193,8 +193,8 @@ def test_a_part_has_its_share_and_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.of_each_kind
 def test_what_is_the_same_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a compiler would think that all of it had changed. What was compiled stays; what the checkout has no more
-    goes."""
+    """Unchanged sources keep their dates, so that the compiler skips them. Compiled files stay in the copy; files that
+    the checkout no longer has are removed."""
     root, work = tmp_path / "root", tmp_path / "copy"
     for name in (*gpu.PACKAGES, "kernels"):
         (root / name / "inner").mkdir(parents=True)

@@ -198,8 +198,8 @@ class Loop:
         )
 
     def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
-        """A round in which nobody was available: nothing changes, and its record says so; or nobody was sampled, which
-        noise must hide."""
+        """Return the state after a round without clients. If no client was available, only the record changes. If
+        private sampling chose no client, noise is added all the same, because the server must not learn it."""
         before, why = state.server, "nobody was available"
         if self._poisson:
             why = "nobody was sampled, and the server's step was of noise alone"

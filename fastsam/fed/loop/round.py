@@ -137,9 +137,9 @@ class Cohort:
                 yield Task(i, work, step, row, kept, orders.pop(i, None))
 
     def _steps(self, clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
-        """The constants of each client, and the row in them that is its own.
+        """Return for each client its LocalUpdate and the index of its row in it.
 
-        Those that take part for the first time have one state, and so one LocalUpdate: algorithms are pure.
+        Clients that take part for the first time share one state, and therefore one LocalUpdate.
         """
         before, server = self.before.clients, self.before.server
         known = {i: self.states.get(i, before[i]) for i in clients if i in before}

@@ -181,9 +181,8 @@ class LocalUpdate:
             )
         if (self.b or self.surrogate_gap) and self.backprops == 1:
             raise ValueError(
-                "LocalUpdate: b and surrogate_gap weigh the gradient at the unperturbed point beside that at the "
-                "perturbed one; "
-                f"the direction {self.direction.value!r} has one gradient only"
+                "LocalUpdate: b and surrogate_gap combine the gradients at the unperturbed and at the perturbed "
+                f"weights; the direction {self.direction.value!r} has one gradient only"
             )
         if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
             raise ValueError(

@@ -189,7 +189,7 @@ def local_device() -> torch.device:
 
 
 def in_group() -> bool:
-    """Whether this process is in a process group."""
+    """Return True if this process belongs to a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
