@@ -36,9 +36,9 @@ def by_domain(
     """One client per domain, or several with equal parts of it (IID; the remainder goes to the domain's first client).
 
     domains: by name, x [n, *shape] and y [n] int64. held_out: the domain that is the test set and trains nobody; None:
-    the test set is a stratified `test_fraction` of every domain. seed: random seed of the split of each domain.
-    more: fields of `FederatedData`. Raises ValueError for a domain that is not there, no domain left to train on, and more clients than
-    a domain has samples.
+    the test set is a stratified `test_fraction` of every domain. seed: random seed of the split of each domain. more:
+    fields of `FederatedData`. Raises ValueError for a domain that is not there, no domain left to train on, and more
+    clients than a domain has samples.
     """
     each = integer("clients_per_domain", clients_per_domain, at_least=1)
     training = _training(domains, held_out, name)
