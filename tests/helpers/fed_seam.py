@@ -32,7 +32,11 @@ class Scaffold:
 
     def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
         q = server["c"] - client["c_i"]
-        return fed.LocalUpdate(q=q) if self.rho is None else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, q=q)
+        return (
+            fed.LocalUpdate(gradient_offset=q)
+            if self.rho is None
+            else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, gradient_offset=q)
+        )
 
     def finish_client(
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round

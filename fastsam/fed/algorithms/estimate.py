@@ -52,7 +52,7 @@ class LocalEstimate(Algorithm):
         if old is None and self.first == "none":
             return LocalUpdate(**constants)
         e = -server["w"] if old is None else old - server["w"]
-        return LocalUpdate(Direction.CONSTANT, rho=rho, e=e, **constants)
+        return LocalUpdate(Direction.CONSTANT, rho=rho, direction_vector=e, **constants)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)

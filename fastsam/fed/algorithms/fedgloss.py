@@ -59,7 +59,13 @@ class FedGloSS(DynamicRegularizer):
         phi, rho_local = self.phi_of(round), value_at("rho_local", self.rho_local, round)
         start = server["w"] + value_at("rho", self.rho, round) * server["d"]
         direction = Direction.NONE if self.rho_local == 0 else Direction.GRADIENT
-        return LocalUpdate(direction, rho=rho_local, q=phi * (client["h_i"] - start), phi=phi, start=start)
+        return LocalUpdate(
+            direction,
+            rho=rho_local,
+            gradient_offset=phi * (client["h_i"] - start),
+            proximal_coefficient=phi,
+            start=start,
+        )
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         delta = sums.mean("delta")

@@ -53,7 +53,7 @@ class FedGMT(DynamicRegularizer):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         teacher = Teacher(server["e"], partial(_term, self.tau), self.gamma)
-        return LocalUpdate(q=self.phi_of(round) * client["h_i"], teacher=teacher)
+        return LocalUpdate(gradient_offset=self.phi_of(round) * client["h_i"], teacher=teacher)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         after = super().step_server(server, sums, round)

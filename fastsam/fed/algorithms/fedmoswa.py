@@ -37,7 +37,7 @@ class FedMoSWA(ControlVariates):
         number("gamma", self.gamma, at_least=0, at_most=1)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(q=self.correction(server, client), lr_end=self.rho)
+        return LocalUpdate(gradient_offset=self.correction(server, client), lr_end=self.rho)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         rates = results.column(-round.lr * paces(self.rho, K) for K in results.steps)

@@ -59,7 +59,7 @@ class FedNSAM(Algorithm):
         start = server["w"] + self.gamma * server["m"]
         global_one = self.perturb == "momentum"
         direction, e = (Direction.CONSTANT, -server["m"]) if global_one else (Direction.GRADIENT, None)
-        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), e=e, start=start)
+        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), direction_vector=e, start=start)
 
     def step_server(self, server: State, sums: Sums, round: Round) -> State:
         m = self.gamma * server["m"].double() + sums.mean("delta")

@@ -84,11 +84,17 @@ class FedSMOO(DynamicRegularizer):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        step = LocalUpdate(Direction.GRADIENT_MINUS_DUAL, rho=rho, mu=client["mu_i"], s=server["s"], penalty=self.alpha)
+        step = LocalUpdate(
+            Direction.GRADIENT_MINUS_DUAL,
+            rho=rho,
+            dual=client["mu_i"],
+            server_perturbation=server["s"],
+            penalty=self.alpha,
+        )
         if not self.dyn:
             return step
         phi = self.phi_of(round)
-        return replace(step, q=attraction(phi, server, client), phi=phi)
+        return replace(step, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         if results.dual is None or results.eps is None:

@@ -57,7 +57,14 @@ class FedWMSAM(ControlVariates):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, alpha = value_at("rho", self.rho, round), server["alpha"].item()
         D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
-        return LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
+        return LocalUpdate(
+            Direction.PATH,
+            rho=rho,
+            perturbed_weight=alpha,
+            gradient_offset=(1 - alpha) * D_i,
+            direction_vector=D_i,
+            drift=-1.0,
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)

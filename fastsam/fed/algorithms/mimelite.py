@@ -51,7 +51,9 @@ class MimeLite(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0)}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
+        return LocalUpdate(
+            perturbed_weight=self._fresh, gradient_offset=(1 - self.beta) * server["m"], full_gradient=True
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         if results.gradient is None:

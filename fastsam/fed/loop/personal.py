@@ -128,14 +128,14 @@ class Personal:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
             )
-        if step.then is not None and (step.then.start is not None or step.then.phi):
+        if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
                 f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
             )
-        q = step.q
-        if q is not None and step.phi:  # the constant half of phi*(w - start)
-            q = q - step.phi * (start - w)
-        return replace(step, start=start, q=q, buffers=buffers or None)
+        q = step.gradient_offset
+        if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
+            q = q - step.proximal_coefficient * (start - w)
+        return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""

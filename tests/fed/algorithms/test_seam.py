@@ -25,7 +25,7 @@ class FedProx(fed.Algorithm):
     mu: float = 0.1
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(q=-self.mu * server["w"], phi=self.mu)
+        return fed.LocalUpdate(gradient_offset=-self.mu * server["w"], proximal_coefficient=self.mu)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OwnWeights(fed.Algorithm):
             return fed.LocalUpdate(start=start)
         away = torch.ones_like(start) * (server["w"] != 0)
         return [
-            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, e=e, start=row)
+            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, direction_vector=e, start=row)
             for e, row in zip(away, start, strict=True)
         ]
 
@@ -240,11 +240,11 @@ def closing(made):
             "Upload.*dict",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=torch.zeros(3))),
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=torch.zeros(3))),
             r"LocalUpdate.q must be.*\[3\]",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=0.1)),
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=0.1)),
             "LocalUpdate.q must be.*got float",
         ),
         (
@@ -260,7 +260,11 @@ def closing(made):
             "must return a fastsam.fed.LocalUpdate .*, got 2 times LocalUpdate",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=server["w"].expand(2, -1))),
+            broken(
+                local_update=lambda self, server, client, round: fed.LocalUpdate(
+                    gradient_offset=server["w"].expand(2, -1)
+                )
+            ),
             r"LocalUpdate.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
             r"\[2,",
         ),

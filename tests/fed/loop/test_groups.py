@@ -102,7 +102,7 @@ class OneByOne:
         return {name: t[i : i + 1] for name, t in client.items()}
 
     def _row(self, step):
-        vectors = {name: getattr(step, name) for name in ("q", "e", "mu", "s")}
+        vectors = {name: getattr(step, name) for name in ("gradient_offset", "direction_vector", "dual", "server_perturbation")}
         return replace(step, **{name: v[0] for name, v in vectors.items() if v is not None and v.dim() == 2})
 
 

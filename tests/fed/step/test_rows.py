@@ -166,7 +166,7 @@ class Noisy(fed.Algorithm):
     def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])
         round.rows.unflatten(q)["conv.weight"][2] = 1.0
-        return fed.LocalUpdate(a=0.0, q=q)
+        return fed.LocalUpdate(perturbed_weight=0.0, gradient_offset=q)
 
 
 @pytest.mark.parametrize("format", ["auto", "preserve"])

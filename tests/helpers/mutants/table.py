@@ -77,10 +77,10 @@ algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
     self.correction(server, client) @ fedlesam-s
 # FedCM, MoFedSAM
-algorithms.fedcm FedCM.local_update: a=self.alpha => a=1 - self.alpha @ fedcm
-algorithms.fedcm FedCM.local_update: a=self.alpha => a=1.0 @ fedcm
+algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1 - self.alpha @ fedcm
+algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1.0 @ fedcm
 algorithms.fedcm FedCM.local_update: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
-algorithms.mofedsam MoFedSAM.local_update: a=self.beta => a=1.0 @ mofedsam
+algorithms.mofedsam MoFedSAM.local_update: perturbed_weight=self.beta => perturbed_weight=1.0 @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
 algorithms.momentum ServerDirection.finish_client: -round.lr => round.lr @ fedcm
@@ -119,13 +119,14 @@ algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(
 algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
-algorithms.feddyn FedDyn.local_update: phi=phi => phi=0.0 @ feddyn
-algorithms.fedlesam_d FedLESAM_D.local_update: phi=phi => phi=0.0 @ fedlesam-d
+algorithms.feddyn FedDyn.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ feddyn
+algorithms.fedlesam_d FedLESAM_D.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ fedlesam-d
 algorithms.fedprox FedProx.local_update: -self.phi => self.phi @ fedprox
-algorithms.fedprox FedProx.local_update: phi=self.phi => phi=0.0 @ fedprox
-algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q,
-    phi=self.phi) => LocalUpdate(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
-    fedspeed
+algorithms.fedprox FedProx.local_update: proximal_coefficient=self.phi => proximal_coefficient=0.0 @ fedprox
+algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, perturbed_weight=self.alpha,
+    clean_weight=1 - self.alpha, gradient_offset=q, proximal_coefficient=self.phi) => LocalUpdate(Direction.GRADIENT,
+    rho=rho, perturbed_weight=1 - self.alpha, clean_weight=self.alpha, gradient_offset=q, proximal_coefficient=self.phi)
+    @ fedspeed
 algorithms.fedspeed FedSpeed.local_update: 1 - self.alpha => 0.0 @ fedspeed
 algorithms.fedspeed FedSpeed.finish_client: client['h_i'] + results.delta => results.delta @ fedspeed
 algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta + client['h_i'] @ fedspeed
@@ -191,17 +192,17 @@ executors.gradient_passes Passes.run_taught: teacher.weight * check_scalar(teach
     check_scalar(teacher.compare(own, told, y)) @ fedgmt
 # FedWMSAM
 algorithms.fedwmsam FedWMSAM.local_update: drift=-1.0 => drift=1.0 @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i,
-    drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=server['D'], drift=-1.0) @
-    fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, perturbed_weight=alpha,
+    gradient_offset=(1 - alpha) * D_i, direction_vector=D_i, drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho,
+    perturbed_weight=alpha, gradient_offset=(1 - alpha) * D_i, direction_vector=server['D'], drift=-1.0) @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: (1 - alpha) * D_i => D_i @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_update: a=alpha => a=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: perturbed_weight=alpha => perturbed_weight=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
 algorithms.fedwmsam FedWMSAM.finish_client: -round.lr => round.lr @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: 1 + sums.mean('cos') => 1 - sums.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 + sums.mean('cos')).clamp(LEAST, MOST) => 1 + sums.mean('cos') @ fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
-executors.kernel_calls Form.walk_: path.add_(self.vectors['e']) => pass @ fedwmsam
+executors.kernel_calls Form.walk_: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
 executors.kernel_calls Form._drifted: d.mul_(self.kind.drift) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
@@ -343,7 +344,7 @@ algorithms.fedrep FedRep.local_update: epochs=self.head_epochs =>  @ fedrep
 executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
 executors.row Row._next_phase: self.start = first => pass @ fedrep
 algorithms.ditto Ditto.local_update: -self.lam => self.lam @ ditto
-algorithms.ditto Ditto.local_update: phi=self.lam =>  @ ditto
+algorithms.ditto Ditto.local_update: proximal_coefficient=self.lam =>  @ ditto
 algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.local_update: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.finish_client: results.delta => results.then.delta @ ditto
@@ -351,7 +352,7 @@ algorithms.pfedme pFedMe.local_update: self.eta * self.lam => self.eta @ pfedme
 algorithms.pfedme pFedMe.local_update: -self.lam => 0 @ pfedme
 algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w'] + results.delta @ pfedme
 algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
-executors.phases repeated: torch.mul(anchor, -task.step.phi, out=q) => pass @ pfedme
+executors.phases repeated: torch.mul(anchor, -task.step.proximal_coefficient, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
 executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
 algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl
