@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import ClientResults, LocalUpdate, Round, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, LocalUpdate, Round, State, Upload, moved
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.local_update import paces
@@ -44,6 +44,6 @@ class FedMoSWA(ControlVariates):
         c_i = client["c_i"] - server["c"] + results.delta / rates
         return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        w = moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))
-        return {"w": w, "c": moved(server["c"], self.gamma * sums.total("dc") / sums.clients)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        w = moved(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))
+        return {"w": w, "c": moved(server["c"], self.gamma * aggregate.sum("dc") / aggregate.num_clients)}

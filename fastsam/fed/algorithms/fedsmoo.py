@@ -9,7 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -64,7 +73,7 @@ class FedSMOO(DynamicRegularizer):
         return 1 + self.dyn
 
     @property
-    def totals(self) -> bool:  # type: ignore[override]
+    def uses_sums(self) -> bool:  # type: ignore[override]
         """H, or the mean of all mu_i."""
         return self.dyn or self.s_rule == "mu_all"
 
@@ -103,21 +112,23 @@ class FedSMOO(DynamicRegularizer):
             state, upload = super().finish_client(server, client, results, round)
         else:
             state, upload = Algorithm.finish_client(self, server, client, results, round)
-        mean, total = dict(upload.mean), dict(upload.total)
+        mean, total = dict(upload.mean), dict(upload.sum)
         if self.s_rule == "mu_all":
             total["dmu"] = results.dual - client["mu_i"]
         else:
             mean["r"] = results.dual if self.s_rule == "mu_active" else self.alpha * results.dual - results.eps
         return {**state, "mu_i": results.dual}, Upload(mean, total)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = (
-            super().step_server(server, sums, round) if self.dyn else Algorithm.step_server(self, server, sums, round)
+            super().step_server(server, aggregate, round)
+            if self.dyn
+            else Algorithm.step_server(self, server, aggregate, round)
         )
         if self.s_rule == "mu_all":
-            mu = server["mu"].double() + sums.total("dmu") / round.clients
+            mu = server["mu"].double() + aggregate.sum("dmu") / round.clients
             after, r = {**after, "mu": mu.to(server["mu"].dtype)}, -mu
         else:
-            r = sums.mean("r")
+            r = aggregate.mean("r")
         s = value_at("rho", self.rho, round) * r / (torch.linalg.vector_norm(r) + NU)
         return {**after, "s": s.to(server["s"].dtype)}

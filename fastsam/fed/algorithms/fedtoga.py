@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -61,5 +61,5 @@ class FedTOGA(DynamicRegularizer):
             proximal_coefficient=phi,
         )
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {**super().step_server(server, sums, round), "D": (-sums.mean("delta")).to(server["D"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {**super().step_server(server, aggregate, round), "D": (-aggregate.mean("delta")).to(server["D"].dtype)}

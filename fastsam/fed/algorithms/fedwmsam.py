@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -70,9 +70,13 @@ class FedWMSAM(ControlVariates):
         state, upload = super().finish_client(server, client, results, round)
         D = results.delta / results.column(-round.lr * K for K in results.steps)
         mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
-        return state, Upload(mean, upload.total)
+        return state, Upload(mean, upload.sum)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        towards = (1 + sums.mean("cos")).clamp(LEAST, MOST)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        towards = (1 + aggregate.mean("cos")).clamp(LEAST, MOST)
         alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * towards
-        return {**super().step_server(server, sums, round), "D": sums.mean("D").to(server["D"].dtype), "alpha": alpha}
+        return {
+            **super().step_server(server, aggregate, round),
+            "D": aggregate.mean("D").to(server["D"].dtype),
+            "alpha": alpha,
+        }

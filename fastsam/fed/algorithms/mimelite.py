@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import choice, number
 
 FORMS = ("convex", "heavy_ball")
@@ -60,6 +60,6 @@ class MimeLite(Algorithm):
             raise ValueError("MimeLite needs the full gradient of every client; this executor returned none")
         return client, Upload(mean={"delta": results.delta, "G": results.gradient})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        m = self._fresh * sums.mean("G") + (1 - self.beta) * server["m"].double()
-        return {**super().step_server(server, sums, round), "m": m.to(server["m"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        m = self._fresh * aggregate.mean("G") + (1 - self.beta) * server["m"].double()
+        return {**super().step_server(server, aggregate, round), "m": m.to(server["m"].dtype)}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
@@ -151,9 +151,9 @@ class Personal:
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """As of the inner algorithm."""
-        return self.inner.step_server(server, sums, round)
+        return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
         return {name: x for name, x in client.items() if name != OWN and name not in self.begun}

@@ -229,8 +229,11 @@ def closing(made):
         (Bare(), "init_server, init_client"),
         (broken(init_server=lambda self, w0: w0), "init_server must return a dict.*Tensor"),
         (broken(init_server=lambda self, w0: {"w": w0[:5]}), r"init_server must return 'w'.*\[5\]"),
-        (broken(step_server=lambda self, server, sums, round: {"c": server["w"]}), "step_server must return a dict"),
-        (broken(step_server=lambda self, server, sums, round: {"w": server["w"].double()}), "float32.*float64"),
+        (
+            broken(step_server=lambda self, server, aggregate, round: {"c": server["w"]}),
+            "step_server must return a dict",
+        ),
+        (broken(step_server=lambda self, server, aggregate, round: {"w": server["w"].double()}), "float32.*float64"),
         (
             broken(finish_client=lambda self, server, client, results, round: results),
             "cannot unpack|finish_client must return",
@@ -275,7 +278,7 @@ def closing(made):
         ),
         (closing(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))), "finish_client .*dict with 'k': int"),
         (closing(lambda client, delta: (client, fed.Upload({"delta": 1.0}))), "Upload.mean=.*dict with 'delta': float"),
-        (closing(lambda client, delta: (client, fed.Upload(total=[delta]))), "Upload.total=.*got list"),
+        (closing(lambda client, delta: (client, fed.Upload(sum=[delta]))), "Upload.sum=.*got list"),
         (
             closing(lambda client, delta: (client, fed.Upload({"delta": delta[0]}))),
             r"Upload.mean=.... of finish_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
@@ -309,9 +312,9 @@ def writing(where):
             client["k"] += 1
         return client, fed.Upload({"delta": results.delta})
 
-    def step_server(self, server, sums, round):
+    def step_server(self, server, aggregate, round):
         if where == "step_server":
-            server["w"].add_(sums.mean("delta"))
+            server["w"].add_(aggregate.mean("delta"))
         return {"w": server["w"]}
 
     functions = (init_client, local_update, finish_client, step_server)
@@ -349,13 +352,13 @@ def test_writing_into_the_state_of_several_clients_is_told():
 
 def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):
     """What is left is the round before, from which another server_lr could go on."""
-    broke = broken(step_server=lambda self, server, sums, round: {"w": server["w"] / (1 - round.index)})
+    broke = broken(step_server=lambda self, server, aggregate, round: {"w": server["w"] / (1 - round.index)})
     with pytest.raises(RuntimeError, match="round 2: the global model holds NaN or infinity after the server's step"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), broke, rounds=3, run_dir=tmp_path / "run")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_sum_that_nobody_sent_is_named():
-    wrong = broken(step_server=lambda self, server, sums, round: {"w": server["w"] + sums.mean("velocity")})
+    wrong = broken(step_server=lambda self, server, aggregate, round: {"w": server["w"] + aggregate.mean("velocity")})
     with pytest.raises(fed.AlgorithmError, match="step_server failed in round 1: KeyError: .*'velocity'.*'delta'"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), wrong, rounds=1)

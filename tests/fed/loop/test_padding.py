@@ -44,8 +44,8 @@ class Noisy(fed.Algorithm):
         counts = torch.ones(n, 7)  # of another length: no row
         return client, fed.Upload(mean={"delta": delta, "counts": counts})
 
-    def step_server(self, server, sums, round):
-        after = super().step_server(server, sums, round)
+    def step_server(self, server, aggregate, round):
+        after = super().step_server(server, aggregate, round)
         return {"w": after["w"] + self.noise(after["w"], round)} if self.place == "server" else after
 
 

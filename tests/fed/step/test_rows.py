@@ -129,9 +129,9 @@ class Accuracies:
         self.seen.append(about.rows.unflatten(results.delta)["conv.weight"].clone())
         return {"moved": results.delta.square().sum(1)}
 
-    def round(self, before, after, sums, about):
-        assert sums.mean("delta").shape == after["w"].shape == (about.rows.numel,)
-        assert torch.allclose(sums.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
+    def round(self, before, after, aggregate, about):
+        assert aggregate.mean("delta").shape == after["w"].shape == (about.rows.numel,)
+        assert torch.allclose(aggregate.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
         x, y = clients()[0]
         model = about.rows.model(after["w"])
         with torch.no_grad():
