@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed import State, executors
-from fastsam.fed.algorithms import moved
+from fastsam.fed.algorithms import apply_update
 from fastsam.fed.executors.sequential import Sequential
 
 
@@ -46,8 +46,8 @@ class Scaffold:
 
     def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:
         return {
-            "w": moved(server["w"], round.server_lr * aggregate.mean("delta")),
-            "c": moved(server["c"], aggregate.sum("dc") / round.clients),
+            "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta")),
+            "c": apply_update(server["c"], aggregate.sum("dc") / round.clients),
         }
 
 

@@ -22,7 +22,7 @@ from fastsam.fed.algorithms.base import (
     Rows,
     State,
     Upload,
-    moved,
+    apply_update,
 )
 
 
@@ -54,6 +54,6 @@ __all__ = [
     "State",
     "Aggregate",
     "Upload",
-    "moved",
+    "apply_update",
     *(made.__name__ for made in registry.values()),
 ]

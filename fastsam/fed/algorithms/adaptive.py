@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -52,5 +52,5 @@ class AdaptiveServer(Algorithm):
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
         by, size = self.corrected(m, V, round)
-        w = moved(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
+        w = apply_update(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
         return {"w": w, "m": m.to(w.dtype), "V": V.to(w.dtype)}

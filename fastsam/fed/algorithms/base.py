@@ -38,7 +38,7 @@ __all__ = [
     "Rows",
     "State",
     "Upload",
-    "moved",
+    "apply_update",
 ]
 
 State = dict[str, Tensor]
@@ -160,7 +160,7 @@ class Algorithm:
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
-        return {**server, "w": moved(server["w"], round.server_lr * aggregate.mean("delta"))}
+        return {**server, "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
         """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where
@@ -178,6 +178,6 @@ def no_server_lr(algorithm: object, round: Round) -> None:
         )
 
 
-def moved(w: Tensor, by: Tensor) -> Tensor:
-    """`w + by` (`by` is float64: sums are), added in float64 and rounded once to the dtype of `w`."""
-    return (w.double() + by).to(w.dtype)
+def apply_update(w: Tensor, update: Tensor) -> Tensor:
+    """Return `w + update` in the dtype of `w`. It is added in float64, the dtype of an aggregate, and rounded once."""
+    return (w.double() + update).to(w.dtype)

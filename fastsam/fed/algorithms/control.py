@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, apply_update
 
 
 class ControlVariates(Algorithm):
@@ -42,4 +42,4 @@ class ControlVariates(Algorithm):
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         # Divided by all N clients, not by the active ones: c stays the mean of all c_i.
         after = super().step_server(server, aggregate, round)
-        return {**after, "c": moved(server["c"], aggregate.sum("dc") / round.clients)}
+        return {**after, "c": apply_update(server["c"], aggregate.sum("dc") / round.clients)}

@@ -44,7 +44,7 @@ class Kind:
 
     @classmethod
     def of(cls, step: LocalUpdate) -> Kind:
-        surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1 or step.rho_end != 1
+        surrogate, paced = bool(step.surrogate_gap), step.lr_end_factor != 1 or step.rho_end_factor != 1
         given = step.gradient_offset is not None, bool(step.proximal_coefficient), step.keeps_first, surrogate, paced
         return cls(
             step.direction,

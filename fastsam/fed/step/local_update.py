@@ -98,10 +98,10 @@ class LocalUpdate:
     pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
     `ClientResults.norms`).
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the
-    round's.
-    rho_end: the same of the radius, that of step k of K is `1 - (1 - rho_end)*k/K` times rho. Of directions that
-    perturb step by step.
+    lr_end_factor: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 -
+    lr_end_factor)*k/K` times the round's.
+    rho_end_factor: the same of the radius, that of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho. Of
+    directions that perturb step by step.
     rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`):
     `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
     without a direction, nor with a dual.
@@ -132,8 +132,8 @@ class LocalUpdate:
     dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
-    lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
-    rho_end: float = 1.0  # the radius at the end of the round, over that at its beginning
+    lr_end_factor: float = 1.0  # the learning rate at the end of the round, over that at its beginning
+    rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
     rho_scale: Tensor | None = None  # of the radius, weight by weight
     anchor: Tensor | None = None  # towards which the perturbed point is pulled
     pull: float = 0.0
@@ -155,12 +155,12 @@ class LocalUpdate:
         number("rho", self.rho, at_least=0)
         number("eta", self.eta, at_least=0)
         number("penalty", self.penalty, above=0)
-        number("lr_end", self.lr_end, at_least=0)
-        number("rho_end", self.rho_end, at_least=0)
-        if self.rho_end != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
+        number("lr_end_factor", self.lr_end_factor, at_least=0)
+        number("rho_end_factor", self.rho_end_factor, at_least=0)
+        if self.rho_end_factor != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
             raise ValueError(
-                "LocalUpdate: rho_end belongs to directions with a perturbation of every step; the direction is "
-                f"{self.direction.value!r}, with rho_end={self.rho_end!r}"
+                "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
+                f"{self.direction.value!r}, with rho_end_factor={self.rho_end_factor!r}"
             )
         if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
             raise ValueError(
@@ -211,8 +211,10 @@ class LocalUpdate:
                 "one; got the direction "
                 f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
             )
-        if self.pilot is not None and self.rho_end != 1:
-            raise ValueError(f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
+        if self.pilot is not None and self.rho_end_factor != 1:
+            raise ValueError(
+                f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={self.rho_end_factor!r}"
+            )
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
         if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
@@ -264,11 +266,11 @@ class LocalUpdate:
 
     def pace(self, k: int, steps: int) -> float:
         """The learning rate of step k of `steps`, over that of the round."""
-        return 1 - (1 - self.lr_end) * k / steps
+        return 1 - (1 - self.lr_end_factor) * k / steps
 
     def radius(self, k: int, steps: int) -> float:
         """The radius of step k of `steps`."""
-        return self.rho * (1 - (1 - self.rho_end) * k / steps)
+        return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
     @property
     def phased(self) -> bool:
@@ -283,10 +285,9 @@ class LocalUpdate:
         return self.mix.keeps_first
 
 
-def paces(lr_end: float, steps: int) -> float:
-    """Return the sum of the learning rates of that many steps over that of the round (`LocalUpdate.lr_end`): the
-    divisor of a displacement."""
-    return steps - (1 - lr_end) * (steps - 1) / 2
+def lr_sum(lr_end_factor: float, steps: int) -> float:
+    """Return the sum of the learning rates of `steps` steps, in units of the round's learning rate."""
+    return steps - (1 - lr_end_factor) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)

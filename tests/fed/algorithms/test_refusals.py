@@ -149,8 +149,8 @@ def resolved(*flags):
      'take the place of the full one.*full_gradient=True'),
     (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalUpdate()),
      'a step with a further phase'),
-    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
-     'a pilot finds one radius for the whole round; got rho_end=0.5'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end_factor=0.5),
+     'a pilot finds one radius for the whole round; got rho_end_factor=0.5'),
     # fedntd needs labels
     (lambda: once(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
      "FedNTD needs labels that number the model's outputs"),

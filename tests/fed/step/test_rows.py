@@ -127,7 +127,7 @@ class Accuracies:
         first = results.snapshots[0][0]
         assert torch.equal(first.w, before["w"]) and first.eps.shape == (p,)
         self.seen.append(about.rows.unflatten(results.delta)["conv.weight"].clone())
-        return {"moved": results.delta.square().sum(1)}
+        return {"apply_update": results.delta.square().sum(1)}
 
     def round(self, before, after, aggregate, about):
         assert aggregate.mean("delta").shape == after["w"].shape == (about.rows.numel,)

@@ -7,9 +7,9 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # FedAvg: the server's step and the weights of clients
-algorithms.base Algorithm.step_server: {**server, 'w': moved(server['w'], round.server_lr * aggregate.mean('delta'))} =>
-    {**server, 'w': moved(server['w'], aggregate.mean('delta'))} @ fedavg
-algorithms.base moved: w.double() + by => w.double() - by @ fedavg
+algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
+algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => 1 @ fedavg momentum
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
@@ -68,10 +68,10 @@ algorithms.control ControlVariates.finish_client: results.delta / results.column
     server['c'] => results.delta / results.column((-round.lr * K for K in results.steps)) @ scaffold
 algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.clients)}
-    => {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.active)} @ scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.clients)}
-    => {**after, 'c': moved(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.active)} @ scaffold
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
@@ -109,13 +109,16 @@ algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_
     'h_i': results.delta} @ fedlesam-d
 algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta'))} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
+    @ feddyn
 # the old H
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') + server['H'].double())} @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') - H.double())} @ fedsmoo
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') +
+    server['H'].double())} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
+    H.double())} @ fedsmoo
 algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
@@ -133,11 +136,12 @@ algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta
 algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta @ fedspeed
 # FedSWA, FedMoSWA, FedNSAM
 algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
-algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
-    aggregate.mean('delta'))} => {**server, 'w': moved(server['w'], round.server_lr * aggregate.mean('delta'))} @ fedswa
-step.local_update LocalUpdate.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
-step.local_update paces: steps - 1 => steps @ fedmoswa
-algorithms.fedmoswa FedMoSWA.local_update: lr_end=self.rho =>  @ fedmoswa
+algorithms.fedswa FedSWA.step_server: {**server, 'w': apply_update(server['w'], self.alpha * round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], round.server_lr * aggregate.mean('delta'))} @
+    fedswa
+step.local_update LocalUpdate.pace: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
+step.local_update lr_sum: steps - 1 => steps @ fedmoswa
+algorithms.fedmoswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.clients @ fedmoswa
