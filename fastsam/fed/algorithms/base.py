@@ -48,16 +48,16 @@ State = dict[str, Tensor]
 class Round:
     """What a round is to an algorithm.
 
-    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. clients: N, all of them.
-    active: clients sampled for this round. rows: what a row holds, by parameter. momentum: of the local steps. seed: of
-    the run, whose random numbers are functions of it.
+    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. num_clients: N, the
+    number of all clients. cohort_size: number of clients sampled for this round. rows: what a row holds, by parameter.
+    momentum: of the local steps. seed: of the run, whose random numbers are functions of it.
     """
 
     index: int
     lr: float
     local_epochs: int
-    clients: int
-    active: int
+    num_clients: int
+    cohort_size: int
     server_lr: float
     first_lr: float
     rows: Rows = field(repr=False, compare=False)
@@ -101,12 +101,12 @@ class Algorithm:
 
     `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and
     `client_vectors` what is kept between the rounds in the same unit. For reports: `working_vectors` is what a local
-    step needs beyond the weights and one gradient, `backprops` the back-propagations of a step; `pools_data` says that
-    the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`). `uses_sums` says
-    that the server keeps the sum of what its clients keep (`Upload(sum=...)`), which no robust rule can stand in for;
-    `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
-    model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm keeps a
-    model of its own for every client (`own_model`).
+    step needs beyond the weights and one gradient, `backward_passes` the back-propagations of a step; `pools_data`
+    says that the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`).
+    `uses_sums` says that the server keeps the sum of what its clients keep (`Upload(sum=...)`), which no robust rule
+    can stand in for; `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers`
+    says that the model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the
+    algorithm keeps a model of its own for every client (`own_model`).
     """
 
     down: ClassVar[float] = 1
@@ -114,7 +114,7 @@ class Algorithm:
     server_vectors: ClassVar[float] = 1
     client_vectors: ClassVar[float] = 0
     working_vectors: ClassVar[float] = 0
-    backprops: ClassVar[int] = 1
+    backward_passes: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
     uses_sums: ClassVar[bool] = False
     weighs: ClassVar[bool] = False

@@ -36,10 +36,10 @@ class ControlVariates(Algorithm):
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        change = results.delta / results.column(-round.lr * K for K in results.steps) - server["c"]
+        change = results.delta / results.column(-round.lr * K for K in results.num_steps) - server["c"]
         return {**state, "c_i": client["c_i"] + change}, Upload(upload.mean, {**upload.sum, "dc": change})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         # Divided by all N clients, not by the active ones: c stays the mean of all c_i.
         after = super().step_server(server, aggregate, round)
-        return {**after, "c": apply_update(server["c"], aggregate.sum("dc") / round.clients)}
+        return {**after, "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients)}

@@ -52,7 +52,7 @@ class DynamicRegularizer(Algorithm):
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = super().step_server(server, aggregate, round)
         # Divided by all N clients, not by the active ones: H stays the mean of all h_i.
-        H = apply_update(server["H"], aggregate.sum("dh") / round.clients)
+        H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
         return {**after, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
     def phi_of(self, round: Round) -> float:

@@ -42,7 +42,7 @@ class FedGF(Algorithm):
     down: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     rho_g: Scheduled = 0.05

@@ -40,7 +40,7 @@ class FedMoSWA(ControlVariates):
         return LocalUpdate(gradient_offset=self.correction(server, client), lr_end_factor=self.rho)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        rates = results.column(-round.lr * lr_sum(self.rho, K) for K in results.steps)
+        rates = results.column(-round.lr * lr_sum(self.rho, K) for K in results.num_steps)
         c_i = client["c_i"] - server["c"] + results.delta / rates
         return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})
 

@@ -22,7 +22,7 @@ class FedNova(Algorithm):
     """
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        a = results.column(weight_of_gradients(K, round.momentum) for K in results.steps)
+        a = results.column(weight_of_gradients(K, round.momentum) for K in results.num_steps)
         return client, Upload(mean={"d": results.delta / a, "a": a})
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:

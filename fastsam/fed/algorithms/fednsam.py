@@ -48,7 +48,7 @@ class FedNSAM(Algorithm):
         return 2 if self.perturb == "momentum" else 1
 
     @property
-    def backprops(self) -> int:  # type: ignore[override]
+    def backward_passes(self) -> int:  # type: ignore[override]
         """Back-propagations of a local step."""
         return 1 if self.perturb == "momentum" else 2
 

@@ -47,7 +47,7 @@ class FedSCAM(Algorithm):
     down: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
     weighs: ClassVar[bool] = True
 
     rho: Scheduled = 0.05

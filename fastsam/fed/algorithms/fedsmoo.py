@@ -46,7 +46,7 @@ class FedSMOO(DynamicRegularizer):
 
     down: ClassVar[float] = 2
     up: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     alpha: float = 1.0
@@ -126,7 +126,7 @@ class FedSMOO(DynamicRegularizer):
             else Algorithm.step_server(self, server, aggregate, round)
         )
         if self.s_rule == "mu_all":
-            mu = server["mu"].double() + aggregate.sum("dmu") / round.clients
+            mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
             after, r = {**after, "mu": mu.to(server["mu"].dtype)}, -mu
         else:
             r = aggregate.mean("r")

@@ -68,7 +68,7 @@ class FedWMSAM(ControlVariates):
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        D = results.delta / results.column(-round.lr * K for K in results.steps)
+        D = results.delta / results.column(-round.lr * K for K in results.num_steps)
         mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
         return state, Upload(mean, upload.sum)
 

@@ -30,7 +30,7 @@ class ServerDirection(Algorithm):
         return {"w": w0, "D": torch.zeros_like(w0)}
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        counts = results.steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.clients)
+        counts = results.num_steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.client_ids)
         D = results.delta / results.column(-round.lr * K for K in counts)
         return client, Upload(mean={"delta": results.delta, "D": D})
 

@@ -32,9 +32,7 @@ class ClientError(RuntimeError):
     """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the
     records, local steps from 0."""
 
-    clients: tuple[
-        int, ...
-    ] = ()  # whose error it is: several where they shared a pass; nobody's where it concerns the run
+    client_ids: tuple[int, ...] = ()  # several if they shared a pass; none if the error concerns the whole run
     reason = ""  # without round and clients
 
     @classmethod
@@ -47,7 +45,7 @@ class ClientError(RuntimeError):
         what = f"{type(error).__name__}: {said}"
         made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
         shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
-        made.clients, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
+        made.client_ids, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
         return made
 
 
@@ -104,7 +102,7 @@ class Setup:
 
     def excludes(self, error: object) -> bool:
         """Whether training goes on without the clients of this error."""
-        return self.excludes_errors and isinstance(error, ClientError) and bool(error.clients)
+        return self.excludes_errors and isinstance(error, ClientError) and bool(error.client_ids)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -64,7 +64,7 @@ class Kind:
     @cached_property
     def two_passes(self) -> bool:
         """Whether a first gradient finds the perturbation."""
-        return self.direction.backprops == 2
+        return self.direction.backward_passes == 2
 
     @property
     def constant(self) -> bool:

@@ -181,7 +181,7 @@ class Loop:
             aggregate: Aggregate = cohort.server_aggregate
         else:
             plain = None if cohort is None else cohort.aggregate
-            aggregate = privacy.aggregate(plain, t, state.server, about.active)
+            aggregate = privacy.aggregate(plain, t, state.server, about.cohort_size)
             about = privacy.told(about) if cohort is None else cohort.told
         server = asked(self.algorithm, "step_server", (state.server, aggregate, about), t)
         server = check_server(server, state.server["w"], "step_server")
@@ -222,9 +222,9 @@ class Loop:
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = about.server_lr
         after = RunState(about.index + 1, server, buffers, cohort.clients)
-        record |= self._evaluate(after, about.index + 1) | self._traffic(about.active)
+        record |= self._evaluate(after, about.index + 1) | self._traffic(about.cohort_size)
         own = {
-            "backprops": cohort.backprops,
+            "backprops": cohort.backward_passes,
             "excluded": cohort.excluded_list(),
             "outliers": cohort.outlier_list(),
             "seconds_training": trained,

@@ -47,7 +47,7 @@ class Privacy:
         if self.cohort is None or not self.at_server:
             return about
         expected = max(1, round(self.cohort))
-        return about if about.active == expected else replace(about, active=expected)
+        return about if about.cohort_size == expected else replace(about, cohort_size=expected)
 
     def add_to_rows_(self, rows: Tensor, clients: Sequence[int], index: int, clip: float) -> None:
         """Adds to displacements `[n, stride]` the clients' own noise, where noise is local."""

@@ -186,7 +186,7 @@ class LocalUpdate:
                 f"plus'; the direction is {self.direction.value!r}, with drift={self.drift!r} and "
                 f"remembers={self.remembers!r}"
             )
-        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
+        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backward_passes == 1):
             raise ValueError(
                 "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
                 "gradient; got "
@@ -195,12 +195,12 @@ class LocalUpdate:
             )
         if self.teacher is not None and self.input_map is not None:
             raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
-        if self.teacher is not None and self.teacher.perturbs and self.backprops == 1:
+        if self.teacher is not None and self.teacher.perturbs and self.backward_passes == 1:
             raise ValueError(
                 "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
                 f"{self.direction.value!r} has one gradient only"
             )
-        if (self.clean_weight or self.surrogate_gap) and self.backprops == 1:
+        if (self.clean_weight or self.surrogate_gap) and self.backward_passes == 1:
             raise ValueError(
                 "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
                 f"perturbed weights; the direction {self.direction.value!r} has one gradient only"
@@ -248,9 +248,9 @@ class LocalUpdate:
         object.__setattr__(self, "mix", Mix(self.perturbed_weight, self.clean_weight, self.surrogate_gap))
 
     @property
-    def backprops(self) -> int:
+    def backward_passes(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
-        return self.direction.backprops
+        return self.direction.backward_passes
 
     @property
     def chains(self) -> bool:
@@ -303,12 +303,12 @@ class Snapshot:
 class ClientResults:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    clients: their numbers. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    client_ids: the n clients. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalUpdate.start`, `w_K - start`.
-    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
-    back-propagations really done, those of a full gradient and of a pilot included.
-    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples:
-    those in these batches.
+    num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
+    backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
+    num_samples: number of samples in these batches.
     buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
     `LocalUpdate.buffers`; None for a model without.
     dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
@@ -319,16 +319,16 @@ class ClientResults:
     inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
     anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
     end.
-    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one
-    that went on are in these.
+    then: of a further phase with a start of its own, its steps, losses and backward_passes apart from these; those of
+    one that went on are in these.
     """
 
-    clients: Sequence[int]
+    client_ids: Sequence[int]
     delta: Tensor
-    steps: Sequence[int]
-    backprops: Sequence[int]
+    num_steps: Sequence[int]
+    backward_passes: Sequence[int]
     losses: Tensor
-    samples: Sequence[int]
+    num_samples: Sequence[int]
     buffers: Tensor | None = None
     dual: Tensor | None = None
     eps: Tensor | None = None
@@ -347,7 +347,7 @@ class ClientResults:
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 
     def take(self, places: Sequence[int]) -> ClientResults:
-        """Of some of the clients, by their places in `clients`, in memory of their own."""
+        """Of some of the clients, by their places in `client_ids`, in memory of their own."""
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -94,11 +94,11 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
         told: ClassVar[set[int]] = set()
 
         def local_update(self, server: Any, client: Any, round: Any) -> Any:
-            self.told.add(round.active)
+            self.told.add(round.cohort_size)
             return super().local_update(server, client, round)
 
         def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
-            self.told.update((round.active, aggregate.num_clients))
+            self.told.update((round.cohort_size, aggregate.num_clients))
             return super().step_server(server, aggregate, round)
 
     came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]

@@ -64,14 +64,14 @@ algorithms.control ControlVariates.finish_client: -round.lr => round.lr @ scaffo
 algorithms.control ControlVariates.finish_client: round.lr => round.first_lr @ scaffold
 algorithms.control ControlVariates.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
 algorithms.control ControlVariates.finish_client: results.delta / results.column((-round.lr * K for K in
-    results.steps)) -
-    server['c'] => results.delta / results.column((-round.lr * K for K in results.steps)) @ scaffold
+    results.num_steps)) - server['c'] => results.delta / results.column((-round.lr * K for K in results.num_steps)) @
+    scaffold
 algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
 algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
-    round.clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.active)} @ scaffold
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @ scaffold
 algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
-    round.clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
@@ -107,7 +107,7 @@ algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_
     'h_i': client['h_i'] - results.delta} @ feddyn
 algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
     'h_i': results.delta} @ fedlesam-d
-algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
     aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
@@ -144,7 +144,7 @@ step.local_update lr_sum: steps - 1 => steps @ fedmoswa
 algorithms.fedmoswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.clients @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.num_clients @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.gamma * aggregate.sum('dc') => aggregate.sum('dc') @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
 algorithms.fednsam FedNSAM.local_update: self.gamma * server['m'] => server['m'] @ fednsam
