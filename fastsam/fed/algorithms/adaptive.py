@@ -40,7 +40,7 @@ class AdaptiveServer(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0), "V": torch.full_like(w0, self.V0)}
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
-        """The new V of the old one and the squared mean displacement, float64 `[stride]`."""
+        """The new V of the old one and the squared mean displacement, float64 `[row_size]`."""
         raise NotImplementedError
 
     def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:

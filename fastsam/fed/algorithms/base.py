@@ -4,12 +4,12 @@ An algorithm is a frozen dataclass of hyper-parameters with pure functions: they
 a tensor that they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is
 federated averaging, so a method overrides what differs.
 
-All vectors are flat rows `[stride]` of one layout (the trainable parameters in the order of `model.parameters()`), in
+All vectors are flat rows `[row_size]` of one layout (the trainable parameters in the order of `model.parameters()`), in
 the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
-it is stored: `round.rows` gives views by name (`Rows.unflatten`).
+it is stored: `round.layout` gives views by name (`ParameterLayout.unflatten`).
 
 Clients are rows: `local_update` and `finish_client` are called for n of them at once, as many as it suits the executor,
-with all vectors `[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
+with all vectors `[n, row_size]` and states `[n, ...]`. What they return for a client comes from its own row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,8 +34,8 @@ __all__ = [
     "ClientResults",
     "Direction",
     "LocalUpdate",
+    "ParameterLayout",
     "Round",
-    "Rows",
     "State",
     "Upload",
     "apply_update",
@@ -60,7 +60,7 @@ class Round:
     cohort_size: int
     server_lr: float
     first_lr: float
-    rows: Rows = field(repr=False, compare=False)
+    layout: ParameterLayout = field(repr=False, compare=False)
     momentum: float = 0.0
     seed: int = 0
 
@@ -87,10 +87,10 @@ class Aggregate(Protocol):
         """Number of clients in the sums."""
 
     def mean(self, name: str) -> Tensor:
-        """Return the weighted mean of an upload, float64 `[stride]`: zeros if clients sent weights and all are 0."""
+        """Return the weighted mean of an upload, float64 `[row_size]`: zeros if clients sent weights and all are 0."""
 
     def sum(self, name: str) -> Tensor:
-        """Return the plain sum of an upload, float64 `[stride]`."""
+        """Return the plain sum of an upload, float64 `[row_size]`."""
 
     def scalar(self, name: str) -> float:
         """Return the sum of a number that clients sent, 0 if no client sent it."""
@@ -147,8 +147,8 @@ class Algorithm:
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
         """Return the constants of the local update rule for n clients in this round, whose states are `client`: one
-        LocalUpdate for all, with vectors `[n, stride]`, or `[stride]` if they are the same; or n of them with vectors
-        `[stride]` if their numbers (rho, ...) differ."""
+        LocalUpdate for all, with vectors `[n, row_size]`, or `[row_size]` if they are the same; or n of them with
+        vectors `[row_size]` if their numbers (rho, ...) differ."""
         return LocalUpdate()
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
@@ -163,7 +163,7 @@ class Algorithm:
         return {**server, "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
-        """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where
+        """A client's own model, `[row_size]`, of its state: what is evaluated on its validation samples, where
         `own_models` says so."""
         return server["w"]
 

@@ -58,7 +58,7 @@ class Row:
     # --- a client's round ---
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[stride]`; its step may have its own) and the model's `buffers`.
+        """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
         if task.step is not self._known[0]:

@@ -222,7 +222,7 @@ class Cohort:
             self._second = None
         if not self._looked:
             self._looked = True
-            check_padding({**upload.mean, **upload.sum}, self.about.rows, "the Upload of finish_client")
+            check_padding({**upload.mean, **upload.sum}, self.about.layout, "the Upload of finish_client")
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and results.buffers is not None:
             mean[BUFFERS] = results.buffers

@@ -31,8 +31,8 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were
-    kept before some."""
+    """What a client left: its displacement and the last step's eps, `[row_size]`, its local steps, and the rows that
+    were kept before some."""
 
     delta: Tensor
     num_steps: int
@@ -271,7 +271,7 @@ def kept_steps(steps: int) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """The share of all samples of `pairs` that the replica with the weights w (`[stride]`) classifies right, in eval
+    """The share of all samples of `pairs` that the replica with the weights w (`[row_size]`) classifies right, in eval
     mode."""
     replica.row.copy_(w)
     replica.module.eval()

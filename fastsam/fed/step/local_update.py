@@ -80,8 +80,8 @@ class Envelope:
 class LocalUpdate:
     """The constants of the local update rule for some clients in one round.
 
-    The vectors (`VECTORS`) are `[stride]`, one for all clients, or `[n, stride]`, a row for each client, or None, in
-    the dtype of the weights. They are only read. An executor works on its own copy of the dual.
+    The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
+    in the dtype of the weights. They are only read. An executor works on its own copy of the dual.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured
     from there.
     drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
@@ -102,11 +102,11 @@ class LocalUpdate:
     lr_end_factor)*k/K` times the round's.
     rho_end_factor: the same of the radius, that of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho. Of
     directions that perturb step by step.
-    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`):
+    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`ParameterLayout.factors`):
     `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
     without a direction, nor with a dual.
     epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by
-    their places in `Rows.names` (`Rows.places`); the others rest. None: all.
+    their places in `ParameterLayout.names` (`ParameterLayout.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
     beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
     what that leaves behind are `ClientResults.inner` and `ClientResults.alpha`.
@@ -219,7 +219,7 @@ class LocalUpdate:
             integer("epochs", self.epochs, at_least=1)
         if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
             raise ValueError(
-                "LocalUpdate: only must be a tuple of places, as Rows.places(...) returns them, got "
+                "LocalUpdate: only must be a tuple of places, as ParameterLayout.places(...) returns them, got "
                 f"{type(self.only).__name__}"
             )
         if self.only is not None and not self.only:
@@ -293,7 +293,7 @@ def lr_sum(lr_end_factor: float, steps: int) -> float:
 @dataclass(frozen=True)
 class Snapshot:
     """A row before one of its local steps: its unperturbed weights and, for a step with two back-propagations, that
-    step's eps. `[stride]`."""
+    step's eps. `[row_size]`."""
 
     w: Tensor
     eps: Tensor | None = None
@@ -303,7 +303,7 @@ class Snapshot:
 class ClientResults:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    client_ids: the n clients. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    client_ids: the n clients. delta: `[n, row_size]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalUpdate.start`, `w_K - start`.
     num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
     backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
@@ -311,12 +311,12 @@ class ClientResults:
     num_samples: number of samples in these batches.
     buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
     `LocalUpdate.buffers`; None for a model without.
-    dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a
+    dual, eps: `[n, row_size]`, mu and the perturbation after the last step, where the direction has a dual.
+    gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, where it was asked for; with a
     pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by
     local step, where the tasks ask for them. What is None is so for all n.
-    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
+    inner: `[n, row_size]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
     anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
     end.
     then: of a further phase with a start of its own, its steps, losses and backward_passes apart from these; those of

@@ -270,7 +270,7 @@ def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
 def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tuple[list[Task], torch.Tensor, Setup]:
     clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
     layout = Layout.of(list(model.parameters()))
-    start = torch.zeros(layout.stride)
+    start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
     loss = torch.nn.functional.cross_entropy
     setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)

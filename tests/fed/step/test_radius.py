@@ -37,7 +37,7 @@ class Own(fed.Algorithm):
         if made["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS):
             made["e"] = w
         if "rho_scale" in made:
-            made["rho_scale"] = round.rows.factors("rho_scale", made["rho_scale"], w)
+            made["rho_scale"] = round.layout.factors("rho_scale", made["rho_scale"], w)
         return fed.LocalUpdate(**made)
 
 
@@ -216,7 +216,8 @@ SCALED = {"rho_scale": SCALE}
         ("executors.stacked_rows", "StackedRows.begin_",
             '("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors)', '("gradient_offset",)',
             D.GRADIENT, SCALED, "vmap"),
-        ("step.rows", "Rows.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
+        ("step.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
+            "sequential"),
     ],
 )  # fmt: skip
 def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
@@ -243,7 +244,7 @@ def test_every_client_has_its_own(executor):
             return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
         def finish_client(self, server, client, results, round):
-            made = [round.rows.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
+            made = [round.layout.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
             return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": results.delta})
 
     class UnfusedEach(Unfused):
