@@ -75,7 +75,7 @@ class Ours(OptimizerStepper):
         still: dict[str, Any] = {"rho": 0.0} if isinstance(entry.sam, variants.SAMON) else {}
         flat = [p for p in self.parameters if p.dim() == 1]
         groups = [{"params": flat}, {"params": [p for p in self.parameters if p.dim() != 1], **still}]
-        self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, sam=entry.sam, **SGD_OPTIONS)
+        self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, variant=entry.sam, **SGD_OPTIONS)
 
     def phases(self) -> Sequence[Callable[[], object]]:
         optimizer = self.optimizer

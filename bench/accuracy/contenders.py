@@ -35,7 +35,7 @@ class Contender:
             return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM, weight_decay=value, fused=True)
         sam = self.make(value)
         groups = variants.SAMON.groups(model) if isinstance(sam, variants.SAMON) else model.parameters()
-        return FusedSAM(groups, torch.optim.SGD, sam=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        return FusedSAM(groups, torch.optim.SGD, variant=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 NAMED = {

@@ -26,7 +26,7 @@ class SAMTraining(Base):
     """What `SAMTrainer` has before `transformers.Trainer`; for another trainer
     `class Mine(SAMTraining, Seq2SeqTrainer)`.
 
-    sam
+    variant
         the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)`
         names becomes the base of a `FusedSAM`, with the learning rate, weight decay and parameter groups of the
         arguments. In its place a FusedSAM of one's own may be given: `optimizers=(FusedSAM(...), None)`,
@@ -37,15 +37,17 @@ class SAMTraining(Base):
     The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's.
     Checkpoints are the trainer's own: training goes on from them bit for bit.
 
-    Raises ValueError for `sam` beside an optimizer, and as the training starts for DeepSpeed and for an optimizer that
-    is no FusedSAM or cannot be its base.
+    Raises ValueError if both `variant` and an optimizer are given. Raises ValueError as the training starts for
+    DeepSpeed, and for an optimizer that is not a FusedSAM or cannot be its base.
     """
 
-    def __init__(self, *arguments: Any, sam: SAM | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, variant: SAM | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if sam is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
-            raise ValueError("sam beside an optimizer: give the variant to the FusedSAM, as in FusedSAM(..., sam=sam)")
-        self._sam = sam
+        if variant is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
+            raise ValueError(
+                "variant cannot be combined with an optimizer. Pass it to the FusedSAM: FusedSAM(..., variant=variant)"
+            )
+        self._variant = variant
         self._batches: list[tuple[Any, Any]] = []  # of the step that is being made
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
@@ -59,7 +61,7 @@ class SAMTraining(Base):
                 f"one, such as 'adamw_torch', or "
                 "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
             )
-        return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "sam": self._sam}
+        return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "variant": self._variant}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """As `Trainer` does; the optimizer is a `FusedSAM`."""
@@ -71,7 +73,7 @@ class SAMTraining(Base):
         try:
             sam_of(optimizer)
         except TypeError as error:
-            raise ValueError(f"SAMTrainer: {error}. To have it made, give sam=fastsam.variants.SAM()") from error
+            raise ValueError(f"SAMTrainer: {error}. To have it made, pass variant=fastsam.variants.SAM()") from error
         return optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

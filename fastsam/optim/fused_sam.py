@@ -38,15 +38,17 @@ NO_SCALER = (
 )
 
 
-def _variant(sam: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
-    """The variant that is asked for, by itself or by SAM's own options."""
-    if sam is None:
+def _variant(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
+    """Return the given variant, or a SAM with these options if None is given."""
+    if variant is None:
         return SAM(0.05 if rho is None else rho, adaptive, eta)
-    if not isinstance(sam, SAM):
-        raise TypeError(f"sam must be a variant such as fastsam.variants.GSAM(rho=0.05), got {sam!r}")
+    if not isinstance(variant, SAM):
+        raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
     if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
-        raise ValueError("rho, adaptive and eta beside sam: give them to the variant, as in sam=GSAM(rho=0.05)")
-    return sam
+        raise ValueError(
+            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
+        )
+    return variant
 
 
 class FusedSAM(Saving):
@@ -74,9 +76,9 @@ class FusedSAM(Saving):
         step. By default 0.05.
     adaptive, eta
         ASAM, and its eta. Like rho they are options of each parameter group, and may change between steps.
-    sam
+    variant
         another variant of `fastsam.variants`, e.g. `GSAM(rho=0.05, alpha=0.4)`; rho, adaptive and eta are then its own.
-        They alone are short for `sam=SAM(rho, adaptive, eta)`.
+        They alone are short for `variant=SAM(rho, adaptive, eta)`.
     backend
         "auto", or one of `fastsam.backends`: "native", "triton", "foreach", "reference".
     skip_nonfinite
@@ -132,7 +134,7 @@ class FusedSAM(Saving):
         weight_decay: float | None = None,
         base_kwargs: dict[str, Any] | None = None,
         eta: float | Tensor = 0.0,
-        sam: SAM | None = None,
+        variant: SAM | None = None,
         backend: str = "auto",
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
@@ -166,21 +168,21 @@ class FusedSAM(Saving):
         for name, flag in flags.items():
             check_flag(name, flag)
         self.skip_nonfinite = skip_nonfinite
-        sam = _variant(sam, rho, adaptive, eta)
-        super().__init__(params, {"rho": sam.rho, "adaptive": sam.adaptive, "eta": sam.eta, **base_options})
+        variant = _variant(variant, rho, adaptive, eta)
+        super().__init__(params, {"rho": variant.rho, "adaptive": variant.adaptive, "eta": variant.eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
-        if sam.mix.sharpness and any("lr" not in group for group in self.param_groups):
+        if variant.mix.sharpness and any("lr" not in group for group in self.param_groups):
             raise ValueError(
-                f"{type(sam).__name__} needs a base optimizer with a learning rate, which "
+                f"{type(variant).__name__} needs a base optimizer with a learning rate, which "
                 f"{type(self.base_optimizer).__name__} has not; take "
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, sam)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         if optimizer_in_backward:
-            early.refuse(self.base_optimizer, sam, assume_no_alias, skip_nonfinite)
+            early.refuse(self.base_optimizer, variant, assume_no_alias, skip_nonfinite)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
         self._leftover = Leftover()

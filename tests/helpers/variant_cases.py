@@ -301,5 +301,5 @@ def fused(
     if layouts is not None:
         layouts(params)
     given = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
-    opt = FusedSAM(given, cls, sam=sam, backend=backend, **own, **options)
+    opt = FusedSAM(given, cls, variant=sam, backend=backend, **own, **options)
     return Training(params, opt).steps(range(steps))

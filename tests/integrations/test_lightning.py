@@ -60,7 +60,7 @@ class OnePass(Model):
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__(manual)
-        self.options = {"lr": 0.1, "momentum": 0.9, "sam": fastsam.MSAM(rho=0.3)}
+        self.options = {"lr": 0.1, "momentum": 0.9, "variant": fastsam.MSAM(rho=0.3)}
 
     def training_step(self, batch: Tensor, number: int) -> Tensor | None:
         loss = self.loss(batch)

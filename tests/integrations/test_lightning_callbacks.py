@@ -41,7 +41,7 @@ def test_a_callback_is_refused_by_its_name(
     monkeypatch.setitem(sys.modules, "lightning.pytorch", pytorch)
     model: Any = nn.Linear(2, 1)
     model.automatic_optimization, model.log = True, print
-    opt = FusedSAM(model.parameters(), torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9)
+    opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9)
     trainer = SimpleNamespace(
         optimizers=[opt], callbacks=[KINDS[callback]()], accumulate_grad_batches=1, precision_plugin=None
     )

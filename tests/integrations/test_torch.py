@@ -200,7 +200,7 @@ def test_the_bases_checkpoint_goes_on() -> None:
 def test_an_interval(interval: int) -> None:
     """Beside its rule: a step perturbs where (t + 1) % interval == 0, counted from 0, else it is the base optimizer's.
     Ours perturbs in the first of k, so that theirs begins one before."""
-    loop, expected = Loop(sam=variants.SAM(rho=0.3, every=interval), rho=None), Loop()
+    loop, expected = Loop(variant=variants.SAM(rho=0.3, every=interval), rho=None), Loop()
     base = SGD(expected.model.parameters(), **OPTIONS)
     params = list(expected.model.parameters())
     for t, batch in enumerate(BATCHES, interval - 1):

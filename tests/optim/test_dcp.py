@@ -50,7 +50,7 @@ def step(net: nn.Module, opt: FusedSAM, number: int) -> None:
 def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
     nets = [Net(), Net()]
     for number, net in enumerate(nets):
-        opt = FusedSAM(net.parameters(), torch.optim.AdamW, sam=sam, lr=0.05)
+        opt = FusedSAM(net.parameters(), torch.optim.AdamW, variant=sam, lr=0.05)
         if number:
             state_dict.get_optimizer_state_dict(net, opt)
             assert len(opt.state) == 4 and all(float(e["step"]) == 0 for e in opt.state.values())
@@ -67,7 +67,7 @@ def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
 def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, flat: bool, tmp_path: Path) -> None:
     cls, options = BASES[base]
     net, other = Net(), Net()
-    opt, fresh = (FusedSAM(m.parameters(), cls, sam=sam, **options) for m in (net, other))
+    opt, fresh = (FusedSAM(m.parameters(), cls, variant=sam, **options) for m in (net, other))
     for number in range(4):
         step(net, opt, number)
     form = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)

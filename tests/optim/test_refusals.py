@@ -67,21 +67,21 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (torch.optim.LBFGS, {}, ValueError, "LBFGS calls a closure several times"),
     (lambda groups, **options: object(), {}, TypeError, "must make a torch.optim.Optimizer"),
     # variants
-    *((SGD, {"sam": GSAM(), **more}, ValueError, "beside sam") for more in ({"rho": 0.1}, {"adaptive": True})),
-    *((SGD, {"sam": wrong}, TypeError, "sam must be a variant") for wrong in (GSAM, "gsam")),
-    (SGD, {"sam": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
-    *((base, {"sam": MSAM()}, ValueError, words)
+    *((SGD, {"variant": GSAM(), **more}, ValueError, "combined with") for more in ({"rho": 1}, {"adaptive": 1})),
+    *((SGD, {"variant": wrong}, TypeError, "variant must be an instance") for wrong in (GSAM, "gsam")),
+    (SGD, {"variant": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
+    *((base, {"variant": MSAM()}, ValueError, words)
       for base, words in ((SGD, "parameter group 0 has none; give one: momentum=0.9"),
                           (RMSPROP, "parameter group 0 has none"), (torch.optim.NAdam, "got NAdam"),
                           (torch.optim.Adagrad, "has to be torch.optim.SGD or RMSprop .* got Adagrad"))),
-    (ADAM, {"sam": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
-    (SGD, {"sam": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
-    (SGD, {"sam": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
-    *((SGD, {"sam": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
+    (ADAM, {"variant": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
+    (SGD, {"variant": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
+    (SGD, {"variant": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
+    *((SGD, {"variant": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
     # updates in the backward pass
     (SGD, {"optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True without assume_no_alias=True"),
     (SGD, {**EARLY, "skip_nonfinite": True}, ValueError, "optimizer_in_backward=True with skip_nonfinite=True"),
-    (SGD, {**EARLY, "sam": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
+    (SGD, {**EARLY, "variant": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
     (torch.optim.NAdam, EARLY, ValueError, "optimizer_in_backward=True .* makes its own step"),
     (ADAM, {**EARLY, "amsgrad": True}, ValueError, "optimizer_in_backward=True .* makes its own step"),
     # tensors without a value, or of another shape
@@ -135,8 +135,8 @@ def test_a_base_optimizer_without_a_learning_rate_serves_no_decoupled_sharpness(
 
     params = make_parameters([(3,)], torch.float32)
     with pytest.raises(ValueError, match="WSAM needs a base optimizer with a learning rate"):
-        FusedSAM(params, Fixed, sam=WSAM())
-    FusedSAM(params, Fixed, sam=WSAM(decouple=False))
+        FusedSAM(params, Fixed, variant=WSAM())
+    FusedSAM(params, Fixed, variant=WSAM(decouple=False))
 
 
 def test_parameters_that_are_refused() -> None:
@@ -177,7 +177,7 @@ def test_parameters_that_are_refused() -> None:
 def test_a_group_that_is_refused_is_not_added(backend: Backend) -> None:
     params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
     fresh = make_parameters([(3,)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, sam=MSAM(), lr=0.1, momentum=0.9, backend=backend.name)
+    opt = FusedSAM(params, SGD, variant=MSAM(), lr=0.1, momentum=0.9, backend=backend.name)
     bad: list[tuple[Any, type[Exception], str]] = [
         ({"params": params[:1]}, ValueError, "more than one parameter group"),
         ({"params": fresh * 2}, ValueError, "duplicate"),
@@ -311,7 +311,7 @@ def test_calls_out_of_order(backend: Backend) -> None:
 
 def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     params = make_parameters([(5, 3)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, sam=SAM(every=2))
+    opt = FusedSAM(params, lr=0.1, variant=SAM(every=2))
     with pytest.raises(RuntimeError, match="without first_step"):
         opt.second_step()
     backward(params, 0)
@@ -360,7 +360,7 @@ def test_a_closure_that_makes_the_step_itself(
 def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, backend: Backend) -> None:
     params = make_parameters([(3,), (4,), (5,)], torch.float32, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "backend": backend.name}
-    first = FusedSAM(params[:2], SGD, sam=waiting, **options)
+    first = FusedSAM(params[:2], SGD, variant=waiting, **options)
     shares, apart = FusedSAM(params[1:], SGD, **options), FusedSAM(params[2:], SGD, **options)
     begin, end = (first.step, first.eval) if isinstance(waiting, MSAM) else (first.first_step, first.second_step)
     for _ in range(2):

@@ -46,7 +46,7 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
     ends = []
     for sam, lr in ((Part(RHO, every=2), 0.1), (SAM(RHO, every=2), 0.025)):
         params = [nn.Parameter(p.clone()) for p in start]
-        training = Training(params, FusedSAM(params, base, sam=sam, lr=lr))
+        training = Training(params, FusedSAM(params, base, variant=sam, lr=lr))
         for t in range(4):
             training.opt.param_groups[0]["lr"] = lr if training.opt.two_passes else 0.1
             training.steps(range(t, t + 1))
@@ -148,7 +148,7 @@ class Net(nn.Module):
 def test_sam_on_perturbs_normalisation_layers_alone_by_the_whole_radius(backend: backends.Backend) -> None:
     torch.manual_seed(0)
     net = Net().to(backend.device)
-    opt = FusedSAM(SAMON.groups(net), torch.optim.SGD, sam=SAMON(rho=0.5), lr=0.1, backend=backend.name)
+    opt = FusedSAM(SAMON.groups(net), torch.optim.SGD, variant=SAMON(rho=0.5), lr=0.1, backend=backend.name)
     names = [name for name, p in net.named_parameters() if any(p is q for q in opt.param_groups[0]["params"])]
     assert names == [f"layers.{i}.{kind}" for i in (1, 3) for kind in ("weight", "bias")]
     x, plain = torch.randn(16, 4).to(backend.device), copy.deepcopy(net)

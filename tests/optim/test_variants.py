@@ -52,7 +52,7 @@ def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Back
     for gaps in (False, True):
         room = torch.linspace(-1, 1, 48, device=backend.device).reshape(6, 8)
         w = nn.Parameter(room[:, :3] if gaps else room[:, :3].clone())
-        opt = FusedSAM([w], torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9, backend=backend.name)
+        opt = FusedSAM([w], torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9, backend=backend.name)
         for _ in range(5):
             with opt.evaluating(), torch.no_grad():
                 w.mul_(0.5)
@@ -81,7 +81,7 @@ def test_a_first_gradient_that_is_not_finite_changes_nothing(base: str) -> None:
 def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     start, _ = problem()
     params = [nn.Parameter(p) for p in start]
-    opt = FusedSAM(params, torch.optim.SGD, sam=GSAM(RHO, alpha=ALPHA), lr=1.0)
+    opt = FusedSAM(params, torch.optim.SGD, variant=GSAM(RHO, alpha=ALPHA), lr=1.0)
     before = [p.detach().clone() for p in params]
     opt.first_step()  # nobody has one: the field of first gradients is there, and empty
     opt.restore()
@@ -139,7 +139,7 @@ def test_a_compiled_step_is_the_same(name: str) -> None:
 
 def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
     params = make_parameters([(4,), (3,)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, sam=VaSSO(theta=0.5))
+    opt = FusedSAM(params, lr=0.1, variant=VaSSO(theta=0.5))
     for grads in ((1.0, 2.0), (3.0, None), (None, None)):
         for _ in range(2):
             for p, g in zip(params, grads, strict=True):
