@@ -256,13 +256,19 @@ class Scalars:
         """The weights of a step that has one gradient."""
         self.tensor[:, :, Column.A] = self._signs
 
-    def radius_(self, choose: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
-        """This step's radius by a variant's `radius`. sumsq: of the direction; scale: what it is multiplied with."""
+    def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
+        """Set this step's radius by a variant's `rho_fn`.
+
+        Args:
+            rho_fn: function of the radius and the norm.
+            sumsq: squared norm of the direction.
+            scale: loss scale of the direction, None for 1.
+        """
         norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
         self.tensor[:, :, Column.RHO] = self._largest
         self.copy_live()
         rho = self.tensor[:, :, Column.RHO]
-        self.tensor[:, :, Column.RHO] = choose(rho.abs(), norm).copysign(rho)
+        self.tensor[:, :, Column.RHO] = rho_fn(rho.abs(), norm).copysign(rho)
 
     def copy_live(self) -> None:
         """Copies the options that are tensors; waits for nothing when they are on the device."""

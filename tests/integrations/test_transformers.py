@@ -206,9 +206,9 @@ def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
     assert max(moved) > 1e-3
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer` with `every=2`", "works")
+@pytest.mark.shows("transformers", "`SAMTrainer` with `interval=2`", "works")
 def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
-    sam = fastsam.SAM(rho=0.3, every=2)
+    sam = fastsam.SAM(rho=0.3, interval=2)
     start, calls = tiny_model(), 0
 
     def count(*_: Any) -> None:

@@ -209,8 +209,8 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
 
 
 def perturbations(spec: Spec, steps: int) -> list[bool]:
-    every = VARIANTS[spec.variant].every if spec.variant != "looksam" else 3
-    return [t % every == 0 for t in range(steps)]
+    interval = VARIANTS[spec.variant].interval if spec.variant != "looksam" else 3
+    return [t % interval == 0 for t in range(steps)]
 
 
 # --- backends, dtypes, layouts ---

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastsam import FusedSAM, variants
 
 VARIANTS = {
-    "halves": variants.GSAM(0.5, alpha=0.25, every=2, radius=variants.LESAM(sigma=2.0)),
+    "halves": variants.GSAM(0.5, alpha=0.25, interval=2, rho_fn=variants.LESAM(sigma=2.0)),
     "between": variants.VaSSO(0.5, theta=0.5),
     "one pass": variants.MSAM(0.5),
 }

@@ -98,10 +98,14 @@ def test_options_that_are_refused(base: Any, options: dict[str, Any], error: typ
 
 
 VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    *((kind, {"every": 2}, ValueError, "every must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
-    *((kind, {"radius": LESAM(sigma=1.0)}, ValueError, "radius must be") for kind in (MSAM, LastGradient)),
-    *((kind, {"every": v}, ValueError, "every must be .* steps?, got") for kind in (SAM, GSAM, VaSSO) for v in (0, -2)),
-    *((SAM, {"every": v}, TypeError, "every must be .* steps?, got") for v in (1.5, True, Hostile())),
+    *((kind, {"interval": 2}, ValueError, "interval must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
+    *((kind, {"rho_fn": LESAM(sigma=1.0)}, ValueError, "rho_fn must be") for kind in (MSAM, LastGradient)),
+    *(
+        (kind, {"interval": v}, ValueError, "interval must be .* steps?, got")
+        for kind in (SAM, GSAM, VaSSO)
+        for v in (0, -2)
+    ),
+    *((SAM, {"interval": v}, TypeError, "interval must be .* steps?, got") for v in (1.5, True, Hostile())),
     *((GSAM, {"alpha": v}, ValueError, "must be") for v in (-1.0, math.nan, math.inf)),
     *((WSAM, {"gamma": v}, ValueError, "gamma must be") for v in (1.0, -0.1, math.nan)),
     (WSAM, {"decouple": "no"}, TypeError, "decouple must be"),
@@ -110,8 +114,8 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((VaSSO, {"theta": v}, ValueError, "theta must be") for v in (0.0, 1.5)),
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),
-    *((kind, {"radius": 0.1}, TypeError, "radius must be a function") for kind in (SAM, LookSAM)),
-    (SAM, {"radius": torch.nn.Linear(1, 1)}, TypeError, "radius must be a function"),
+    *((kind, {"rho_fn": 0.1}, TypeError, "rho_fn must be a function") for kind in (SAM, LookSAM)),
+    (SAM, {"rho_fn": torch.nn.Linear(1, 1)}, TypeError, "rho_fn must be a function"),
     (LookSAM, {"k": 0}, ValueError, "k must be 1 or more"),
     (LookSAM, {"k": 2.0}, TypeError, "k must be a whole number"),
     (LookSAM, {"alpha": -1.0}, ValueError, "alpha must be 0 or more"),
@@ -311,7 +315,7 @@ def test_calls_out_of_order(backend: Backend) -> None:
 
 def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     params = make_parameters([(5, 3)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, variant=SAM(every=2))
+    opt = FusedSAM(params, lr=0.1, variant=SAM(interval=2))
     with pytest.raises(RuntimeError, match="without first_step"):
         opt.second_step()
     backward(params, 0)
@@ -356,7 +360,7 @@ def test_a_closure_that_makes_the_step_itself(
     opt.step(closure_of(params))
 
 
-@pytest.mark.parametrize("waiting", [SAM(), SAM(every=2), MSAM()], ids=["SAM", "every", "MSAM"])
+@pytest.mark.parametrize("waiting", [SAM(), SAM(interval=2), MSAM()], ids=["SAM", "interval", "MSAM"])
 def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, backend: Backend) -> None:
     params = make_parameters([(3,), (4,), (5,)], torch.float32, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "backend": backend.name}

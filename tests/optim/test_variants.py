@@ -35,7 +35,7 @@ def test_a_step_between_is_the_base_optimizers(
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    own, still = (fused(SAM(RHO, every=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
+    own, still = (fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
     still.opt.param_groups[0]["rho"] = 0.0
     for training in (own, still):
         training.steps(range(1, 3))
@@ -45,7 +45,9 @@ def test_a_step_between_is_the_base_optimizers(
     assert same_bits(own.params, still.params)
 
 
-@pytest.mark.parametrize("sam", [SAM(RHO, every=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__)
+@pytest.mark.parametrize(
+    "sam", [SAM(RHO, interval=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__
+)
 def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Backend) -> None:
     """A step that begins where the weights are reads them, and not the dense copy of them that the last step left."""
     ends = []
