@@ -79,7 +79,7 @@ class Ours(OptimizerStepper):
 
     def phases(self) -> Sequence[Callable[[], object]]:
         optimizer = self.optimizer
-        return (optimizer.first_step, optimizer.step) if optimizer.two_passes else (optimizer.step,)
+        return (optimizer.first_step, optimizer.step) if optimizer.perturbs else (optimizer.step,)
 
 
 class Theirs(OptimizerStepper):

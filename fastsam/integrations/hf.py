@@ -85,7 +85,7 @@ class SAMTraining(Base):
             self._batches.append((inputs, num_items_in_batch))
             if self.accelerator.sync_gradients:
                 batches, self._batches = self._batches, []
-                if sam.two_passes:
+                if sam.perturbs:
                     sam.first_step()
                     model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
                     with frozen_batchnorm_stats(model):

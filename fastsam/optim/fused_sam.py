@@ -197,7 +197,7 @@ class FusedSAM(Saving):
         """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
         stay.
 
-        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes`
+        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`perturbs`
         is False) all weights stay. Raises RuntimeError when the weights are perturbed already, for sparse or complex
         gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one
         pass has no first half: RuntimeError.
@@ -249,7 +249,7 @@ class FusedSAM(Saving):
         called twice, at the weights and at the perturbed point, each time with
         gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
 
-        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is
+        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`perturbs` is
         False) there is one call of the closure, and `first_step()` may be left out.
 
         Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises

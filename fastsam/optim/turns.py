@@ -28,7 +28,7 @@ class Turns(Modes):
         return "second" if self.is_perturbed else "first"
 
     @property
-    def two_passes(self) -> bool:
+    def perturbs(self) -> bool:
         """Whether the step that begins, or is under way, perturbs the weights and so takes two backward passes.
 
         False in a step in which the variant does not perturb (`interval`, `LookSAM`): its first pass may be left out,

@@ -85,7 +85,7 @@ class Pair:
             p.grad, q.grad = g.clone(), self.place(i, g)
 
     def step(self, number: int, exact: bool, what: object) -> None:
-        passes = 2 if self.opt.two_passes else 1
+        passes = 2 if self.opt.perturbs else 1
         for half in range(passes):
             self.grads(2 * number + half)
             for opt in (self.plain_opt, self.opt):

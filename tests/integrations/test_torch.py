@@ -204,7 +204,7 @@ def test_an_interval(interval: int) -> None:
     base = SGD(expected.model.parameters(), **OPTIONS)
     params = list(expected.model.parameters())
     for t, batch in enumerate(BATCHES, interval - 1):
-        if loop.opt.two_passes:
+        if loop.opt.perturbs:
             loop.closure(batch)
             loop.opt.first_step(zero_grad=True)
         loop.closure(batch)

@@ -126,7 +126,7 @@ def plain_loop(
 
     for batches in steps:
         losses.append(backward(batches))
-        if opt.two_passes:
+        if opt.perturbs:
             opt.first_step()
             backward(batches)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())

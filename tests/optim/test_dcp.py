@@ -78,7 +78,7 @@ def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, fl
     state_dict.set_optimizer_state_dict(other, fresh, found, options=form)
     other.load_state_dict(net.state_dict())
     for number in range(4, 8):
-        assert fresh.two_passes == opt.two_passes
+        assert fresh.perturbs == opt.perturbs
         step(net, opt, number)
         step(other, fresh, number)
     assert same_bits(list(net.parameters()), list(other.parameters()))

@@ -119,7 +119,7 @@ def trained(
     opt = FusedSAM(params, cls, variant=sam, backend=backend, **options)
     start = frozen_until or (3, 0)
     for number in range(6):
-        passes = 2 if opt.two_passes else 1
+        passes = 2 if opt.perturbs else 1
         for half in range(passes):
             late = (number, half) < start
             params[1].requires_grad_(not (late and frozen_until))

@@ -63,7 +63,7 @@ def _backward(params: list[nn.Parameter]) -> None:
 def _finish(params: list[nn.Parameter], opt: FusedSAM) -> None:
     """Finish the step that is under way, if any, and make more, three in all."""
     for _ in range(3):
-        if opt.two_passes and not opt.is_perturbed:
+        if opt.perturbs and not opt.is_perturbed:
             _backward(params)
             opt.first_step()
         _backward(params)

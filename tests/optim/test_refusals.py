@@ -321,7 +321,7 @@ def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     backward(params, 0)
     opt.first_step()
     opt.second_step()
-    assert not opt.two_passes
+    assert not opt.perturbs
     opt.first_step()
     for call, words in ((opt.first_step, "called already"), (lambda: opt.step(lambda: None), "between first_step")):
         with pytest.raises(RuntimeError, match=words):
@@ -329,9 +329,9 @@ def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     opt.restore()
     with pytest.raises(RuntimeError, match="nothing to restore"):
         opt.restore()
-    assert not opt.two_passes, "a step that was taken back does not count"
+    assert not opt.perturbs, "a step that was taken back does not count"
     opt.step()
-    assert opt.two_passes
+    assert opt.perturbs
 
 
 @pytest.mark.parametrize("base", [SGD, RMSPROP])

@@ -48,7 +48,7 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
         params = [nn.Parameter(p.clone()) for p in start]
         training = Training(params, FusedSAM(params, base, variant=sam, lr=lr))
         for t in range(4):
-            training.opt.param_groups[0]["lr"] = lr if training.opt.two_passes else 0.1
+            training.opt.param_groups[0]["lr"] = lr if training.opt.perturbs else 0.1
             training.steps(range(t, t + 1))
         ends.append(params)
     for found, expected in zip(*ends, strict=True):

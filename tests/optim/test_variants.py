@@ -58,10 +58,10 @@ def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Back
         for _ in range(5):
             with opt.evaluating(), torch.no_grad():
                 w.mul_(0.5)
-            for _ in range(1 + opt.two_passes):
+            for _ in range(1 + opt.perturbs):
                 opt.zero_grad()
                 w.square().sum().backward()
-                opt.first_step() if opt.two_passes and not opt.is_perturbed else None
+                opt.first_step() if opt.perturbs and not opt.is_perturbed else None
             opt.second_step()
         ends.append(w.detach().clone())
     assert torch.equal(*ends)
