@@ -29,6 +29,7 @@ myst_heading_anchors = 4  # GitHub's, which the pages link to
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning"]  # the base of `SAMCallback`
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastsam.batchnorm import frozen_batchnorm_stats
-from fastsam.integrations.accelerate import sam_of
+from fastsam.integrations.accelerate import unwrap_optimizer
 from fastsam.optim import FusedSAM
 from fastsam.optim.variants import SAM
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
-class SAMTraining(Base):
-    """What `SAMTrainer` has before `transformers.Trainer`; for another trainer
-    `class Mine(SAMTraining, Seq2SeqTrainer)`.
+class SAMTrainerMixin(Base):
+    """Mixin that makes a trainer of transformers take both passes of a step: `SAMTrainer` is it with `Trainer`, and
+    another trainer becomes `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`.
 
     variant
         the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)`
@@ -71,7 +71,7 @@ class SAMTraining(Base):
             )
         optimizer = super().create_optimizer(model)
         try:
-            sam_of(optimizer)
+            unwrap_optimizer(optimizer)
         except TypeError as error:
             raise ValueError(f"SAMTrainer: {error}. To have it made, pass variant=fastsam.variants.SAM()") from error
         return optimizer
@@ -79,7 +79,7 @@ class SAMTraining(Base):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first
         pass's loss."""
-        sam = sam_of(self.optimizer)
+        sam = unwrap_optimizer(self.optimizer)
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             self._batches.append((inputs, num_items_in_batch))
@@ -100,11 +100,13 @@ class SAMTraining(Base):
     def save_model(self, *arguments: Any, **options: Any) -> None:
         """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point,
         the clean ones."""
-        with nullcontext() if self.optimizer is None else sam_of(self.optimizer).evaluating():
+        with nullcontext() if self.optimizer is None else unwrap_optimizer(self.optimizer).evaluating():
             super().save_model(*arguments, **options)
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        sam_of(self.optimizer).eval()  # before the trainer loads the best model, which is not to be written over
+        unwrap_optimizer(
+            self.optimizer
+        ).eval()  # before the trainer loads the best model, which is not to be written over
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
@@ -120,6 +122,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import Trainer
 
-    made = type("SAMTrainer", (SAMTraining, Trainer), {"__doc__": SAMTraining.__doc__, "__module__": __name__})
+    made = type("SAMTrainer", (SAMTrainerMixin, Trainer), {"__doc__": SAMTrainerMixin.__doc__, "__module__": __name__})
     globals()[name] = made
     return made

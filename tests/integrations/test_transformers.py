@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fastsam
 from fastsam import FusedSAM
 from fastsam.integrations import hf as integration
-from fastsam.integrations.accelerate import sam_of
-from fastsam.integrations.hf import SAMTraining
+from fastsam.integrations.accelerate import unwrap_optimizer
+from fastsam.integrations.hf import SAMTrainerMixin
 from tests.helpers.libraries import library
 from tests.helpers.places import ROOT
 from tests.helpers.sam_oracle import same_bits
@@ -347,7 +347,7 @@ def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
 def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     class Failing(Trainer):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            if sam_of(self.optimizer).is_perturbed:
+            if unwrap_optimizer(self.optimizer).is_perturbed:
                 raise RuntimeError("out of memory")
             return super().compute_loss(*arguments, **options)
 
@@ -356,7 +356,7 @@ def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     trainer = Failing(model=start, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    assert same(start, before) and not sam_of(trainer.optimizer).is_perturbed
+    assert same(start, before) and not unwrap_optimizer(trainer.optimizer).is_perturbed
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take the first pass alone", "works")
@@ -375,9 +375,9 @@ def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     assert int(model.norm.num_batches_tracked) == 6
 
 
-@pytest.mark.shows("transformers", "`SAMTraining` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
+@pytest.mark.shows("transformers", "`SAMTrainerMixin` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
 def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    class Mine(InOrder, SAMTraining, transformers.Seq2SeqTrainer):
+    class Mine(InOrder, SAMTrainerMixin, transformers.Seq2SeqTrainer):
         pass
 
     start = tiny_model()
