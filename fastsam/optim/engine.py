@@ -155,7 +155,7 @@ class Engine(Buffers):
         if self._scalars.changed(groups):
             self._scalars.read(groups)
         self._scalars.copy_live()
-        _, grads = present([bucket.params[slot].grad], [bucket.z[slot]], [bucket.numbers[slot]])
+        _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
         if not bucket.bring(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
