@@ -1,15 +1,53 @@
-"""Lightning: a callback for automatic optimization, where the trainer calls `step(closure)`."""
+"""Lightning: a callback for automatic optimization, and an optimizer for its command line."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fastsam.optim import FusedSAM
 from fastsam.optim.statistics import Statistics
 
 if TYPE_CHECKING:
     SAMCallback: Any
+
+
+class CommandLineFusedSAM(FusedSAM):
+    """`FusedSAM` whose signature has the usual options of base optimizers, for command lines that read signatures.
+
+    LightningCLI and jsonargparse set them: `--optimizer=fastsam.integrations.lightning.CommandLineFusedSAM
+    --optimizer.lr=0.1`. An option that is None is left to the base optimizer. All other options are those of
+    `FusedSAM`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        base_optimizer: type[Optimizer] | Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        lr: float | Tensor | None = None,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        **options: Any,
+    ) -> None:
+        base_options = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        options.update({name: value for name, value in base_options.items() if value is not None})
+        super().__init__(params, base_optimizer, **options)
 
 
 class _Hooks:

@@ -52,69 +52,58 @@ def _variant(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, et
 
 
 class FusedSAM(Saving):
-    """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base
-    optimizer.
+    """Sharpness-Aware Minimization (SAM) around a base optimizer, with fused kernels.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
         w <- base optimizer's update of w with the gradient g(w~)
 
-    ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
-    `RMSprop` and `fastsam.Lion` going back to `w` and the update are one fused pass;
-    any other optimizer makes its own `step` from the restored weights.
+    One L2 norm is taken over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
+    `RMSprop` and `fastsam.Lion`, restoring `w` and updating it are one pass over the parameters. Any other optimizer
+    makes its own `step` from the restored weights. See Foret et al. 2021 for SAM and Kwon et al. 2021 for ASAM.
 
-    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`)
-    after the second. With a variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the
-    clean weights, `train()` back.
+    Args:
+        params (iterable): parameters, named parameters or parameter groups; dense and floating point, on one device.
+        base_optimizer (type or callable): class of the base optimizer, or a function that makes one from parameter
+            groups and options. Default: `torch.optim.SGD`.
+        rho (float or Tensor, optional): radius of the perturbation, an option of each parameter group. A one-element
+            tensor is read on the device in every step. Default: 0.05.
+        adaptive (bool): ASAM, an option of each parameter group. Default: False.
+        eta (float or Tensor): eta of ASAM, an option of each parameter group. Default: 0.
+        variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
+            `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
+        backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
+        skip_nonfinite (bool): restore the weights and update nothing if the second gradient has inf or NaN. A first
+            gradient with inf or NaN never perturbs. Default: False.
+        stochastic_rounding (bool): round half-precision weights at the perturbed point up or down at random, so that
+            the perturbation is right on average. Default: False.
+        assume_no_alias (bool): promise that nothing else refers to the memory of the weights and first gradients during
+            a step, so that a step can swap them and save memory traffic. Default: False.
+        optimizer_in_backward (bool): update each parameter in the second backward pass as soon as its gradient is
+            complete, and free the gradient. It needs `assume_no_alias=True`. Default: False.
+        model (Module or iterable of modules, optional): modules whose running statistics the second pass leaves as they
+            are. With a variant of one pass, their `train()` and `eval()` call those of the optimizer.
+        base_kwargs (dict, optional): options of the base optimizer.
+        **base_options: options of the base optimizer as keywords, such as `lr` and `momentum`.
 
-    params
-        parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or
-        bfloat16 on one device. Half-precision parameters have a float32 master copy when the update is fused.
-    base_optimizer
-        class of the base optimizer, or a function that makes one from parameter groups and `base_options`.
-    rho
-        radius of the perturbation, 0 or more; a number, or a one-element tensor, which is read on the device in every
-        step. By default 0.05.
-    adaptive, eta
-        ASAM, and its eta. Like rho they are options of each parameter group, and may change between steps.
-    variant
-        another variant of `fastsam.variants`, e.g. `GSAM(rho=0.05, alpha=0.4)`; rho, adaptive and eta are then its own.
-        They alone are short for `variant=SAM(rho, adaptive, eta)`.
-    backend
-        "auto", or one of `fastsam.backends`: "native", "triton", "foreach", "reference".
-    skip_nonfinite
-        a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a
-        first gradient with inf or NaN never perturbs.)
-    stochastic_rounding
-        half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is
-        right on average, not to nearest. The random bits are a function of the number of perturbations so far.
-    assume_no_alias
-        a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step`
-        to the end of the step, nor the first gradients, and nobody writes half-precision weights past their version
-        counter (`p.data.add_(1)` does). With the compiled kernels and parameters of one dtype, perturbed weights may
-        then have other memory: that of the first gradients, where the step clears these, so that no copy of the weights
-        is kept between steps. They do where the perturbed tensors have 65,536 elements or more on average, on a GPU
-        2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
-        weights, on any backend.
-    optimizer_in_backward
-        makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so
-        that a step has the peak memory of one of the base optimizer. With `assume_no_alias=True`, where the weights'
-        memory is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`);
-        elsewhere it changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing
-        clips, unscales or accumulates them. An exception in that pass leaves some parameters updated.
-    model
-        the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers'
-        running statistics as they are (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of
-        one pass `model.eval()` and `model.train()` are the optimizer's `eval()` and `train()` too.
-    lr, momentum, nesterov, betas, eps, weight_decay
-        options of the base optimizer, which must have them; None leaves them to it. Here by name, because command lines
-        read signatures.
-    base_kwargs
-        any options of the base optimizer, in a dict.
-    base_options
-        the same as keywords of their own: dampening, amsgrad, ...
+    Raises:
+        TypeError: if a parameter or an option has the wrong type, or an option is unknown.
+        ValueError: if parameters or options cannot be used.
+        RuntimeError: if `backend` is not available.
 
-    Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot
-    serve.
+    Example:
+
+        >>> optimizer = FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.first_step(zero_grad=True)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.second_step(zero_grad=True)
+
+    Note:
+        `step(closure)` makes a whole step, and `step()` after `first_step()` is `second_step()`. A variant of one pass
+        (`MSAM`) takes `step()` after one backward pass. `eval()` then moves to the clean weights and `train()` back.
+
+    Note:
+        Half-precision parameters have a float32 master copy if the update is fused.
     """
 
     _step_supports_amp_scaling = amp.LeavesScalingToStep()
@@ -126,13 +115,6 @@ class FusedSAM(Saving):
         rho: float | Tensor | None = None,
         adaptive: bool = False,
         *,
-        lr: float | Tensor | None = None,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        base_kwargs: dict[str, Any] | None = None,
         eta: float | Tensor = 0.0,
         variant: SAM | None = None,
         backend: str = "auto",
@@ -141,6 +123,7 @@ class FusedSAM(Saving):
         assume_no_alias: bool = False,
         optimizer_in_backward: bool = False,
         model: Model | None = None,
+        base_kwargs: dict[str, Any] | None = None,
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
@@ -148,15 +131,7 @@ class FusedSAM(Saving):
                 f"base_optimizer must be a class such as torch.optim.SGD, got an instance of "
                 f"{type(base_optimizer).__name__}"
             )
-        named = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        base_options = options_of_base({n: v for n, v in named.items() if v is not None} | base_options, base_kwargs)
+        base_options = options_of_base(base_options, base_kwargs)
         parameters.check_given(params)
         parameters.refuse_one_ranks_part()
         flags = {
