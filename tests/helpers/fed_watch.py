@@ -55,6 +55,6 @@ class Watched:
             self._ends.append((round.index, results.take([place]), server))
         return state, upload
 
-    def step_server(self, server: State, sums: Any, round: fed.Round) -> State:
-        self._servers.append(self._inner.step_server(server, sums, round))
+    def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:
+        self._servers.append(self._inner.step_server(server, aggregate, round))
         return self._servers[-1]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.algorithms.base import (
+    Aggregate,
     Algorithm,
     ClientResults,
     Direction,
@@ -20,7 +21,6 @@ from fastsam.fed.algorithms.base import (
     Round,
     Rows,
     State,
-    Sums,
     Upload,
     moved,
 )
@@ -52,7 +52,7 @@ __all__ = [
     "ClientResults",
     "Rows",
     "State",
-    "Sums",
+    "Aggregate",
     "Upload",
     "moved",
     *(made.__name__ for made in registry.values()),

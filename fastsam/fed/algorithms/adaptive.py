@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, moved
 from fastsam.fed.common.checks import number
 
 
@@ -47,8 +47,8 @@ class AdaptiveServer(Algorithm):
         """The m and V that the step is made of."""
         return m, V
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        delta = sums.mean("delta")
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        delta = aggregate.mean("delta")
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
         by, size = self.corrected(m, V, round)

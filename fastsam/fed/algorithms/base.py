@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "Aggregate",
     "Algorithm",
     "ClientResults",
     "Direction",
@@ -36,7 +37,6 @@ __all__ = [
     "Round",
     "Rows",
     "State",
-    "Sums",
     "Upload",
     "moved",
 ]
@@ -75,25 +75,25 @@ class Upload:
     """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
-    total: Mapping[str, Tensor] = field(default_factory=dict)
+    sum: Mapping[str, Tensor] = field(default_factory=dict)
     weight: Tensor | Sequence[float] | None = None
 
 
-class Sums(Protocol):
-    """The sums of the uploads, over the clients that were not excluded (`clients` of them)."""
+class Aggregate(Protocol):
+    """Sums of the uploads over the `num_clients` clients that were not excluded."""
 
     @property
-    def clients(self) -> int:
-        """How many."""
+    def num_clients(self) -> int:
+        """Number of clients in the sums."""
 
     def mean(self, name: str) -> Tensor:
-        """Weighted mean, float64 `[stride]`; zeros where clients sent weights of their own and all are 0."""
+        """Return the weighted mean of an upload, float64 `[stride]`: zeros if clients sent weights and all are 0."""
 
-    def total(self, name: str) -> Tensor:
-        """Plain sum, float64 `[stride]`."""
+    def sum(self, name: str) -> Tensor:
+        """Return the plain sum of an upload, float64 `[stride]`."""
 
-    def number(self, name: str) -> float:
-        """Sum of a number; 0 when nobody sent it."""
+    def scalar(self, name: str) -> float:
+        """Return the sum of a number that clients sent, 0 if no client sent it."""
 
 
 class Algorithm:
@@ -102,8 +102,8 @@ class Algorithm:
     `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and
     `client_vectors` what is kept between the rounds in the same unit. For reports: `working_vectors` is what a local
     step needs beyond the weights and one gradient, `backprops` the back-propagations of a step; `pools_data` says that
-    the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`). `totals` says
-    that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust rule can stand in for;
+    the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`). `uses_sums` says
+    that the server keeps the sum of what its clients keep (`Upload(sum=...)`), which no robust rule can stand in for;
     `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
     model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm keeps a
     model of its own for every client (`own_model`).
@@ -116,7 +116,7 @@ class Algorithm:
     working_vectors: ClassVar[float] = 0
     backprops: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
-    totals: ClassVar[bool] = False
+    uses_sums: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
@@ -158,9 +158,9 @@ class Algorithm:
         """
         return client, Upload(mean={"delta": results.delta})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
-        return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
+        return {**server, "w": moved(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
         """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where

@@ -41,7 +41,12 @@ class Ditto(Algorithm):
         return {"v_i": server["w"]}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        own = LocalUpdate(start=client["v_i"], phi=self.lam, q=-self.lam * server["w"], epochs=self.epochs)
+        own = LocalUpdate(
+            start=client["v_i"],
+            proximal_coefficient=self.lam,
+            gradient_offset=-self.lam * server["w"],
+            epochs=self.epochs,
+        )
         return LocalUpdate(then=own)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, moved
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class FedNova(Algorithm):
         a = results.column(weight_of_gradients(K, round.momentum) for K in results.steps)
         return client, Upload(mean={"d": results.delta / a, "a": a})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {"w": moved(server["w"], round.server_lr * sums.mean("a") * sums.mean("d"))}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {"w": moved(server["w"], round.server_lr * aggregate.mean("a") * aggregate.mean("d"))}
 
 
 def weight_of_gradients(steps: int, momentum: float) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, LocalUpdate, Round, State, moved
 from fastsam.fed.common.checks import number
 
 
@@ -33,5 +33,5 @@ class FedSWA(Algorithm):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(lr_end=self.rho)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {**server, "w": moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {**server, "w": moved(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))}

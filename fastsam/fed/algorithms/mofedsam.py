@@ -42,4 +42,6 @@ class MoFedSAM(ServerDirection):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.beta, q=(1 - self.beta) * server["D"])
+        return LocalUpdate(
+            Direction.GRADIENT, rho=rho, perturbed_weight=self.beta, gradient_offset=(1 - self.beta) * server["D"]
+        )

@@ -45,7 +45,7 @@ class Kind:
     @classmethod
     def of(cls, step: LocalUpdate) -> Kind:
         surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1 or step.rho_end != 1
-        given = step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced
+        given = step.gradient_offset is not None, bool(step.proximal_coefficient), step.keeps_first, surrogate, paced
         return cls(
             step.direction,
             *given,
@@ -79,7 +79,7 @@ class Kind:
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that its steps only read, besides q and s."""
         given = {
-            "e": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
+            "direction_vector": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
             "anchor": self.pull > 0,
             "rho_scale": self.scaled,
         }
@@ -124,7 +124,7 @@ class Rows:
             values[column] = value
         values[HParam.PENALTY] = step.penalty
         values[HParam.LR] = lr
-        values[HParam.PHI] = step.phi
+        values[HParam.PHI] = step.proximal_coefficient
         return tuple(values)
 
 
@@ -172,7 +172,7 @@ class Form:
         tensor there."""
         self.kind = kind
         self.w = self.field("w") if kind.two_passes or kind.walks else None
-        self.q = self.field("q") if kind.has_q or (kind.constant and self.folds) else None
+        self.q = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
 
     @property
     def folds(self) -> bool:
@@ -211,7 +211,7 @@ class Form:
         if self.folds:
             phi, decay = self.hparams[:, :, HParam.PHI], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
-            own, folded = self.field("q"), p * -inside.to(p.dtype)
+            own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
             self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
 
     def radius_(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
@@ -232,7 +232,7 @@ class Form:
         grads, table = first.tensors, first.table
         assert self.w is not None  # arrange() saw to it
         if self.kind.direction is Direction.GRADIENT_MINUS_DUAL:
-            mu, s = self.field("mu"), self.s
+            mu, s = self.field("dual"), self.s
             assert s is not None
             self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hparams)
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
@@ -256,7 +256,7 @@ class Form:
         assert self.w is not None  # arrange() saw to it
         path = self.field("path")
         self._perturb_along([self.z], self.w, self._drifted(path))
-        path.add_(self.vectors["e"])
+        path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
         """`z = w + eps` along rows that no gradient is in. d: `[rows, stride]`; written where the radius is scaled."""
@@ -279,7 +279,7 @@ class Form:
 
     def _joined(self, first: Gradients) -> list[Tensor]:
         """The first gradients with what else is in the direction, by parameter."""
-        d = self._drifted(self.vectors["e"])
+        d = self._drifted(self.vectors["direction_vector"])
         if self.kind.remembers:
             d.add_(self.field("last"))
         views = self._like(first, d)

@@ -34,4 +34,4 @@ def repeated(task: Task, envelope: Envelope, form: Form) -> Iterator[tuple[Any, 
     for batch in task.batches():
         yield from repeat(batch, envelope.steps)
         anchor.lerp_(form.z, envelope.rate)
-        torch.mul(anchor, -task.step.phi, out=q)
+        torch.mul(anchor, -task.step.proximal_coefficient, out=q)

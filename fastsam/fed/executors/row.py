@@ -91,7 +91,7 @@ class Row:
         self.map: InputMap | None = (
             None if map is None else map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
         )
-        if self.form.kind.constant and (e := task.vector("e")) is not None:
+        if self.form.kind.constant and (e := task.vector("direction_vector")) is not None:
             self.form.shift_(e)
         self._measure(task)
         self.batches: Iterator[tuple[Any, Any]] = self._batches(task)
@@ -148,7 +148,7 @@ class Row:
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
             samples=(task.seen * (1 if envelope is None else envelope.steps),),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
-            dual=None if step.mu is None else self.form.field("mu").clone(),
+            dual=None if step.dual is None else self.form.field("dual").clone(),
             eps=None if self.eps is None else self.eps.clone(),
             gradient=self.gradient,
             norms=self.norms,
@@ -194,14 +194,14 @@ class Row:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
         form.arrange(self._kind)
         form.begin_(self.start)
-        q, mu, s = (self.task.vector(name) for name in ("q", "mu", "s"))
+        q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
         if q is not None:
             form.q = q[None]
         if step.envelope is not None and q is not None:
-            form.q = form.field("q").copy_(q)
+            form.q = form.field("gradient_offset").copy_(q)
             form.field("anchor").copy_(self.start)
         if mu is not None and s is not None:
-            form.field("mu")[0].copy_(mu)
+            form.field("dual")[0].copy_(mu)
             form.s = s[None]
         self.beside, v = None, self.task.vector("beside")
         if step.mixture is not None and v is not None:
@@ -300,7 +300,7 @@ class Row:
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
-        if self.task.step.mu is not None and k == self.last:
+        if self.task.step.dual is not None and k == self.last:
             self.eps = self.form.field("eps").zero_()
         self.form.perturb_(first, self.eps)
         if k in self.task.snapshots:

@@ -106,7 +106,7 @@ class Vmap(Executor):
             self.rows.begin_(crews, self.start)
             if full_gradient or pilot is not None:
                 self._first_gradients(crews, pilot)
-            if kind.constant and (e := vectors_of(these, "e")) is not None:
+            if kind.constant and (e := vectors_of(these, "direction_vector")) is not None:
                 self.rows.form(crews).shift_(e)
             opened += crews
         return opened
@@ -182,7 +182,7 @@ class Vmap(Executor):
         groups: dict[tuple[bool, ...], list[Crew]] = {}
         for crew in crews:
             step = crew.tasks[0].step
-            sort = crew.kind.constant, step.start is None, step.mu is None, step.full_gradient, crew.kind.piloted
+            sort = crew.kind.constant, step.start is None, step.dual is None, step.full_gradient, crew.kind.piloted
             groups.setdefault(sort, []).append(crew)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Round, Sums
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
@@ -165,7 +165,7 @@ class Loop:
         trained = time.perf_counter() - began
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
-            buffers = move_buffers(buffers, cohort.server_sums.mean(BUFFERS))
+            buffers = move_buffers(buffers, cohort.server_aggregate.mean(BUFFERS))
         if self.ranks.first:
             record = self._record(cohort, server, buffers, trained)
             warn(record["outliers"], state.history, settings.aggregation)
@@ -178,12 +178,12 @@ class Loop:
         t, privacy = about.index, self.privacy
         if privacy is None or not privacy.at_server:
             assert cohort is not None
-            sums: Sums = cohort.server_sums
+            aggregate: Aggregate = cohort.server_aggregate
         else:
-            plain = None if cohort is None else cohort.sums
-            sums = privacy.sums(plain, t, state.server, about.active)
+            plain = None if cohort is None else cohort.aggregate
+            aggregate = privacy.aggregate(plain, t, state.server, about.active)
             about = privacy.told(about) if cohort is None else cohort.told
-        server = asked(self.algorithm, "step_server", (state.server, sums, about), t)
+        server = asked(self.algorithm, "step_server", (state.server, aggregate, about), t)
         server = check_server(server, state.server["w"], "step_server")
         return server
 
@@ -231,7 +231,7 @@ class Loop:
         } | self._private(about.index)
         if self.measures is not None:
             about = replace(about, rows=about.rows.with_buffers(buffers))
-            found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)
+            found = self.measures.round(cohort.before.server, server, cohort.server_aggregate, about)
             record |= numbers(found, "round()", {*record, *own, "seconds"})
         return record | own
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
@@ -128,14 +128,14 @@ class Personal:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
             )
-        if step.then is not None and (step.then.start is not None or step.then.phi):
+        if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
                 f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
             )
-        q = step.q
-        if q is not None and step.phi:  # the constant half of phi*(w - start)
-            q = q - step.phi * (start - w)
-        return replace(step, start=start, q=q, buffers=buffers or None)
+        q = step.gradient_offset
+        if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
+            q = q - step.proximal_coefficient * (start - w)
+        return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""
@@ -151,9 +151,9 @@ class Personal:
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """As of the inner algorithm."""
-        return self.inner.step_server(server, sums, round)
+        return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
         return {name: x for name, x in client.items() if name != OWN and name not in self.begun}

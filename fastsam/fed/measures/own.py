@@ -7,30 +7,30 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.rows import Rows
 from fastsam.fed.sums.ranks import Ranks
 
 
-class PlainSums:
+class PlainAggregate:
     """The sums of a round with their rows as vectors."""
 
-    def __init__(self, sums: Sums, rows: Rows) -> None:
-        self._sums, self._rows, self.clients = sums, rows, sums.clients
+    def __init__(self, aggregate: Aggregate, rows: Rows) -> None:
+        self._aggregate, self._rows, self.num_clients = aggregate, rows, aggregate.num_clients
 
     def mean(self, name: str) -> Tensor:
-        """As of `Sums`; a row is a float64 vector `[P]`."""
-        return _plain(self._sums.mean(name), self._rows)
+        """See `Aggregate`; a row is a float64 vector `[P]`."""
+        return _plain(self._aggregate.mean(name), self._rows)
 
-    def total(self, name: str) -> Tensor:
-        """As of `Sums`; a row is a float64 vector `[P]`."""
-        return _plain(self._sums.total(name), self._rows)
+    def sum(self, name: str) -> Tensor:
+        """See `Aggregate`; a row is a float64 vector `[P]`."""
+        return _plain(self._aggregate.sum(name), self._rows)
 
-    def number(self, name: str) -> float:
-        """As of `Sums`."""
-        return self._sums.number(name)
+    def scalar(self, name: str) -> float:
+        """See `Aggregate`."""
+        return self._aggregate.scalar(name)
 
 
 class OwnMeasures:
@@ -60,11 +60,11 @@ class OwnMeasures:
         if join is not None:
             join(ranks, _about(about))
 
-    def round(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
         """As of `Measures`."""
         rows, old = about.rows, self._state(before, about.rows)
         self._before = None
-        return self.measures.round(old, _state(after, rows), PlainSums(sums, rows), _about(about))
+        return self.measures.round(old, _state(after, rows), PlainAggregate(aggregate, rows), _about(about))
 
     def _state(self, state: State, rows: Rows) -> State:
         if self._before is None or self._before[0] is not state:

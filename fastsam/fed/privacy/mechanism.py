@@ -15,9 +15,9 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import Asked, check_algorithm, check_buffers, delta_of
-from fastsam.fed.privacy.private_sums import PrivateSums
+from fastsam.fed.privacy.private_aggregate import PrivateAggregate
 from fastsam.fed.step.rows import Rows
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,15 @@ class Privacy:
         std = self.asked.noise_multiplier * clip
         rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.places, value=std))
 
-    def sums(self, sums: RoundSums | None, index: int, server: State, active: int) -> PrivateSums:
+    def aggregate(
+        self, aggregate: FixedPointAggregate | None, index: int, server: State, active: int
+    ) -> PrivateAggregate:
         """What the server's step reads of a round. sums: None where nobody was sampled."""
         w = server["w"]
         assert self.asked.clip_update is not None
         std = self.asked.noise_multiplier * self.asked.clip_update
         noise = normals(len(self.places), self.asked.seed, "noise", index).to(w.device)
-        return PrivateSums(sums, noise, self.places, std, self.cohort or active)
+        return PrivateAggregate(aggregate, noise, self.places, std, self.cohort or active)
 
     def record(self, index: int) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to round `index` (from 0), empty without an accountant."""

@@ -5,14 +5,21 @@ Form U, in one client and one round (w^t is the global model that the client rec
     d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), a constant e,
           k*e + drift*(w - w^t) in step k = 0, 1, ..., g1 + e + drift*(w - w^t) [+ g2 of the step before], or L*g1 with
           L = |w - w^t|, of each parameter over its norms along the first dimension (FedSOL)
-    eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1; FedSOL: of g1
+    eps = rho * d / (||d|| + nu)                  ASAM: the norm of T*g1; FedSOL: the norm of g1
     mu <- mu + (eps - s)/alpha                    FedSMOO only
-    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1; at (1 - pull)*(w + eps) +
-    pull*anchor w  <- w - lr * (sig*v + (weight_decay + phi)*w)
+    g2  = gradient at w + eps, or at (1 - pull)*(w + eps) + pull*anchor; without a direction g2 = g1
+    v   = a*g2 + b*g1 + q
+    w  <- w - lr * (sig*v + (weight_decay + phi)*w)
 
-An algorithm chooses the constants; an executor runs the step; neither knows the other. Direction and mix are those of
-`FusedSAM`, in `fastsam.step`; the arithmetic stands in `fastsam_kernels.reference`. `sig` (clipping), the weight decay
-and the momentum belong to the run.
+    letter  field of LocalUpdate       letter  field of LocalUpdate
+    q       gradient_offset            mu      dual
+    e       direction_vector           a       perturbed_weight
+    s       server_perturbation        b       clean_weight
+    alpha   penalty                    phi     proximal_coefficient
+
+An algorithm chooses the constants and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
+(`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and momentum are
+options of the run.
 """
 
 from __future__ import annotations
@@ -34,9 +41,22 @@ from fastsam.step import Direction, Mix
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
 
-VECTORS = ("q", "e", "mu", "s", "start", "anchor", "beside", "rho_scale")  # of a LocalUpdate
+VECTORS = (
+    "gradient_offset",
+    "direction_vector",
+    "dual",
+    "server_perturbation",
+    "start",
+    "anchor",
+    "beside",
+    "rho_scale",
+)
 _ALONG = (Direction.PATH, Direction.GRADIENT_PLUS)  # what is known of the way so far is in the direction
-_NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",), **dict.fromkeys(_ALONG, ("e",))}
+_NEEDS = {
+    Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
+    Direction.CONSTANT: ("direction_vector",),
+    **dict.fromkeys(_ALONG, ("direction_vector",)),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Envelope:
     a that moves.
 
     Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin,
-    with q = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
+    with gradient_offset = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
     """
 
     steps: int
@@ -60,8 +80,8 @@ class Envelope:
 class LocalUpdate:
     """The constants of the local update rule for some clients in one round.
 
-    q, e, mu, s, start, anchor, beside, rho_scale: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in
-    the dtype of the weights, or None. They are only read: an executor works on its own copy of mu.
+    The vectors (`VECTORS`) are `[stride]`, one for all clients, or `[n, stride]`, a row for each client, or None, in
+    the dtype of the weights. They are only read. An executor works on its own copy of the dual.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured
     from there.
     drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
@@ -69,9 +89,10 @@ class LocalUpdate:
     anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not
     with PATH and CONSTANT.
     buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
-    With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
-    surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1
-    and b = 0).
+    With `proximal_coefficient` phi > 0, `gradient_offset` holds the constant half `-phi*w^t` of the proximal term
+    `phi*(w - w^t)`.
+    surrogate_gap: GSAM's alpha. If it is not 0, `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with
+    `cc = <g1, g2>/||g2||^2`, and perturbed_weight is 1 and clean_weight 0.
     full_gradient: the gradient over the client's whole data at the start is wanted (`ClientResults.gradient`), in
     batches, in evaluation mode.
     pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
@@ -100,16 +121,16 @@ class LocalUpdate:
     direction: Direction = Direction.NONE
     rho: float = 0.0  # radius of the perturbation, over the whole model
     eta: float = 0.0  # ASAM only
-    a: float = 1.0  # weight of the gradient at the perturbed point
-    b: float = 0.0  # weight of the gradient at the unperturbed point
+    perturbed_weight: float = 1.0  # weight of the gradient at the perturbed point
+    clean_weight: float = 0.0  # weight of the gradient at the unperturbed point
     surrogate_gap: float = 0.0
-    q: Tensor | None = None  # constant added to the gradient
-    phi: float = 0.0  # proximal coefficient
-    e: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
+    gradient_offset: Tensor | None = None  # constant added to the gradient
+    proximal_coefficient: float = 0.0  # proximal coefficient
+    direction_vector: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
     drift: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
     remembers: bool = False  # GRADIENT_PLUS
-    mu: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
-    s: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
+    dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
+    server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
     lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
     rho_end: float = 1.0  # the radius at the end of the round, over that at its beginning
@@ -147,14 +168,14 @@ class LocalUpdate:
                 f"{self.direction.value!r}"
             )
         number("pull", self.pull, at_least=0, at_most=1)
-        for name in ("a", "b", "phi", "surrogate_gap", "drift"):
+        for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift"):
             number(name, getattr(self, name))
         needed = _NEEDS.get(self.direction, ())
-        for name in ("e", "mu", "s"):
+        for name in ("direction_vector", "dual", "server_perturbation"):
             if (getattr(self, name) is not None) != (name in needed):
                 raise ValueError(
                     f"LocalUpdate: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
-                    f"vectors e, mu, s; "
+                    f"vectors direction_vector, dual, server_perturbation; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
         if (self.drift and self.direction not in _ALONG) or (
@@ -179,10 +200,10 @@ class LocalUpdate:
                 "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
                 f"{self.direction.value!r} has one gradient only"
             )
-        if (self.b or self.surrogate_gap) and self.backprops == 1:
+        if (self.clean_weight or self.surrogate_gap) and self.backprops == 1:
             raise ValueError(
-                "LocalUpdate: b and surrogate_gap combine the gradients at the unperturbed and at the perturbed "
-                f"weights; the direction {self.direction.value!r} has one gradient only"
+                "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
+                f"perturbed weights; the direction {self.direction.value!r} has one gradient only"
             )
         if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
             raise ValueError(
@@ -206,11 +227,13 @@ class LocalUpdate:
                 "LocalUpdate: a step with a further phase, and that phase, have no dual, constant direction, full "
                 "gradient, pilot or map of the inputs"
             )
-        if self.envelope is not None and not (self.chains and self.then is None and self.phi and self.q is not None):
+        if self.envelope is not None and not (
+            self.chains and self.then is None and self.proximal_coefficient and self.gradient_offset is not None
+        ):
             raise ValueError(
-                "LocalUpdate: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one "
-                "phase without a dual, constant "
-                "direction, full gradient, pilot or map of the inputs"
+                "LocalUpdate: an envelope needs a proximal term (proximal_coefficient > 0 and gradient_offset = "
+                "-proximal_coefficient * start), in a step of one phase without a dual, constant direction, full "
+                "gradient, pilot or map of the inputs"
             )
         if (self.beside is None) != (self.mixture is None) or (self.mixture is not None and not self.mixes):
             raise ValueError(
@@ -220,7 +243,7 @@ class LocalUpdate:
                 f"{'no' if self.beside is None else 'a'} vector "
                 f"beside and {'no' if self.mixture is None else 'a'} mixture"
             )
-        object.__setattr__(self, "mix", Mix(self.a, self.b, self.surrogate_gap))
+        object.__setattr__(self, "mix", Mix(self.perturbed_weight, self.clean_weight, self.surrogate_gap))
 
     @property
     def backprops(self) -> int:

@@ -82,8 +82,8 @@ def test_the_table_says_what_the_class_does(name):
         "`w^t + k·D_i − w`": "path",
     }
     assert step.direction.value == directions[d]
-    assert (step.q is not None) == (q != NONE) and (step.phi != 0) == ("phi" in q)
-    assert (a != "1") == (step.a != 1 or step.surrogate_gap != 0 or name == "fedspeed")
+    assert (step.gradient_offset is not None) == (q != NONE) and (step.proximal_coefficient != 0) == ("phi" in q)
+    assert (a != "1") == (step.perturbed_weight != 1 or step.surrogate_gap != 0 or name == "fedspeed")
     assert (b != "0") == (step.surrogate_gap != 0 or name == "fedspeed")
     size_of_w = watched._servers[0]["w"].shape
     assert {key for key, t in watched._servers[-1].items() if t.shape == size_of_w} == vectors(server)

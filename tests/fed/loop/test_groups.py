@@ -17,7 +17,7 @@ from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
 from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
@@ -50,10 +50,10 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     ).to(dtype)
     weights = data.draw(st.lists(st.sampled_from([1, 7, 30]), min_size=n, max_size=n))
     losses = data.draw(st.lists(st.sampled_from([0.5, 2.0, math.nan]), min_size=n, max_size=n))
-    together, alone = (RoundSums(n, 30) for _ in range(2))
+    together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
     first = torch.zeros(size, dtype=dtype)
-    for sums in (together, alone):  # there is a sum, whoever is good
-        assert sums.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
+    for aggregate in (together, alone):  # there is a sum, whoever is good
+        assert aggregate.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
     known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
     problems = together.add_rows_(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
     assert known.items() <= problems.items()
@@ -61,9 +61,9 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
         if i not in known:
             assert alone.add_(weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
     assert torch.equal(together.mean("delta"), alone.mean("delta"))
-    assert torch.equal(together.total("plain"), alone.total("plain"))
+    assert torch.equal(together.sum("plain"), alone.sum("plain"))
     assert (together.clients, together.weight) == (alone.clients, alone.weight)
-    assert together.number("loss") == alone.number("loss")
+    assert together.scalar("loss") == alone.scalar("loss")
 
 
 # --- runs ---
@@ -95,14 +95,16 @@ class OneByOne:
 
         states, uploads = zip(*closed, strict=True)
         weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.weighs else None
-        means, totals = (rows(parts) for parts in zip(*((u.mean, u.total) for u in uploads), strict=True))
+        means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
         return rows(states), fed.Upload(means, totals, weight=weight)
 
     def _own(self, client, i):
         return {name: t[i : i + 1] for name, t in client.items()}
 
     def _row(self, step):
-        vectors = {name: getattr(step, name) for name in ("q", "e", "mu", "s")}
+        vectors = {
+            name: getattr(step, name) for name in ("gradient_offset", "direction_vector", "dual", "server_perturbation")
+        }
         return replace(step, **{name: v[0] for name, v in vectors.items() if v is not None and v.dim() == 2})
 
 

@@ -31,7 +31,11 @@ class Noisy(fed.Algorithm):
         return row
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalUpdate()
+        return (
+            fed.LocalUpdate(gradient_offset=self.noise(server["w"], round))
+            if self.place == "step"
+            else fed.LocalUpdate()
+        )
 
     def finish_client(self, server, client, results, round):
         delta, n = results.delta, len(results.clients)
@@ -40,8 +44,8 @@ class Noisy(fed.Algorithm):
         counts = torch.ones(n, 7)  # of another length: no row
         return client, fed.Upload(mean={"delta": delta, "counts": counts})
 
-    def step_server(self, server, sums, round):
-        after = super().step_server(server, sums, round)
+    def step_server(self, server, aggregate, round):
+        after = super().step_server(server, aggregate, round)
         return {"w": after["w"] + self.noise(after["w"], round)} if self.place == "server" else after
 
 
@@ -98,7 +102,9 @@ class Mixing(fed.Algorithm):
 
     def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
         if self.how == "local_update":
-            return fed.LocalUpdate(q=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0))
+            return fed.LocalUpdate(
+                gradient_offset=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0)
+            )
         return fed.LocalUpdate()
 
     def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:

@@ -37,9 +37,9 @@ class Summed(fed.FedAvg):
 
     mean: torch.Tensor
 
-    def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-        type(self).mean = sums.mean("delta")
-        return super().step_server(server, sums, round)
+    def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+        type(self).mean = aggregate.mean("delta")
+        return super().step_server(server, aggregate, round)
 
 
 def total(cohort: list[int], **options: Any) -> torch.Tensor:

@@ -142,7 +142,9 @@ def test_a_dual_follows_a_falling_radius():
 
         def local_update(self, server, client, round):
             zero = torch.zeros_like(server["w"])
-            return fed.LocalUpdate(D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, mu=zero, s=zero)
+            return fed.LocalUpdate(
+                D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, dual=zero, server_perturbation=zero
+            )
 
         def finish_client(self, server, client, results, round):
             lengths.append(float(torch.linalg.vector_norm(results.eps)))
@@ -211,7 +213,8 @@ SCALED = {"rho_scale": SCALE}
             "sequential"),
         ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
         ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "StackedRows.begin_", '("q", "mu", "s", *crews[0].kind.vectors)', '("q",)',
+        ("executors.stacked_rows", "StackedRows.begin_",
+            '("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors)', '("gradient_offset",)',
             D.GRADIENT, SCALED, "vmap"),
         ("step.rows", "Rows.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
     ],

@@ -129,9 +129,9 @@ class Accuracies:
         self.seen.append(about.rows.unflatten(results.delta)["conv.weight"].clone())
         return {"moved": results.delta.square().sum(1)}
 
-    def round(self, before, after, sums, about):
-        assert sums.mean("delta").shape == after["w"].shape == (about.rows.numel,)
-        assert torch.allclose(sums.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
+    def round(self, before, after, aggregate, about):
+        assert aggregate.mean("delta").shape == after["w"].shape == (about.rows.numel,)
+        assert torch.allclose(aggregate.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
         x, y = clients()[0]
         model = about.rows.model(after["w"])
         with torch.no_grad():
@@ -166,7 +166,7 @@ class Noisy(fed.Algorithm):
     def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])
         round.rows.unflatten(q)["conv.weight"][2] = 1.0
-        return fed.LocalUpdate(a=0.0, q=q)
+        return fed.LocalUpdate(perturbed_weight=0.0, gradient_offset=q)
 
 
 @pytest.mark.parametrize("format", ["auto", "preserve"])
