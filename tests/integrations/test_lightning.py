@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import fastsam
 from fastsam import FusedSAM, frozen_batchnorm_stats
-from fastsam.integrations.lightning import SAMCallback
+from fastsam.integrations import lightning as integration
 from tests.helpers.libraries import library
 from tests.helpers.sam_oracle import same_bits
 
 lightning = library("lightning")
+SAMCallback = integration.SAMCallback
 
 BATCHES = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
 
