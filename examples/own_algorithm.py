@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, models, moved
+from fastsam.fed import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, apply_update, models
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FedAvgM(Algorithm):
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         m = self.beta * server["m"].double() + aggregate.mean("delta")
-        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
+        return {"w": apply_update(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ def _function(name: str) -> Any:
 class RawCalls:
     """The calls of a step on the CPU on the weights `params`, valid as long as all of these stay where they are.
 
-    `params`: one tensor per segment; `backup` `[1, stride]`, or None where weights are perturbed apart and updated in
+    `params`: one tensor per segment; `backup` `[1, row_size]`, or None where weights are perturbed apart and updated in
     place; `table` int64 `[segments, 4]`; `hparams` float64 `[1, groups, width]`.
     """
 

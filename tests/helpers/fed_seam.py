@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed import State, executors
-from fastsam.fed.algorithms import moved
+from fastsam.fed.algorithms import apply_update
 from fastsam.fed.executors.sequential import Sequential
 
 
@@ -41,13 +41,13 @@ class Scaffold:
     def finish_client(
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
-        fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.steps)
+        fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.num_steps)
         return {"c_i": fresh}, fed.Upload(mean={"delta": results.delta}, sum={"dc": fresh - client["c_i"]})
 
     def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:
         return {
-            "w": moved(server["w"], round.server_lr * aggregate.mean("delta")),
-            "c": moved(server["c"], aggregate.sum("dc") / round.clients),
+            "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta")),
+            "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients),
         }
 
 

@@ -29,7 +29,7 @@ class RobustAggregate:
         displacements: Tensor,
         mean: Mapping[str, Tensor],
     ) -> None:
-        """The rows at some places, those of clients that are not excluded: displacements `[n, stride]`, uploads
+        """The rows at some places, those of clients that are not excluded: displacements `[n, row_size]`, uploads
         `[n, ...]`. They are not copied."""
         for place in places:
             rows = {name: x[place].detach() for name, x in mean.items()}

@@ -18,11 +18,11 @@ from fastsam.fed.algorithms.base import (
     ClientResults,
     Direction,
     LocalUpdate,
+    ParameterLayout,
     Round,
-    Rows,
     State,
     Upload,
-    moved,
+    apply_update,
 )
 
 
@@ -50,10 +50,10 @@ __all__ = [
     "LocalUpdate",
     "Round",
     "ClientResults",
-    "Rows",
+    "ParameterLayout",
     "State",
     "Aggregate",
     "Upload",
-    "moved",
+    "apply_update",
     *(made.__name__ for made in registry.values()),
 ]

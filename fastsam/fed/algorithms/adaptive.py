@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -40,7 +40,7 @@ class AdaptiveServer(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0), "V": torch.full_like(w0, self.V0)}
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
-        """The new V of the old one and the squared mean displacement, float64 `[stride]`."""
+        """The new V of the old one and the squared mean displacement, float64 `[row_size]`."""
         raise NotImplementedError
 
     def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
@@ -52,5 +52,5 @@ class AdaptiveServer(Algorithm):
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
         by, size = self.corrected(m, V, round)
-        w = moved(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
+        w = apply_update(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
         return {"w": w, "m": m.to(w.dtype), "V": V.to(w.dtype)}

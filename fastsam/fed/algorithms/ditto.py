@@ -26,7 +26,7 @@ class Ditto(Algorithm):
 
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
     lam: float = 1.0

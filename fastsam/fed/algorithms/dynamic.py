@@ -8,7 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, moved, no_server_lr
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Round,
+    State,
+    Upload,
+    apply_update,
+    no_server_lr,
+)
 from fastsam.fed.common.checks import decayed, number
 
 
@@ -43,8 +52,8 @@ class DynamicRegularizer(Algorithm):
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = super().step_server(server, aggregate, round)
         # Divided by all N clients, not by the active ones: H stays the mean of all h_i.
-        H = moved(server["H"], aggregate.sum("dh") / round.clients)
-        return {**after, "H": H, "w": moved(server["w"], aggregate.mean("delta") + H.double())}
+        H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
+        return {**after, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
     def phi_of(self, round: Round) -> float:
         """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -36,4 +36,4 @@ class FedAvgM(Algorithm):
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         m = self.beta * server["m"].double() + aggregate.mean("delta")
-        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
+        return {"w": apply_update(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}

@@ -17,7 +17,7 @@ from fastsam.fed.algorithms.base import (
     Round,
     State,
     Upload,
-    moved,
+    apply_update,
     no_server_lr,
 )
 from fastsam.fed.common.checks import choice, number
@@ -60,6 +60,6 @@ class FedExP(Algorithm):
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         delta = aggregate.mean("delta")
         eta = (aggregate.mean("square") / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
-        x = moved(server["x"], eta * delta)
-        w = moved(server["x"], 0.5 * eta * delta) if self.average else x
+        x = apply_update(server["x"], eta * delta)
+        w = apply_update(server["x"], 0.5 * eta * delta) if self.average else x
         return {"w": w, "x": x}

@@ -24,7 +24,7 @@ class FedGAMMA(ControlVariates):
     """
 
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
 

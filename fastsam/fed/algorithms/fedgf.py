@@ -39,10 +39,10 @@ class FedGF(Algorithm):
     numbers. Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     rho_g: Scheduled = 0.05

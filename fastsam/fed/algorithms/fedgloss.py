@@ -48,7 +48,7 @@ class FedGloSS(DynamicRegularizer):
         check_phi(self.phi, self.phi_decay)
 
     @property
-    def backprops(self) -> int:  # type: ignore[override]
+    def backward_passes(self) -> int:  # type: ignore[override]
         """Back-propagations of a local step."""
         return 1 if self.rho_local == 0 else 2
 

@@ -44,9 +44,9 @@ class FedSMOO(DynamicRegularizer):
     Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
-    up: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    download_vectors: ClassVar[float] = 2
+    upload_vectors: ClassVar[float] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     alpha: float = 1.0
@@ -126,7 +126,7 @@ class FedSMOO(DynamicRegularizer):
             else Algorithm.step_server(self, server, aggregate, round)
         )
         if self.s_rule == "mu_all":
-            mu = server["mu"].double() + aggregate.sum("dmu") / round.clients
+            mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
             after, r = {**after, "mu": mu.to(server["mu"].dtype)}, -mu
         else:
             r = aggregate.mean("r")

@@ -29,7 +29,7 @@ class FedSpeed(Algorithm):
 
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 3
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     alpha: float = 1.0

@@ -29,10 +29,10 @@ class FedTOGA(DynamicRegularizer):
     client. Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 5
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     kappa: float = 1.0

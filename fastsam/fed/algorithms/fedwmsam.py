@@ -37,7 +37,7 @@ class FedWMSAM(ControlVariates):
     c_i on every client. One back-propagation a step.
     """
 
-    down: ClassVar[float] = 3
+    download_vectors: ClassVar[float] = 3
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 6
 
@@ -68,7 +68,7 @@ class FedWMSAM(ControlVariates):
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        D = results.delta / results.column(-round.lr * K for K in results.steps)
+        D = results.delta / results.column(-round.lr * K for K in results.num_steps)
         mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
         return state, Upload(mean, upload.sum)
 

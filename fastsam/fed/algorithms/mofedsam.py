@@ -29,7 +29,7 @@ class MoFedSAM(ServerDirection):
     """
 
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     beta: float = 0.1

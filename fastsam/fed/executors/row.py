@@ -58,7 +58,7 @@ class Row:
     # --- a client's round ---
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[stride]`; its step may have its own) and the model's `buffers`.
+        """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
         if task.step is not self._known[0]:
@@ -67,7 +67,7 @@ class Row:
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
         self.carried: ClientResults | None = None  # what phases before this one left, from which it goes on
         self.done: tuple[ClientResults, ...] = ()  # what other models have left
-        self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
+        self.k, self.extra_backward_passes, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
         if task.work.samples is not None:
@@ -141,12 +141,12 @@ class Row:
         ascents = 0 if self.map is None else self.map.steps - 1
         envelope = step.envelope
         results = ClientResults(
-            clients=(task.client,),
+            client_ids=(task.client,),
             delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
-            steps=(self.k,),
-            backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
+            num_steps=(self.k,),
+            backward_passes=(self.k * (step.backward_passes + ascents) + self.extra_backward_passes,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
-            samples=(task.seen * (1 if envelope is None else envelope.steps),),
+            num_samples=(task.seen * (1 if envelope is None else envelope.steps),),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
             dual=None if step.dual is None else self.form.field("dual").clone(),
             eps=None if self.eps is None else self.eps.clone(),
@@ -159,7 +159,7 @@ class Row:
             results = replace(results, delta=self.form.field("anchor") - self.start, inner=results.delta)
         if self.beside is not None:
             inner = self.beside.form.z - self.beside.start
-            results = replace(results, backprops=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
+            results = replace(results, backward_passes=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
         return results if self.carried is None else together(self.carried, results)
 
     def _next_phase(self, step: LocalUpdate) -> None:
@@ -175,7 +175,7 @@ class Row:
             begin = first = own
             for buffer, value in zip(self.replica.buffers, self.buffers, strict=True):
                 buffer.copy_(value)
-        self.k, self.losses, self.snapshots, self.extra_backprops = 0, [], {}, 0
+        self.k, self.losses, self.snapshots, self.extra_backward_passes = 0, [], {}, 0
         self.start = begin
         self._begin(step)
         self.start = first  # displacements are measured from where the model began
@@ -244,10 +244,10 @@ class Row:
         task, pilot = self.task, self.task.step.pilot
         self.gradient = torch.zeros_like(self.z)
         if pilot is None:
-            self.extra_backprops += self.passes.mean_gradient(task.whole(), self.gradient[0])
+            self.extra_backward_passes += self.passes.mean_gradient(task.whole(), self.gradient[0])
             return
         self.norms = torch.zeros(1, dtype=torch.float64, device=self.z.device)
-        self.extra_backprops += self.passes.mean_gradient(task.first(pilot.batches), self.gradient[0], self.norms)
+        self.extra_backward_passes += self.passes.mean_gradient(task.first(pilot.batches), self.gradient[0], self.norms)
 
     # --- a step ---
 

@@ -170,7 +170,7 @@ class Vmap(Executor):
         views, row = self.layout.views(self.rows.rows.field("gradient")), 0
         norms = gradients.norms(len(x)) if crews[0].norms is not None else None
         for crew, (_, _, share) in pairs:
-            crew.extra_backprops += 1
+            crew.extra_backward_passes += 1
             rows = slice(row, row := row + len(crew.tasks))
             for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
                 views[slot][crew.slot : crew.end].add_(g[rows], alpha=share)
@@ -206,7 +206,7 @@ class Vmap(Executor):
         if not self.setup.excludes(error):
             raise error
         for crew in crews:
-            if not set(error.clients).isdisjoint(task.client for task in crew.tasks):
+            if not set(error.client_ids).isdisjoint(task.client for task in crew.tasks):
                 crew.error = error
 
     def _train_by_graph(self, crews: list[Crew]) -> bool:

@@ -18,7 +18,7 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Uplo
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 OWN = "personal"  # the name of a client's own parameters in its state
 _MASKED = (
@@ -34,7 +34,7 @@ class ClientModels(Protocol):
     """Where each client's own model comes from. state: the client's; None for one that has not taken part yet."""
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """Its weights, `[stride]`."""
+        """Its weights, `[row_size]`."""
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
         """Its buffers; common: those of the global model."""
@@ -64,29 +64,29 @@ class Personal:
     So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to
     where the client began.
     buffers: those of the start, where each client's stay with it; empty where they do not.
-    Raises ValueError for patterns that match nothing (see `Rows.mask`), or all.
+    Raises ValueError for patterns that match nothing (see `ParameterLayout.mask`), or all.
     """
 
     def __init__(
-        self, inner: Algorithm, rows: Rows, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
+        self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
-        self.inner, self.mask = inner, rows.mask("personal", patterns)
+        self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
         self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
-        if own == rows.numel:
+        if own == layout.numel:
             raise ValueError(
-                f"personal={patterns!r} are all parameters of the model, and nothing would be learnt together"
+                f"local_parameters={patterns!r} are all parameters of the model, and nothing would be learnt together"
             )
-        shared = 1 - own / rows.numel
-        self.down, self.up = inner.down * shared, inner.up * shared
-        self.weighs = getattr(inner, "weighs", False)
-        self.client_vectors = getattr(inner, "client_vectors", 0) + own / rows.numel
+        shared = 1 - own / layout.numel
+        self.download_vectors, self.upload_vectors = inner.download_vectors * shared, inner.upload_vectors * shared
+        self.sends_weights = getattr(inner, "weighs", False)
+        self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state
-        yet."""
+        """A client's model: the global one `[row_size]` with its own parameters; those of the start where it has no
+        state yet."""
         w = server["w"]
         if state is None:
             return w
@@ -126,11 +126,13 @@ class Personal:
     def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
-                f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
+                f"local_parameters= serves no algorithm with a start of its own, and {type(self.inner).__name__} has "
+                "one"
             )
         if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
-                f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
+                "local_parameters= serves no algorithm that trains two models a client, as "
+                f"{type(self.inner).__name__} does"
             )
         q = step.gradient_offset
         if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
@@ -172,16 +174,16 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
 
 
 def personal_of(
-    algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
+    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor], ranks: int
 ) -> ClientModels | None:
     """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around
     `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
 
     buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
     """
-    asked = settings.personal
+    asked = settings.local_parameters
     patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
-    patterns += getattr(algorithm, "own_parameters", lambda model: ())(rows.template)
+    patterns += getattr(algorithm, "own_parameters", lambda model: ())(layout.template)
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
         return _kept(algorithm, settings, patterns, buffers, ranks)
@@ -189,7 +191,7 @@ def personal_of(
         return None
     name, rule = type(algorithm).__name__, settings.rule
     if asked is not None:
-        what = f"personal={asked!r}"
+        what = f"local_parameters={asked!r}"
     else:
         what = f"{name}, whose parameters stay with the clients," if patterns else "buffers='local'"
     if getattr(algorithm, "pools_data", False):
@@ -198,7 +200,7 @@ def personal_of(
         raise ValueError(f"{what} is served with aggregation='mean' alone: {rule.name!r} compares whole models")
     if ranks > 1:
         raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
-    return Personal(algorithm, rows, patterns, buffers if local else ())
+    return Personal(algorithm, layout, patterns, buffers if local else ())
 
 
 def _kept(
@@ -207,7 +209,9 @@ def _kept(
     """Of an algorithm that keeps them. Raises ValueError for a run that cannot have them."""
     name = type(algorithm).__name__
     if patterns:
-        raise ValueError(f"personal={settings.personal!r}: clients of {name} have whole models of their own already")
+        raise ValueError(
+            f"local_parameters={settings.local_parameters!r}: clients of {name} have whole models of their own already"
+        )
     if ranks > 1:
         raise ValueError(
             f"{name} is served in one process, where all clients' models can be evaluated; got {ranks} processes"

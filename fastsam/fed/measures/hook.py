@@ -31,11 +31,11 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were
-    kept before some."""
+    """What a client left: its displacement and the last step's eps, `[row_size]`, its local steps, and the rows that
+    were kept before some."""
 
     delta: Tensor
-    steps: int
+    num_steps: int
     eps: Tensor | None
     snapshots: Mapping[int, Snapshot]
 
@@ -107,13 +107,13 @@ class RoundMeasures:
         row = results.delta[i]
         self._seen.clients += 1
         if "consistency" in self.names:
-            total = self._seen.total = self._seen.total or FixedPointSum(row, about.active)
+            total = self._seen.total = self._seen.total or FixedPointSum(row, about.cohort_size)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
         if snapshots or results.eps is not None:
             eps = None if results.eps is None else results.eps[i].clone()
-            self._seen.results[results.clients[i]] = _End(row.clone(), results.steps[i], eps, snapshots)
+            self._seen.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """With several ranks: what the clients of all of them left in this round; collective."""
@@ -129,7 +129,7 @@ class RoundMeasures:
             seen.clients += clients
             seen.results |= results
             if limbs is not None:
-                total = seen.total = seen.total or FixedPointSum(limbs[0], about.active)
+                total = seen.total = seen.total or FixedPointSum(limbs[0], about.cohort_size)
                 total.add_limbs_(*limbs)
         self._round = about.index
 
@@ -229,7 +229,7 @@ class RoundMeasures:
         for _, end in sorted(self._seen.results.items()):
             if not end.snapshots:
                 continue
-            kept = [end.snapshots[k] for k in kept_steps(end.steps)]
+            kept = [end.snapshots[k] for k in kept_steps(end.num_steps)]
             weights.append([s.w for s in kept])
             if all(s.eps is not None for s in kept):
                 perturbed.append([s.eps for s in kept if s.eps is not None])
@@ -271,7 +271,7 @@ def kept_steps(steps: int) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """The share of all samples of `pairs` that the replica with the weights w (`[stride]`) classifies right, in eval
+    """The share of all samples of `pairs` that the replica with the weights w (`[row_size]`) classifies right, in eval
     mode."""
     replica.row.copy_(w)
     replica.module.eval()

@@ -15,7 +15,7 @@ class PrivateAggregate:
     """(sum of the clipped displacements + noise) / cohort.
 
     sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. normals:
-    standard normal numbers, float64 `[stride]`, and places, 0 in the padding; std: of the noise on the sum. cohort:
+    standard normal numbers, float64 `[row_size]`, and places, 0 in the padding; std: of the noise on the sum. cohort:
     clients that are expected in a round: how many there were depends on who is among the clients.
     """
 
@@ -31,7 +31,7 @@ class PrivateAggregate:
         return max(1, round(self._cohort))
 
     def mean(self, name: str) -> Tensor:
-        """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""
+        """The noisy mean of the displacements, float64 `[row_size]`. Raises ValueError for another name."""
         if name != DELTA:
             self._refused(f"mean({name!r})")
         std = self._std / self._cohort

@@ -80,8 +80,8 @@ class Envelope:
 class LocalUpdate:
     """The constants of the local update rule for some clients in one round.
 
-    The vectors (`VECTORS`) are `[stride]`, one for all clients, or `[n, stride]`, a row for each client, or None, in
-    the dtype of the weights. They are only read. An executor works on its own copy of the dual.
+    The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
+    in the dtype of the weights. They are only read. An executor works on its own copy of the dual.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured
     from there.
     drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
@@ -98,15 +98,15 @@ class LocalUpdate:
     pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
     `ClientResults.norms`).
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the
-    round's.
-    rho_end: the same of the radius, that of step k of K is `1 - (1 - rho_end)*k/K` times rho. Of directions that
-    perturb step by step.
-    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`):
+    lr_end_factor: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 -
+    lr_end_factor)*k/K` times the round's.
+    rho_end_factor: the same of the radius, that of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho. Of
+    directions that perturb step by step.
+    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`ParameterLayout.factors`):
     `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
     without a direction, nor with a dual.
     epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by
-    their places in `Rows.names` (`Rows.places`); the others rest. None: all.
+    their places in `ParameterLayout.names` (`ParameterLayout.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
     beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
     what that leaves behind are `ClientResults.inner` and `ClientResults.alpha`.
@@ -132,8 +132,8 @@ class LocalUpdate:
     dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
     server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
-    lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
-    rho_end: float = 1.0  # the radius at the end of the round, over that at its beginning
+    lr_end_factor: float = 1.0  # the learning rate at the end of the round, over that at its beginning
+    rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
     rho_scale: Tensor | None = None  # of the radius, weight by weight
     anchor: Tensor | None = None  # towards which the perturbed point is pulled
     pull: float = 0.0
@@ -155,12 +155,12 @@ class LocalUpdate:
         number("rho", self.rho, at_least=0)
         number("eta", self.eta, at_least=0)
         number("penalty", self.penalty, above=0)
-        number("lr_end", self.lr_end, at_least=0)
-        number("rho_end", self.rho_end, at_least=0)
-        if self.rho_end != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
+        number("lr_end_factor", self.lr_end_factor, at_least=0)
+        number("rho_end_factor", self.rho_end_factor, at_least=0)
+        if self.rho_end_factor != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
             raise ValueError(
-                "LocalUpdate: rho_end belongs to directions with a perturbation of every step; the direction is "
-                f"{self.direction.value!r}, with rho_end={self.rho_end!r}"
+                "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
+                f"{self.direction.value!r}, with rho_end_factor={self.rho_end_factor!r}"
             )
         if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
             raise ValueError(
@@ -186,7 +186,7 @@ class LocalUpdate:
                 f"plus'; the direction is {self.direction.value!r}, with drift={self.drift!r} and "
                 f"remembers={self.remembers!r}"
             )
-        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
+        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backward_passes == 1):
             raise ValueError(
                 "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
                 "gradient; got "
@@ -195,12 +195,12 @@ class LocalUpdate:
             )
         if self.teacher is not None and self.input_map is not None:
             raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
-        if self.teacher is not None and self.teacher.perturbs and self.backprops == 1:
+        if self.teacher is not None and self.teacher.perturbs and self.backward_passes == 1:
             raise ValueError(
                 "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
                 f"{self.direction.value!r} has one gradient only"
             )
-        if (self.clean_weight or self.surrogate_gap) and self.backprops == 1:
+        if (self.clean_weight or self.surrogate_gap) and self.backward_passes == 1:
             raise ValueError(
                 "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
                 f"perturbed weights; the direction {self.direction.value!r} has one gradient only"
@@ -211,13 +211,15 @@ class LocalUpdate:
                 "one; got the direction "
                 f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
             )
-        if self.pilot is not None and self.rho_end != 1:
-            raise ValueError(f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
+        if self.pilot is not None and self.rho_end_factor != 1:
+            raise ValueError(
+                f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={self.rho_end_factor!r}"
+            )
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
         if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
             raise ValueError(
-                "LocalUpdate: only must be a tuple of places, as Rows.places(...) returns them, got "
+                "LocalUpdate: only must be a tuple of places, as ParameterLayout.places(...) returns them, got "
                 f"{type(self.only).__name__}"
             )
         if self.only is not None and not self.only:
@@ -246,9 +248,9 @@ class LocalUpdate:
         object.__setattr__(self, "mix", Mix(self.perturbed_weight, self.clean_weight, self.surrogate_gap))
 
     @property
-    def backprops(self) -> int:
+    def backward_passes(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
-        return self.direction.backprops
+        return self.direction.backward_passes
 
     @property
     def chains(self) -> bool:
@@ -264,11 +266,11 @@ class LocalUpdate:
 
     def pace(self, k: int, steps: int) -> float:
         """The learning rate of step k of `steps`, over that of the round."""
-        return 1 - (1 - self.lr_end) * k / steps
+        return 1 - (1 - self.lr_end_factor) * k / steps
 
     def radius(self, k: int, steps: int) -> float:
         """The radius of step k of `steps`."""
-        return self.rho * (1 - (1 - self.rho_end) * k / steps)
+        return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
     @property
     def phased(self) -> bool:
@@ -283,16 +285,15 @@ class LocalUpdate:
         return self.mix.keeps_first
 
 
-def paces(lr_end: float, steps: int) -> float:
-    """Return the sum of the learning rates of that many steps over that of the round (`LocalUpdate.lr_end`): the
-    divisor of a displacement."""
-    return steps - (1 - lr_end) * (steps - 1) / 2
+def lr_sum(lr_end_factor: float, steps: int) -> float:
+    """Return the sum of the learning rates of `steps` steps, in units of the round's learning rate."""
+    return steps - (1 - lr_end_factor) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A row before one of its local steps: its unperturbed weights and, for a step with two back-propagations, that
-    step's eps. `[stride]`."""
+    step's eps. `[row_size]`."""
 
     w: Tensor
     eps: Tensor | None = None
@@ -302,32 +303,32 @@ class Snapshot:
 class ClientResults:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    clients: their numbers. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    client_ids: the n clients. delta: `[n, row_size]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalUpdate.start`, `w_K - start`.
-    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
-    back-propagations really done, those of a full gradient and of a pilot included.
-    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples:
-    those in these batches.
+    num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
+    backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
+    num_samples: number of samples in these batches.
     buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
     `LocalUpdate.buffers`; None for a model without.
-    dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a
+    dual, eps: `[n, row_size]`, mu and the perturbation after the last step, where the direction has a dual.
+    gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, where it was asked for; with a
     pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by
     local step, where the tasks ask for them. What is None is so for all n.
-    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
+    inner: `[n, row_size]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
     anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
     end.
-    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one
-    that went on are in these.
+    then: of a further phase with a start of its own, its steps, losses and backward_passes apart from these; those of
+    one that went on are in these.
     """
 
-    clients: Sequence[int]
+    client_ids: Sequence[int]
     delta: Tensor
-    steps: Sequence[int]
-    backprops: Sequence[int]
+    num_steps: Sequence[int]
+    backward_passes: Sequence[int]
     losses: Tensor
-    samples: Sequence[int]
+    num_samples: Sequence[int]
     buffers: Tensor | None = None
     dual: Tensor | None = None
     eps: Tensor | None = None
@@ -346,7 +347,7 @@ class ClientResults:
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 
     def take(self, places: Sequence[int]) -> ClientResults:
-        """Of some of the clients, by their places in `clients`, in memory of their own."""
+        """Of some of the clients, by their places in `client_ids`, in memory of their own."""
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -100,7 +100,7 @@ class Wavering(fed.Algorithm):
     apart: float = 0.0
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(lr_end=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
+        return fed.LocalUpdate(lr_end_factor=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
@@ -116,21 +116,21 @@ class Unsure(fed.Algorithm):
     """SAM whose pilots find, in every second round, that there is nothing to perturb."""
 
     piloted: bool = True
-    lr_end: float = 1.0
+    lr_end_factor: float = 1.0
 
     def local_update(self, server, client, round):
         nothing = bool(round.index % 2)
         pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.piloted else None
         rho = 0.0 if nothing and not self.piloted else 0.3
-        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end=self.lr_end)
+        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end_factor=self.lr_end_factor)
 
 
-@pytest.mark.parametrize("lr_end", [1.0, 0.5])
+@pytest.mark.parametrize("lr_end_factor", [1.0, 0.5])
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
-def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end):
+def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end_factor):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other = (fed.run(model, clients, Unsure(p, lr_end), **options).model for p in (True, False))
+    one, other = (fed.run(model, clients, Unsure(p, lr_end_factor), **options).model for p in (True, False))
     assert same_bits(one, other)
 
 

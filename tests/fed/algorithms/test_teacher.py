@@ -208,7 +208,7 @@ def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
             )
 
         def finish_client(self, server, client, results, round):
-            return {"v": 3 * server["w"].expand(len(results.clients), -1)}, fed.Upload(
+            return {"v": 3 * server["w"].expand(len(results.client_ids), -1)}, fed.Upload(
                 mean={"delta": 0 * results.delta}
             )
 

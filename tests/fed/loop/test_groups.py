@@ -62,7 +62,7 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
             assert alone.add_(weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
     assert torch.equal(together.mean("delta"), alone.mean("delta"))
     assert torch.equal(together.sum("plain"), alone.sum("plain"))
-    assert (together.clients, together.weight) == (alone.clients, alone.weight)
+    assert (together.client_ids, together.weight) == (alone.client_ids, alone.weight)
     assert together.scalar("loss") == alone.scalar("loss")
 
 
@@ -83,10 +83,10 @@ class OneByOne:
         return [self._row(self._inner.local_update(server, self._own(client, i), round)) for i in range(n)]
 
     def finish_client(self, server, client, results, round):
-        self._sizes.append(len(results.clients))
+        self._sizes.append(len(results.client_ids))
         closed = [
             self._inner.finish_client(server, self._own(client, i), results.take([i]), round)
-            for i in range(len(results.clients))
+            for i in range(len(results.client_ids))
         ]
         shared = set(map(id, server.values()))
 
@@ -94,7 +94,7 @@ class OneByOne:
             return {n: x if id(x) in shared else torch.cat([part[n] for part in own]) for n, x in own[0].items()}
 
         states, uploads = zip(*closed, strict=True)
-        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.weighs else None
+        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.sends_weights else None
         means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
         return rows(states), fed.Upload(means, totals, weight=weight)
 
@@ -165,7 +165,7 @@ class Radii(fed.FedSAM):
 
     def finish_client(self, server, client, results, round):
         _, upload = super().finish_client(server, client, results, round)
-        return {"radius": torch.tensor(results.clients) / 50}, upload
+        return {"radius": torch.tensor(results.client_ids) / 50}, upload
 
     def local_update(self, server, client, round):
         radii = client["radius"].tolist() if client else [0.05]
@@ -183,7 +183,7 @@ class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 
     def finish_client(self, server, client, results, round):
-        self.seen.append((sorted(client), len(results.clients)))
+        self.seen.append((sorted(client), len(results.client_ids)))
         kept = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
         return kept, fed.Upload(mean={"delta": results.delta})
 
@@ -206,7 +206,7 @@ def test_some_of_a_group_have_memory_of_their_own():
     )
     moved.zero_(), mu.zero_(), results.losses.zero_()
     assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
-    assert (second.clients, second.steps, second.samples, second.snapshots) == ([7], [3], [9], [{}])
+    assert (second.client_ids, second.num_steps, second.num_samples, second.snapshots) == ([7], [3], [9], [{}])
     assert second.losses.tolist() == [1.5] and second.gradient is None
 
 

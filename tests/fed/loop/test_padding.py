@@ -11,7 +11,7 @@ import torch
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from tests.helpers import oracle
 
 
@@ -26,7 +26,7 @@ class Noisy(fed.Algorithm):
         if not self.by_parameter:
             return torch.ones_like(like)
         row = torch.zeros_like(like)
-        for view in round.rows.unflatten(row).values():
+        for view in round.layout.unflatten(row).values():
             view.fill_(1.0)
         return row
 
@@ -82,8 +82,8 @@ def test_a_client_that_diverges_is_still_excluded():
 def test_the_padding_of_a_row_is_what_no_parameter_has():
     model = oracle.smooth_model()
     layout = Layout.of(list(model.parameters()))
-    rows = Rows.of(model, layout)
-    assert int(rows.padding.sum()) == rows.length - sum(p.numel() for p in model.parameters()) > 0
+    rows = ParameterLayout.of(model, layout)
+    assert int(rows.padding.sum()) == rows.row_size - sum(p.numel() for p in model.parameters()) > 0
     row = rows.row(torch.ones(rows.numel))
     assert torch.equal(row == 0, rows.padding)
 

@@ -193,7 +193,7 @@ def results(scale=1.0):
 
 
 LINEAR = torch.nn.Linear(2, 1, bias=False).double()
-ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.Rows.of(LINEAR, Layout.of(trainable(LINEAR))))
+ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.of(LINEAR, Layout.of(trainable(LINEAR))))
 
 
 def taken(measures, order, bad=None):

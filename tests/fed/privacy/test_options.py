@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
     ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
     ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
-    ({"personal": "bias"}, "personal='bias' with noise_multiplier.*leave out personal"),
+    ({"local_parameters": "bias"}, "local_parameters='bias' with noise_multiplier.*leave out local_parameters"),
     ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of "
                                     ".*FedSAM"),
     ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),
@@ -94,11 +94,11 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
         told: ClassVar[set[int]] = set()
 
         def local_update(self, server: Any, client: Any, round: Any) -> Any:
-            self.told.add(round.active)
+            self.told.add(round.cohort_size)
             return super().local_update(server, client, round)
 
         def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
-            self.told.update((round.active, aggregate.num_clients))
+            self.told.update((round.cohort_size, aggregate.num_clients))
             return super().step_server(server, aggregate, round)
 
     came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]

@@ -28,13 +28,13 @@ D = fed.Direction
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), drift=float("nan")),
      'drift must be a finite number'),
     # what does not go together is refused
-    (lambda: fed.LocalUpdate(D.GRADIENT, rho_end=-0.1), 'rho_end must be a finite number >= 0, got -0.1'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, rho_end_factor=-0.1), 'rho_end_factor must be a finite number >= 0, got -0.1'),
     (lambda: fed.LocalUpdate(rho_scale=torch.ones(3)),
      "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(rho_end=0.5),
-     "rho_end belongs to directions with a perturbation of every step; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(D.CONSTANT, direction_vector=torch.zeros(3), rho_end=0.5),
-     "the direction is 'constant', with rho_end=0.5"),
+    (lambda: fed.LocalUpdate(rho_end_factor=0.5),
+     "rho_end_factor belongs to directions with a perturbation of every step; the direction is 'none'"),
+    (lambda: fed.LocalUpdate(D.CONSTANT, direction_vector=torch.zeros(3), rho_end_factor=0.5),
+     "the direction is 'constant', with rho_end_factor=0.5"),
 )  # fmt: skip
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

@@ -7,9 +7,9 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # FedAvg: the server's step and the weights of clients
-algorithms.base Algorithm.step_server: {**server, 'w': moved(server['w'], round.server_lr * aggregate.mean('delta'))} =>
-    {**server, 'w': moved(server['w'], aggregate.mean('delta'))} @ fedavg
-algorithms.base moved: w.double() + by => w.double() - by @ fedavg
+algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
+algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => 1 @ fedavg momentum
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
@@ -64,14 +64,14 @@ algorithms.control ControlVariates.finish_client: -round.lr => round.lr @ scaffo
 algorithms.control ControlVariates.finish_client: round.lr => round.first_lr @ scaffold
 algorithms.control ControlVariates.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
 algorithms.control ControlVariates.finish_client: results.delta / results.column((-round.lr * K for K in
-    results.steps)) -
-    server['c'] => results.delta / results.column((-round.lr * K for K in results.steps)) @ scaffold
+    results.num_steps)) - server['c'] => results.delta / results.column((-round.lr * K for K in results.num_steps)) @
+    scaffold
 algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.clients)}
-    => {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.active)} @ scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], aggregate.sum('dc') / round.clients)}
-    => {**after, 'c': moved(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @ scaffold
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
@@ -107,15 +107,18 @@ algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_
     'h_i': client['h_i'] - results.delta} @ feddyn
 algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
     'h_i': results.delta} @ fedlesam-d
-algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta'))} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
+    @ feddyn
 # the old H
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') + server['H'].double())} @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], aggregate.mean('delta') - H.double())} @ fedsmoo
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') +
+    server['H'].double())} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
+    H.double())} @ fedsmoo
 algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
@@ -133,14 +136,15 @@ algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta
 algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta @ fedspeed
 # FedSWA, FedMoSWA, FedNSAM
 algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
-algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
-    aggregate.mean('delta'))} => {**server, 'w': moved(server['w'], round.server_lr * aggregate.mean('delta'))} @ fedswa
-step.local_update LocalUpdate.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
-step.local_update paces: steps - 1 => steps @ fedmoswa
-algorithms.fedmoswa FedMoSWA.local_update: lr_end=self.rho =>  @ fedmoswa
+algorithms.fedswa FedSWA.step_server: {**server, 'w': apply_update(server['w'], self.alpha * round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], round.server_lr * aggregate.mean('delta'))} @
+    fedswa
+step.local_update LocalUpdate.pace: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
+step.local_update lr_sum: steps - 1 => steps @ fedmoswa
+algorithms.fedmoswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.clients @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.num_clients @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.gamma * aggregate.sum('dc') => aggregate.sum('dc') @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
 algorithms.fednsam FedNSAM.local_update: self.gamma * server['m'] => server['m'] @ fednsam
@@ -288,14 +292,14 @@ fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
 algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
 algorithms.estimate LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => True @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => False @ fedlesam-none
+algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => True @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => False @ fedlesam-none
 algorithms.estimate LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
     results.delta} @ fedlesam
 algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
     fedlesam-last-round
-algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.ref == 'client' else server.get('w_old')
-    => False or server.get('w_old') @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
+    server.get('w_old') => False or server.get('w_old') @ fedlesam
 executors.kernel_calls Form.shift_: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.kernel_calls Form.shift_: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
 executors.kernel_calls Form.shift_: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d
