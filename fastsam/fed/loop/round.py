@@ -87,7 +87,7 @@ class Cohort:
             self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         else:
             self.weights = {i: weights[i] for i in active}
-        self.sends_weights = bool(getattr(algorithm, "weighs", False))
+        self.sends_weights = bool(getattr(algorithm, "sends_weights", False))
         self._looked = about.index > 0  # at what the algorithm makes of rows
         own = about.index == 0 and row_contract.is_own(algorithm)
         self._second = row_contract.copied(algorithm) if own else None  # whose rows are compared
