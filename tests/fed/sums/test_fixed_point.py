@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.stages.client_weights import ClientWeightedAggregate, weighed
 from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointSum
-from fastsam.fed.sums.own_weights import OwnWeights, weighed
 from tests.helpers import oracle, rank_cases
 from tests.helpers.fed_runs import digest, run, same_bits
 from tests.helpers.rank_group import on_ranks
@@ -182,7 +182,7 @@ def test_no_order_and_no_grouping_changes_a_bit():
         for group in groups:
             numbers = {"loss": [0.0] * len(group)}
             plain.add_rows_([1 + i % 3 for i in group], weighed({"delta": rows[group]}, weights[group]), {}, numbers)
-        aggregate.append(OwnWeights(plain))
+        aggregate.append(ClientWeightedAggregate(plain))
     factors = weights * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0], dtype=torch.float64)
     expected = (factors[:, None] * rows.double()).sum(0) / factors.sum()
     assert torch.equal(aggregate[0].mean("delta"), aggregate[1].mean("delta"))
