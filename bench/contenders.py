@@ -77,7 +77,7 @@ class OptimizerStepper(Stepper):
             p.grad = g
 
     def phases(self) -> Sequence[Callable[[], object]]:
-        if isinstance(self.optimizer, FusedSAM) and not self.optimizer.two_passes:
+        if isinstance(self.optimizer, FusedSAM) and not self.optimizer.perturbs:
             return (self.optimizer.step,)
         return self.optimizer.first_step, self.optimizer.second_step
 
@@ -216,7 +216,7 @@ class CompiledStepper(Stepper):
 
 def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
     """Return what builds a stepper of `FusedSAM`. SAMON perturbs the tensors of one dimension here."""
-    made = {"sam": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
+    made = {"variant": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
 
     def make(params: list[nn.Parameter]) -> FusedSAM:
         if not isinstance(sam, variants.SAMON):
@@ -275,8 +275,8 @@ def contenders(device: str = "cpu") -> dict[str, Contender]:
 VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
     "SAM": (PLAIN, FLOOR_BYTES, ("SAM", {})),
     "ASAM": (SAM(RHO, adaptive=True), FLOOR_BYTES + 4, ("SAM", {"adaptive": True})),
-    "SAM, every=5": (SAM(RHO, every=5), (FLOOR_BYTES + 4 * 20) / 5, None),
-    "LESAM": (SAM(RHO, radius=variants.LESAM(0.01)), FLOOR_BYTES, None),
+    "SAM, interval=5": (SAM(RHO, interval=5), (FLOOR_BYTES + 4 * 20) / 5, None),
+    "LESAM": (SAM(RHO, rho_fn=variants.LESAM(0.01)), FLOOR_BYTES, None),
     "GSAM": (variants.GSAM(RHO), 60, None),
     "WSAM": (variants.WSAM(RHO), 64, ("WSAM", {})),
     "WSAM, coupled": (variants.WSAM(RHO, decouple=False), 52, ("WSAM", {"decouple": False})),

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from bench.problem import Size
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import adam, sgd
 
-LISTS = ("z", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
+LISTS = ("params", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
 LONGS = ("high", "low")  # fields of int64
 LAYOUTS = ("scattered", "flat")
 PENALTY = 0.5
 
 
 class Operands(dict[str, Any]):
-    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hyper`,
+    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hparams`,
     `steps` as tensors."""
 
 
@@ -76,26 +76,26 @@ class Op:
         getattr(kernels, self.function)(*map(found, self.arguments), **options)
 
 
-_STEP, _DUAL = ("z", "origin", "grads", "table", "hyper"), ("grads", "mu", "s", "table", "hyper")
+_STEP, _DUAL = ("params", "backup", "grads", "table", "hparams"), ("grads", "mu", "s", "table", "hparams")
 _PERTURB, _SGD, _ADAM = (*_STEP, "radius"), (*_STEP, "sgd", ("momentum",)), (*_STEP, "adam", ("exp_avg", "exp_avg_sq"))
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hyper"), sums=True),
-        Op("perturb", "perturb_", ("z", "grads"), ("z", "origin"), (*_PERTURB, True)),
-        Op("update", "update_", ("origin", "grads", "momentum"), ("z", "momentum"), _SGD),
-        Op("perturb_separate", "perturb_", ("origin", "grads"), ("z",), (*_PERTURB, False)),
-        Op("update_keep", "update_", ("origin", "grads", "momentum"), ("z", "origin", "momentum"), _SGD,
+        Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
+        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
+        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
+        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
+        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
            {"keep": True}),
-        Op("restore", "restore_", ("origin",), ("z",), ("z", "origin", "table")),
-        Op("update_adam", "update_", ("origin", "grads", "exp_avg", "exp_avg_sq"), ("z", "exp_avg", "exp_avg_sq"),
+        Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
+        Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
            _ADAM, {"steps": "steps"}),
         # With CLIP_FULL, so that the weights belong to what is clipped.
-        Op("update_norm", "update_norm_", ("origin", "grads", "g1", "q"), (), ("sumsq", *_STEP),
+        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
            {"g1": "g1", "q": "q"}, sums=True),
         Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
-        Op("dual_perturb", "dual_perturb_", ("origin", "mu", "grads", "s"), ("z", "mu"),
-           ("z", "origin", "mu", "grads", "s", "table", "hyper", "radius")),
+        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
+           ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
         Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
         Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
            whole=True),
@@ -133,14 +133,14 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
         yield from (KernelCase(op, size, layout) for size in whole for op in others)
 
 
-def hyper_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
+def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
     """`[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
-    common = {Column.RHO: radius, Column.NU: 1e-12, Column.LR: 0.1, Column.DECAY: 1e-4, Column.A: 1.0}
-    common |= {Column.B: 0.5, Column.PHI: 0.25, Column.CLIP_FULL: float(op.name == "update_norm")}
-    of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, Column.LR: 1e-3, Column.DECOUPLED: 1.0}
-    columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, Column.PENALTY: PENALTY})
-    hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
+    common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
+    of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}
+    columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, HParam.PENALTY: PENALTY})
+    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
     for column, value in columns.items():
-        hyper[:, 0, column] = value
-    hyper[:, 0, Column.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)
-    return hyper.to(device)
+        hparams[:, 0, column] = value
+    hparams[:, 0, HParam.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)
+    return hparams.to(device)

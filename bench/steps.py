@@ -18,7 +18,7 @@ from bench.timing import ROTATION, Machine, Summary, interleave
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
 HOST_STEPS = 50
-INTERVAL = 10  # steps: two intervals of SAM(every=5), one of the other variants that do not perturb in every step
+INTERVAL = 10  # steps: two intervals of SAM(interval=5), one of the other variants that do not perturb in every step
 VIEWS = (
     "as_strided", "view", "detach", "slice", "select", "reshape", "alias", "unbind", "split", "empty", "result_type",
     "item", "_local",

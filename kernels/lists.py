@@ -75,11 +75,11 @@ class Plan:
                 lists[i] = self._views_of(operand[0], rows, common) if count else []
         return lists
 
-    def parts(self, hyper: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
+    def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
         """Row by row and group by group: the row, the group's device scalars, read on the host, and what of each list
         belongs to it."""
         count = len(self._kept)
-        for row, scalars in enumerate(hyper.tolist()):
+        for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:
                 if len(members) < count:
                     own = [None if found is None else [found[row * count + i] for i in members] for found in lists]
@@ -112,7 +112,7 @@ class Plan:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
 
     def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
-        """The segments of a field `[rows, stride]`; its rows may be one (row stride 0)."""
+        """The segments of a field `[rows, row_size]`; its rows may be one (row stride 0)."""
         place = rows, field.data_ptr(), field.stride(0)
         found = self._views.get(field)
         if found is not None and found[0] == place and found[1] == forms:

@@ -35,7 +35,7 @@ TIMES = 20  # calls of a trial that share its process
 # What a run takes, and what is next to it. Not: what compiles, or fetches.
 PLAUSIBLE: dict[str, list[Any]] = {
     "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3],
-    "personal": ["2", ["0.*", "2.bias"], "head"],
+    "local_parameters": ["2", ["0.*", "2.bias"], "head"],
     "batch_size": [1, 3, 10**6],
     "lr": [0.1, 1e-300, 1e30, 0.0, "linear(0.1, 0, 2)", lambda t: 0.1 / t],
     "lr_decay": [0.5, 1e-200],
@@ -46,7 +46,8 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "momentum": [0.9, 5.0], "weight_decay": [0.1, 1e20], "clip_norm": [1e-30, 1.0, 1e30],
     "clip_scope": ["linear"], "server_lr": [0.0, 0.5, 1e20], "seed": [-1, 2**63 - 1],
     "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
-    "validation": ["all", "equal"], "eval_every": [1, 7], "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
+    "client_test_split": ["all", "equal"], "eval_every": [1, 7],
+    "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
     "measure_options": [{}, {"x": 1}], "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
     "slots": [1, 3, 10**6],
@@ -114,7 +115,7 @@ OPTIMIZER: dict[str, list[Any]] = {
     "base_kwargs": [{}, {"lr": 1}],
     "maximize": [True], "amsgrad": [True], "dampening": [0.5], "foreach": [True], "fused": [True], "capturable": [True],
     "differentiable": [True],
-    "sam": [getattr(variants, name) for name in variants.__all__],
+    "variant": [getattr(variants, name) for name in variants.__all__],
 }  # fmt: skip
 
 
@@ -122,7 +123,7 @@ def _optimizer(rng: random.Random, params: list[Any]) -> FusedSAM:
     options = {}
     for name in rng.sample(sorted(OPTIMIZER), rng.randint(0, 4)):
         options[name] = rng.choice(OPTIMIZER[name]) if rng.random() < 0.7 else rng.choice(NONSENSE)
-        if name == "sam" and isinstance(options[name], type) and is_dataclass(options[name]):
+        if name == "variant" and isinstance(options[name], type) and is_dataclass(options[name]):
             kind = options[name]
             options[name] = kind(
                 **{

@@ -175,12 +175,12 @@ def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest
         reference.norm_(sumsq, grads, *rest)
         sumsq.mul_(1.0001)
 
-    def perturb_(z: Any, origin: torch.Tensor, grads: Any, *rest: Any) -> None:
-        reference.perturb_(z, origin, grads, *rest)
+    def perturb_(params: Any, backup: torch.Tensor, grads: Any, *rest: Any) -> None:
+        reference.perturb_(params, backup, grads, *rest)
         if change == "raises":
             raise RuntimeError("not today")
-        target, at, value = {"backup": (origin[:, 0], 0, 1e-5), "nan": (z[0].view(-1), 0, torch.nan)}.get(
-            change, (z[0].view(-1), 3, 1e-5)
+        target, at, value = {"backup": (backup[:, 0], 0, 1e-5), "nan": (params[0].view(-1), 0, torch.nan)}.get(
+            change, (params[0].view(-1), 3, 1e-5)
         )
         target[at] += value
 

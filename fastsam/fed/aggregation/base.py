@@ -20,14 +20,14 @@ _BLOCK = 2**16  # columns that are looked at together: what a rule needs beside 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """weighs: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves whole
-    clients out.
+    """supports_weights: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves
+    whole clients out.
 
     Both functions get the rows of the n clients that were not excluded, n >= 1.
     """
 
     name: ClassVar[str]
-    weighs: ClassVar[bool] = False
+    supports_weights: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
@@ -35,7 +35,7 @@ class Rule(ABC):
             registry[cls.name] = cls
 
     def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
-        """The places, ascending, of the clients that count, by their displacements `[stride]`: of all unless a rule
+        """The places, ascending, of the clients that count, by their displacements `[row_size]`: of all unless a rule
         chooses."""
         return list(range(len(displacements)))
 

@@ -28,8 +28,8 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 
     rho: Scheduled = 0.1
     phi: float = 0.1
-    first: str = "origin"
-    ref: str = "client"
+    initial_perturbation: str = "origin"
+    reference: str = "client"
     phi_decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -38,4 +38,6 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
-        return self.estimate_step(server, client, round, q=attraction(phi, server, client), phi=phi)
+        return self.estimate_step(
+            server, client, round, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi
+        )

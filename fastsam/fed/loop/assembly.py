@@ -17,7 +17,6 @@ from fastsam.fed.clients.weights import own_weights
 from fastsam.fed.loop import client_state, trial_step
 from fastsam.fed.loop.contract import (
     asked,
-    check_aggregation,
     check_begin,
     check_client,
     check_server,
@@ -27,16 +26,18 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import ClientModels, Personal, personal_of
+from fastsam.fed.loop.personal import Personal, client_models_of, own_parameters_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.requirements import Facts, check
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.privacy import mechanism
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.stages.noise import noise_of
+from fastsam.fed.stages.order import chain
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
 
@@ -57,23 +58,36 @@ def assemble(
     """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another
     memory format perhaps."""
     place, layout = population.device, Layout.of(trainable(model))
-    rows = Rows.of(own, layout)
+    parameter_layout = ParameterLayout.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
     metrics = resolve(settings.metrics)
     evaluator = Evaluator(
-        loss, population, tried.classifies, settings.validation, settings.seed, metrics, settings.batch_size
+        loss, population, tried.classifies, settings.client_test_split, settings.seed, metrics, settings.batch_size
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
-    mechanism.check(settings, algorithm, tried.changed_buffers)
-    personal = personal_of(
-        algorithm, settings, rows, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
+    facts = Facts(
+        settings,
+        algorithm,
+        ranks.size,
+        sampling.likely(settings.sampler, len(population.sizes), settings.participation),
+        tried.changed_buffers,
+        sized=population.sized,
+        batched=population.batched,
+        measured=not isinstance(measures, Sequence) or len(measures) > 0,
+        path_measures=sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else (),
+    )
+    check(facts)
+    facts = replace(facts, own_parameters=own_parameters_of(algorithm, own))
+    check(facts)
+    personal = client_models_of(
+        algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else ()
     )
     algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
-    privacy = mechanism.make(settings, rows, len(population.sizes), place)
+    noise = noise_of(settings, parameter_layout, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
@@ -81,12 +95,11 @@ def assemble(
         population = pooled(population, settings.participation, settings.seed)
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
-    check_aggregation(settings.rule, algorithm, cohort, ranks.size)
-    _check_sizes(population, settings, measures, ranks)
-    step = _try(algorithm, population, settings, state, rows)
-    inner = personal.inner if isinstance(personal, Personal) else algorithm
-    _check_inputs(step, type(inner).__name__, population, personal, tried, rows)
-    _check_path(step, type(inner).__name__, measures)
+    step = _try(algorithm, population, settings, state, parameter_layout)
+    check(replace(facts, update=step))
+    if step.teacher is not None and tried.example is not None:
+        w = step.teacher.rows[0]
+        check_term(step.teacher, parameter_layout.model(w if w.dim() == 1 else w[0]), *tried.example)
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
@@ -97,69 +110,32 @@ def assemble(
     chosen = executors.choose(settings.executor, setup)
     nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
-    made = make(
+    measuring = make(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
-    return Loop(
-        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal, privacy
-    ), state
+    stages = chain(
+        algorithm,
+        clip_update=settings.clip_update,
+        buffers=settings.buffers,
+        rule=settings.rule,
+        measures=measuring,
+        noise=noise,
+    )
+    run = Loop(
+        population, algorithm, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,
+        personal,
+    )  # fmt: skip
+    return run, state
 
 
-def _check_inputs(
-    step: LocalUpdate,
-    name: str,
-    population: Population,
-    personal: ClientModels | None,
-    tried: trial_step.Trial,
-    rows: Rows,
-) -> None:
-    """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's
-    outputs."""
-    if population.batched and not (step.input_map is None and step.teacher is None):
-        part = "trains a map" if step.teacher is None else "compares two models' outputs"
-        raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
-    if step.teacher is None:
-        return
-    if isinstance(personal, Personal) and len(personal.places):
-        raise ValueError(
-            f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and "
-            f"{name} has one"
-        )
-    if tried.example is not None:
-        w = step.teacher.rows[0]
-        check_term(step.teacher, rows.model(w if w.dim() == 1 else w[0]), *tried.example)
-
-
-def _check_path(step: LocalUpdate, name: str, measures: Sequence[str] | Measures) -> None:
-    """Raises ValueError for measures of one path of local steps, where there are several."""
-    along = sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else []
-    if along and step.phased:
-        raise ValueError(
-            f"the measures {', '.join(along)} look at the run's local steps of a client, and those of {name} have "
-            f"phases of their own"
-        )
-
-
-def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
-    """Raises ValueError for what needs to know the sizes of clients that have not been loaded."""
-    needs = {
-        "weighting='samples'": settings.weighting == "samples",
-        "measures": not isinstance(measures, Sequence) or len(measures) > 0,
-        "a run of several processes": ranks.size > 1,
-    }
-    wanting = [what for what, needed in needs.items() if needed]
-    if wanting and not population.sized:
-        raise ValueError(
-            f"{wanting[0]}: the clients' sizes must be known before they are loaded; say fed.Lazy(n, load, sizes=[...])"
-        )
-
-
-def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalUpdate:
+def _try(
+    algorithm: Algorithm, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
+) -> LocalUpdate:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
     written."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
+    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
@@ -173,5 +149,5 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
                 f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
                 f"that it gets has no dimension for rows. Got {got}"
             )
-    check_padding_of_step(step, rows)
+    check_padding_of_step(step, layout)
     return step

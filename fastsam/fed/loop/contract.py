@@ -4,15 +4,12 @@ seen."""
 from __future__ import annotations
 
 import cmath
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation import Rule
-from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Algorithm, State, Upload
+from fastsam.fed.algorithms.base import State, Upload
 from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
@@ -52,65 +49,14 @@ def check_algorithm(algorithm: object) -> None:
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
-    missing += [a for a in ("down", "up") if not isinstance(getattr(algorithm, a, None), (int, float))]
+    missing += [
+        a for a in ("download_vectors", "upload_vectors") if not isinstance(getattr(algorithm, a, None), (int, float))
+    ]
     if missing:
         raise ValueError(
             f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
             "derive its class from fastsam.fed.Algorithm"
         )
-
-
-_FEWEST = 3  # clients of a round among whom a majority can stand against one
-
-
-def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: int) -> None:
-    """Raises ValueError, with what would work, where a robust rule has no meaning. cohort: clients that a round is
-    likely to have at most."""
-    if rule is None:
-        return
-    name = type(algorithm).__name__
-    if getattr(algorithm, "pools_data", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
-        )
-    if getattr(algorithm, "totals", False):
-        raise no_totals(rule, name)
-    if getattr(algorithm, "weighs", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
-            f"weights of their own "
-            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with "
-            "clip_update=..."
-        )
-    if ranks > 1:
-        raise ValueError(
-            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes "
-            f"are never together; "
-            "use one process, or aggregation='mean'"
-        )
-    if cohort < _FEWEST:
-        raise ValueError(
-            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and "
-            f"this run has rounds of "
-            f"{cohort}; use a larger participation, or aggregation='mean'"
-        )
-
-
-def no_totals(rule: Rule, name: str) -> ValueError:
-    """The algorithm of that name has sums that no rule can stand in for."""
-    served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
-    return ValueError(
-        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
-        f"keep "
-        f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
-        f"{served}"
-    )
-
-
-def _compared(algorithm: Algorithm) -> bool:
-    """Whether whole models of its clients can be compared, and means are all that its server reads."""
-    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.totals or algorithm.weighs or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
@@ -241,7 +187,7 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
         got = f"({', '.join(map(_kind, closed))})" if isinstance(closed, tuple) else _kind(closed)
         raise ValueError(f"finish_client must return (client state, Upload), got {got}")
     state, upload = closed
-    for name in ("mean", "total"):
+    for name in ("mean", "sum"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _tensors(vectors):
             raise ValueError(f"Upload({name}=...) of finish_client must be a dict of tensors, got {_kind(vectors)}")
@@ -250,28 +196,6 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
     own = {name: t for name, t in check_client(state, "finish_client").items() if id(t) not in shared}
     _check_rows(own, n, "the state that finish_client returns")
     return state, upload
-
-
-def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -> Tensor | None:
-    """The weights that n clients send, float64 `[n]`; None for an algorithm whose clients send none.
-
-    Raises ValueError for weights that do not belong to what the algorithm says of itself, are not n, or negative.
-    """
-    if (upload.weight is not None) != weighs:
-        raise ValueError(
-            "finish_client must return an Upload with a weight in every round where the class says weighs = True, and "
-            "nowhere else; got "
-            f"{'none with' if weighs else 'one without'} weighs = True"
-        )
-    if upload.weight is None:
-        return None
-    weights = torch.as_tensor(upload.weight, dtype=torch.float64, device=device).detach()
-    if weights.shape != (n,) or bool((weights < 0).any()):
-        raise ValueError(
-            f"Upload(weight=...) of finish_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
-            f"{weights.tolist() if weights.shape == (n,) else list(weights.shape)}"
-        )
-    return weights
 
 
 def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
@@ -302,47 +226,6 @@ class Unwritten:
                     f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor "
                     "(x + y in place of x += y or x.add_(y))"
                 )
-
-
-def numbers(found: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
-    """What a method of the measures returned, as Python's own numbers.
-
-    Raises ValueError unless it is a dict of numbers (or None), under names that are not `reserved`.
-    """
-    return {
-        name: value if value is None or isinstance(value, (int, float)) else _number(value, who, name)
-        for name, value in _entries(found, who, reserved)
-    }
-
-
-def rows_of_numbers(found: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
-    """As `numbers`, of n clients: a list or a tensor of n numbers under each name."""
-    made: dict[str, list[float]] = {}
-    for name, values in _entries(found, who, reserved):
-        if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
-            raise ValueError(
-                f"{who} of the measures must return {n} numbers, one for each client, got {_kind(values)} for {name!r}"
-            )
-        made[name] = [_number(value, who, name) for value in values]
-    return made
-
-
-def _entries(found: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{who} of the measures must return a dict of numbers, got {_kind(found)}")
-    for name in found:
-        if name in reserved:
-            raise ValueError(f"{who} of the measures returned {name!r}, which the run has already; choose another name")
-    return found.items()
-
-
-def _number(value: Any, who: str, name: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{who} of the measures must return numbers (or None), got {_kind(value)} for {name!r}"
-        ) from error
 
 
 def _tensors(state: Mapping[Any, Any]) -> bool:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 OWN = "personal"  # the name of a client's own parameters in its state
 _MASKED = (
@@ -34,7 +34,7 @@ class ClientModels(Protocol):
     """Where each client's own model comes from. state: the client's; None for one that has not taken part yet."""
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """Its weights, `[stride]`."""
+        """Its weights, `[row_size]`."""
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
         """Its buffers; common: those of the global model."""
@@ -64,29 +64,29 @@ class Personal:
     So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to
     where the client began.
     buffers: those of the start, where each client's stay with it; empty where they do not.
-    Raises ValueError for patterns that match nothing (see `Rows.mask`), or all.
+    Raises ValueError for patterns that match nothing (see `ParameterLayout.mask`), or all.
     """
 
     def __init__(
-        self, inner: Algorithm, rows: Rows, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
+        self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
-        self.inner, self.mask = inner, rows.mask("personal", patterns)
+        self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
         self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
-        if own == rows.numel:
+        if own == layout.numel:
             raise ValueError(
-                f"personal={patterns!r} are all parameters of the model, and nothing would be learnt together"
+                f"local_parameters={patterns!r} are all parameters of the model, and nothing would be learnt together"
             )
-        shared = 1 - own / rows.numel
-        self.down, self.up = inner.down * shared, inner.up * shared
-        self.weighs = getattr(inner, "weighs", False)
-        self.client_vectors = getattr(inner, "client_vectors", 0) + own / rows.numel
+        shared = 1 - own / layout.numel
+        self.download_vectors, self.upload_vectors = inner.download_vectors * shared, inner.upload_vectors * shared
+        self.sends_weights = getattr(inner, "sends_weights", False)
+        self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state
-        yet."""
+        """A client's model: the global one `[row_size]` with its own parameters; those of the start where it has no
+        state yet."""
         w = server["w"]
         if state is None:
             return w
@@ -126,16 +126,18 @@ class Personal:
     def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
-                f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
+                f"local_parameters= serves no algorithm with a start of its own, and {type(self.inner).__name__} has "
+                "one"
             )
-        if step.then is not None and (step.then.start is not None or step.then.phi):
+        if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
-                f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
+                "local_parameters= serves no algorithm that trains two models a client, as "
+                f"{type(self.inner).__name__} does"
             )
-        q = step.q
-        if q is not None and step.phi:  # the constant half of phi*(w - start)
-            q = q - step.phi * (start - w)
-        return replace(step, start=start, q=q, buffers=buffers or None)
+        q = step.gradient_offset
+        if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
+            q = q - step.proximal_coefficient * (start - w)
+        return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""
@@ -151,9 +153,9 @@ class Personal:
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """As of the inner algorithm."""
-        return self.inner.step_server(server, sums, round)
+        return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
         return {name: x for name, x in client.items() if name != OWN and name not in self.begun}
@@ -171,50 +173,25 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
     return replace(settings, buffers="local")
 
 
-def personal_of(
-    algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
-) -> ClientModels | None:
-    """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around
-    `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
+def own_parameters_of(algorithm: object, model: nn.Module) -> list[str]:
+    """Return the names or patterns of the parameters that the algorithm keeps with the clients."""
+    return list(getattr(algorithm, "own_parameters", lambda model: ())(model))
 
-    buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
+
+def client_models_of(
+    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor]
+) -> ClientModels | None:
+    """Return the source of the clients' own models, or None if the clients have none.
+
+    A `Personal` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and the algorithm
+    name. `buffers` are those of the initial model if training changes them, else empty.
     """
-    asked = settings.personal
-    patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
-    patterns += getattr(algorithm, "own_parameters", lambda model: ())(rows.template)
+    names = settings.local_parameters
+    patterns = [] if names is None else [names] if isinstance(names, str) else [*names]
+    patterns += own_parameters_of(algorithm, layout.template)
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
-        return _kept(algorithm, settings, patterns, buffers, ranks)
+        return Kept(algorithm)
     if not patterns and not local:
         return None
-    name, rule = type(algorithm).__name__, settings.rule
-    if asked is not None:
-        what = f"personal={asked!r}"
-    else:
-        what = f"{name}, whose parameters stay with the clients," if patterns else "buffers='local'"
-    if getattr(algorithm, "pools_data", False):
-        raise ValueError(f"{what} is for clients, and {name} has none")
-    if rule is not None and patterns:
-        raise ValueError(f"{what} is served with aggregation='mean' alone: {rule.name!r} compares whole models")
-    if ranks > 1:
-        raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
-    return Personal(algorithm, rows, patterns, buffers if local else ())
-
-
-def _kept(
-    algorithm: Algorithm, settings: Settings, patterns: Sequence[str], buffers: Sequence[Tensor], ranks: int
-) -> Kept:
-    """Of an algorithm that keeps them. Raises ValueError for a run that cannot have them."""
-    name = type(algorithm).__name__
-    if patterns:
-        raise ValueError(f"personal={settings.personal!r}: clients of {name} have whole models of their own already")
-    if ranks > 1:
-        raise ValueError(
-            f"{name} is served in one process, where all clients' models can be evaluated; got {ranks} processes"
-        )
-    if buffers and settings.buffers != "keep":
-        raise ValueError(
-            f"{name} trains two models a client, and buffers={settings.buffers!r} are those of one: use buffers='keep' "
-            f"or GroupNorm"
-        )
-    return Kept(algorithm)
+    return Personal(algorithm, layout, patterns, buffers if local else ())

@@ -82,7 +82,7 @@ def test_fedbn_is_two_options_of_a_run():
     model = normalised()
     options = batch_of(OPTIONS, 6)
     one = ran(model, fed.FedBN(), options)
-    other = ran(model, fed.FedAvg(), options, personal="1", buffers="local")
+    other = ran(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
     assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
     assert {k: v for k, v in one.history[-1].items() if "seconds" not in k} == {
         k: v for k, v in other.history[-1].items() if "seconds" not in k
@@ -119,9 +119,9 @@ def test_what_stays_is_not_sent():
         (normalised, fed.FedBN(), {"buffers": "keep"}, "FedBN leaves the model's buffers with the clients, and "
                                                        "buffers='keep' does not"),
         (normalised, fed.FedBN(), {"aggregation": "median"},
-            "FedBN, whose parameters stay .* 'median' compares whole models"),
+            "FedBN, whose parameters stay .* aggregation='median' compares whole models"),
         (normalised, fed.Centralised_SGD(), {"buffers": "local"},
-            "buffers='local' is for clients, and Centralised_SGD has none"),
+            "buffers='local' needs clients, but Centralised_SGD has none"),
         (normalised, fed.FedSAM(), {"buffers": "local", "measures": ["train"]},
             "measures take .* buffers='local' changes them"),
     ],
@@ -297,7 +297,7 @@ some = pytest.mark.parametrize("name", sometimes(ALL, lambda name: name in ("Fed
 def test_accuracies_are_those_of_the_clients_models(name):
     made, algorithm = ALL[name]
     options = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "shuffle": False})
-    result = ran(made(), algorithm, options, test=TEST, validation="shared")
+    result = ran(made(), algorithm, options, test=TEST, client_test_split="shared")
     models = [result.client_model(i).eval() for i in range(5)]
     found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
     assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
@@ -357,24 +357,25 @@ def test_a_phase_that_comes_later_is_not_overlooked():
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        (fed.Ditto(), {"personal": "2"}, "personal='2': clients of Ditto have whole models of their own already"),
+        (fed.Ditto(), {"local_parameters": "2"},
+         "Ditto needs .* local_parameters='2'. Leave out local_parameters: the clients have whole models"),
         (fed.Ditto(), {"model": normalised, "buffers": "average"},
-            "Ditto trains two models a client, and buffers='average' are those of one"),
-        (fed.Ditto(), {"measures": ["drifts"]}, "the measures drifts look at the run's local steps .* those of Ditto "
-                                                "have phases"),
+            "Ditto needs one set of buffers .* buffers='average'"),
+        (fed.Ditto(), {"measures": ["drifts"]}, r"measures=\['drifts'\] needs one path .* Ditto has phases"),
         (fed.FedRep(head="nose"), {}, "'nose' matches no trainable parameter"),
         (fed.FedRep(), {"model": lambda: nn.Linear(6, 3).double()}, "are all parameters of the model"),
-        (fed.FedRep(), {"aggregation": "krum"}, "FedRep, whose parameters stay .* 'krum' compares whole models"),
+        (fed.FedRep(), {"aggregation": "krum"},
+         "FedRep, whose parameters stay .* aggregation='krum' compares whole models"),
         (lambda: fed.FedRep(head=""), {}, "head must be the name of a module or a parameter"),
         (lambda: fed.FedRep(head_epochs=0), {}, "head_epochs must be an integer >= 1"),
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
         (lambda: fed.LocalUpdate(only=()), {}, "trains nothing"),
-        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope is that of a proximal term"),
+        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope needs a proximal term"),
         (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
         (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
         (lambda: fed.LocalUpdate(full_gradient=True, then=fed.LocalUpdate()), {}, "a step with a further phase"),
-        (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL trains two models a client"),
+        (fed.APFL(), {"model": normalised, "buffers": "average"}, "APFL needs one set of buffers"),
         (lambda: fed.APFL(alpha=1.5), {}, "alpha must .*<= 1, got 1.5"),
         (lambda: fed.APFL(eta_alpha=-1), {}, "eta_alpha .None for the local learning rate. must"),
         (lambda: fed.Mixture(0.5), {}, "alpha must be a tensor of one number for each client, float64 .n., got 0.5"),
@@ -384,7 +385,7 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.LocalUpdate(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
             "got the direction 'gradient'"),
     ],
-    ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
+    ids=["local_parameters", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
         "no own epochs", "repelled",
          "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector",
          "uphill", "no mixture", "sharp"],

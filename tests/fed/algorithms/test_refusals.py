@@ -45,7 +45,7 @@ def resolved(*flags):
     (lambda: fed.FedExP(eps=0), 'eps.*> 0.*0'),
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
     (lambda: fed.LocalUpdate(rho=-1), 'rho'),
-    (lambda: fed.LocalUpdate(a=math.inf), 'a must'),
+    (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'perturbed_weight must'),
     # fedexp has a step of its own
     (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
     # values outside their range
@@ -82,8 +82,8 @@ def resolved(*flags):
     (lambda: fed.FedSMOO(dyn=1), 'dyn must be one of True, False'),
     (lambda: fed.FedSpeed(alpha=1.5), 'alpha .*<= 1'),
     (lambda: fed.FedNSAM(perturb="dual"), "'gradient', 'momentum'.*'dual'"),
-    (lambda: fed.FedLESAM(first="zero"), "'origin', 'none'.*'zero'"),
-    (lambda: fed.FedLESAM_S(ref="server"), "'client', 'last_round'.*'server'"),
+    (lambda: fed.FedLESAM(initial_perturbation="zero"), "'origin', 'none'.*'zero'"),
+    (lambda: fed.FedLESAM_S(reference="server"), "'client', 'last_round'.*'server'"),
     (lambda: fed.FedLESAM_S(control_scale=-1), 'control_scale .*>= 0'),
     (lambda: fed.FedLESAM_D(phi=math.nan), 'phi'),
     (lambda: fed.Centralised_SAM(eta=0.1), 'adaptive=True'),
@@ -149,14 +149,14 @@ def resolved(*flags):
      'take the place of the full one.*full_gradient=True'),
     (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalUpdate()),
      'a step with a further phase'),
-    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
-     'a pilot finds one radius for the whole round; got rho_end=0.5'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end_factor=0.5),
+     'a pilot finds one radius for the whole round; got rho_end_factor=0.5'),
     # fedntd needs labels
     (lambda: once(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
      "FedNTD needs labels that number the model's outputs"),
     # samples that come in batches have no teacher
     (lambda: once(fed.FedNTD(), clients=[({"input": x}, y) for x, y in CLIENTS]),
-     r"FedNTD compares two models' outputs of the inputs x of pairs \(x, y\), and"),
+     r"FedNTD, which compares two models' outputs, needs inputs x of pairs \(x, y\), but"),
 )  # fmt: skip
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

@@ -227,7 +227,7 @@ def test_samples_and_labels_that_are_not_there() -> None:
 
     def take(x: Tensor, y: Tensor, wanted: Tensor, batch: int = 5) -> None:
         known.program.steps_(
-            form.leaves, known.others, x, y, wanted, batch, form.z, None, form.layout.table, form.hyper, losses
+            form.leaves, known.others, x, y, wanted, batch, form.z, None, form.layout.table, form.hparams, losses
         )
 
     take(x, y, wanted)
@@ -372,7 +372,7 @@ class Mixed(fed.FedAvg):
     """A surrogate gap in the first round, and then the same numbers without one."""
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"b": -0.4}
+        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"clean_weight": -0.4}
         return LocalUpdate(Direction.GRADIENT, rho=0.1, **gap)
 
 
@@ -488,7 +488,7 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
         known.program.steps_(
-            form.leaves, known.others, x, y, wanted, 4, z, w, table, form.hyper, sums.clone(), **fields
+            form.leaves, known.others, x, y, wanted, 4, z, w, table, form.hparams, sums.clone(), **fields
         )
 
     take()

@@ -22,14 +22,14 @@ EXECUTORS = [("sequential", None), ("threads", 3), ("vmap", 8)]
 
 
 def peak_of_vectors(monkeypatch, clients, executor, slots):
-    """The most rows `[stride]` or `[rows, stride]` that were alive at once, in rows, looked at four times in a
+    """The most rows `[row_size]` or `[rows, row_size]` that were alive at once, in rows, looked at four times in a
     round."""
     counts, calls, own = [], [], Cohort.close
 
     def close(self, results):
         own(self, results)
         before = len(calls)
-        calls.extend(results.clients)
+        calls.extend(results.client_ids)
         if len(calls) // (clients // 4) > before // (clients // 4):
             stride = results.delta.shape[-1]
             found = [

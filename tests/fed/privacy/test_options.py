@@ -11,32 +11,33 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms import registry
-from fastsam.fed.privacy.options import serves
+from fastsam.fed.loop.requirements import only_deltas
 from tests.helpers import privacy_checks as checks
 
 ASKED = {"accountant": "rdp", "participation": 0.5}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"clip_update": None}, "noise_multiplier=2 .* without a clip .* set clip_update"),
-    ({"sampler": lambda t, g: [0]}, "no epsilon for a sampler of your own.*'bernoulli', 'fixed' or "
+    ({"clip_update": None}, "noise_multiplier=2 needs a bound on the deltas.* Set clip_update"),
+    ({"sampler": lambda t, g: [0]}, "there is none for a sampler of your own.*'bernoulli', 'fixed' or "
                                     "'shuffled'.*accountant=None"),
-    ({"sampler": "simulator"}, "no epsilon for sampler='simulator'.*accountant=None"),
-    ({"available": lambda t: [0, 1]}, "no epsilon for available=.*accountant=None"),
+    ({"sampler": "simulator"}, "there is none for sampler='simulator'.*accountant=None"),
+    ({"available": lambda t: [0, 1]}, "there is none for available=.*accountant=None"),
     ({"delta": 0.0}, "delta .* > 0, got 0.0"),
     ({"delta": -1e-5}, "delta .* > 0"),
     ({"delta": 1.0}, r"delta must be a number in \(0, 1\), below 1/clients, such as 1e-5; got 1.0"),
     ({"delta": 0.125}, "one client of 8, drawn at random.*got 0.125. Use 1e-5"),
     ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number >= 0, got -1"),
     ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
-    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' is of a run with noise; set noise_multiplier"),
+    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' needs noise, .* Set noise_multiplier"),
     ({"noise": "gauss"}, "noise must be one of 'central', 'local', got 'gauss'"),
     ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
-    ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
-    ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
-    ({"personal": "bias"}, "personal='bias' with noise_multiplier.*leave out personal"),
-    ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of "
+    ({"weighting": "samples"},
+     "noise_multiplier=2 needs clients that count alike, but weighting='samples' .*Use weighting='uniform'"),
+    ({"aggregation": "median"}, "noise='central' needs .* aggregation='median'.*noise='local'"),
+    ({"local_parameters": "bias"}, "keep nothing, but the run has local_parameters='bias'. Leave out local_parameters"),
+    ({"algorithm": fed.SCAFFOLD()}, "the clients of SCAFFOLD send or keep more.*Use one of "
                                     ".*FedSAM"),
-    ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),
-    ({"algorithm": fed.Centralised_SGD()}, "not Centralised_SGD: it has no clients"),
+    ({"algorithm": fed.FedExP()}, "the clients of FedExP send or keep more"),
+    ({"algorithm": fed.Centralised_SGD()}, "Centralised_SGD has no clients"),
 ]  # fmt: skip
 
 
@@ -54,20 +55,20 @@ def test_averaged_buffers_are_refused() -> None:
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
     options: dict[str, Any] = {"rounds": 1, "clip_update": 1.0, "noise_multiplier": 1.0, "accountant": None}
     with pytest.raises(
-        ValueError, match="buffers='average' with noise_multiplier.*buffers='keep', or a model with group norms"
+        ValueError, match="the run has buffers='average'. Use buffers='keep', or a model with group norms"
     ):
         fed.run(model, data, fed.FedAvg(), buffers="average", **options)
-    with pytest.raises(ValueError, match="buffers='local' with noise_multiplier"):
+    with pytest.raises(ValueError, match="the run has buffers='local'"):
         fed.run(model, data, fed.FedAvg(), buffers="local", **options)
-    with pytest.raises(ValueError, match="and not FedBN: its clients keep something"):
+    with pytest.raises(ValueError, match="the clients of FedBN keep something"):
         fed.run(model, data, fed.FedBN(), **options)
     fed.run(model, data, fed.FedAvg(), buffers="keep", **options)
 
 
 def test_every_algorithm_that_is_not_served_is_refused_by_name() -> None:
     for kind in registry.values():
-        if not serves(kind()):
-            with pytest.raises(ValueError, match=f"and not {kind.__name__}: "):
+        if not only_deltas(kind()):
+            with pytest.raises(ValueError, match=f"only their delta .* {kind.__name__} "):
                 checks.run(algorithm=kind())
 
 
@@ -76,16 +77,16 @@ def test_a_client_state_alone_is_refused() -> None:
         def init_client(self, server: Any) -> Any:
             return {"seen": torch.zeros(1)}
 
-    with pytest.raises(ValueError, match="not Stateful: its clients keep something, which depends on the rounds"):
+    with pytest.raises(ValueError, match="the clients of Stateful keep something, which depends on the rounds"):
         checks.run(algorithm=Stateful())
 
 
 def test_a_server_that_asks_for_more_than_the_mean_is_told() -> None:
     class Curious(fed.FedAvg):
-        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-            return super().step_server(server, sums, round) if sums.number("loss") else server
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            return super().step_server(server, aggregate, round) if aggregate.scalar("loss") else server
 
-    with pytest.raises(fed.AlgorithmError, match="noisy mean of the displacements alone.*asked for sums.number"):
+    with pytest.raises(fed.AlgorithmError, match="only the noisy mean of the deltas.*asked for aggregate.scalar"):
         checks.run(algorithm=Curious())
 
 
@@ -94,12 +95,12 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
         told: ClassVar[set[int]] = set()
 
         def local_update(self, server: Any, client: Any, round: Any) -> Any:
-            self.told.add(round.active)
+            self.told.add(round.cohort_size)
             return super().local_update(server, client, round)
 
-        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-            self.told.update((round.active, sums.clients))
-            return super().step_server(server, sums, round)
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            self.told.update((round.cohort_size, aggregate.num_clients))
+            return super().step_server(server, aggregate, round)
 
     came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]
     assert len(set(came)) > 2 and Counted.told == {1, 4}  # 1: of the trial before the first round
