@@ -111,9 +111,12 @@ test-sanitize: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests of the compi
 
 MINUTES ?= 10
 SEED ?= 0
+# Values that failed: the next attack begins with them.
+EXAMPLES ?= runs/attack-examples
 
 attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
-	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
+	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --examples $(EXAMPLES) \
+	  --out $(or $(OUT),runs/attack.json) $(ARGS)
 
 # Four shards of some twenty minutes: a fourth of the slow tests each, and one more kind of run.
 test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets. SHARD=1/4

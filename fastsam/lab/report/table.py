@@ -35,15 +35,25 @@ class Table:
         lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in map(_escaped, row)) for row in self.lines()]
         return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
 
+    @property
+    def widths(self) -> list[int]:
+        """The number of characters of each column."""
+        columns = zip(self.head, *self.rows, strict=True)
+        return [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+
+    @property
+    def width(self) -> int:
+        """The number of characters of a line of `text()`."""
+        return sum(self.widths) + 2 * (len(self.head) - 1)
+
     def text(self, width: int | None = None) -> str:
         """Return the table with columns of one width. If it is wider than `width`, the first column is folded."""
         cells = [[cell.split("\n") for cell in row] for row in (self.head, *self.rows)]
-        widths = [max(len(line) for cell in column for line in cell) for column in zip(*cells, strict=True)]
-        over = sum(widths) + 2 * (len(widths) - 1) - (width or 10**6)
-        if over > 0:
-            widths[0] = max(widths[0] - over, 8)
+        widths = self.widths
+        if width is not None and self.width > width:
+            widths[0] = first = max(widths[0] - self.width + width, 8)
             for row in cells:
-                row[0] = [line[i : i + widths[0]] for line in row[0] for i in range(0, max(len(line), 1), widths[0])]
+                row[0] = [line[i : i + first] for line in row[0] for i in range(0, max(len(line), 1), first)]
         lines = []
         for number, row in enumerate(cells):
             for i in range(max(map(len, row))):
