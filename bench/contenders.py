@@ -222,7 +222,7 @@ def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Calla
         if not isinstance(sam, variants.SAMON):
             return FusedSAM(params, torch.optim.SGD, **made)
         still = [p for p in params if p.dim() != 1]
-        groups = [{"params": [p for p in params if p.dim() == 1]}, {"params": still, "rho": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": [p for p in params if p.dim() == 1]}, {"params": still, "rho": 0.0}]
         return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **made)
 
     return lambda weights: OptimizerStepper(weights, make)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 class CopiedSAM(torch.optim.Optimizer):
@@ -24,7 +23,7 @@ class CopiedSAM(torch.optim.Optimizer):
         self.param_groups = self.base_optimizer.param_groups
         self.defaults.update(self.base_optimizer.defaults)
 
-    def _each(self) -> list[tuple[dict[str, Any], Tensor]]:
+    def _each(self) -> list[tuple[dict[str, Any], Any]]:
         return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     @torch.no_grad()

@@ -81,8 +81,7 @@ def main() -> None:
             torch.cuda.synchronize()
     clients = [(torch.randn(64, 64), torch.randint(10, (64,))) for _ in range(100)]
     model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    options = {"rounds": 1, "batch_size": 16, "participation": 1.0, "executor": "vmap", "device": "cuda"}
-    fed.run(model, clients, fed.FedSAM(), **options)
+    fed.run(model, clients, fed.FedSAM(), rounds=1, batch_size=16, participation=1.0, executor="vmap", device="cuda")
     torch.cuda.synchronize()
 
 

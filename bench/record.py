@@ -45,7 +45,7 @@ def read(path: Path) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON ({error}); expected a results file of a benchmark") from error
     kind = record.get("kind") if isinstance(record, dict) else None
-    if kind not in map(FORMAT.format, KINDS):
+    if kind not in {FORMAT.format(name) for name in KINDS}:
         raise ValueError(f"{path} holds {kind!r}, expected {FORMAT.format('NAME')}, NAME of {', '.join(KINDS)}")
     return dict(record)
 

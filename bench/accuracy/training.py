@@ -8,6 +8,7 @@ trains with the seeds of the report, for as many steps as everybody (`steps`), a
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bench.accuracy.tasks import TASKS, Pair, Task
@@ -119,7 +120,7 @@ def run(
     steps: int,
     tuning: bool = False,
     sharp: bool = False,
-) -> tuple[float, float | None]:
+) -> tuple[float, float]:
     """Train from the seed's initial weights on its samples, in its order; the learning rate falls linearly to 0.
 
     Return the share of the evaluated labels that are right, and with `sharp` how far the training loss rises within a
@@ -138,7 +139,7 @@ def run(
     model.eval()
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).double().mean()
-    return float(right), _sharpness(model, train) if sharp else None
+    return float(right), _sharpness(model, train) if sharp else math.nan
 
 
 def tune(task: Task, contender: Contender, seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
@@ -187,7 +188,7 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
     def act() -> object:
         x, y = next(batches)
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)
             loss.backward()

@@ -123,7 +123,7 @@ def _of_values(attack: Attack, trial: Trial, examples: Path | None) -> int:
 
     @settings(
         max_examples=attack.values, deadline=None, suppress_health_check=list(HealthCheck),
-        database=examples and DirectoryBasedExampleDatabase(examples),
+        database=None if examples is None else DirectoryBasedExampleDatabase(examples),
     )  # fmt: skip
     @seeded(trial.number)  # below the settings, because it takes the database away
     @given(st.randoms(use_true_random=False))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastsam import FusedSAM
 from fastsam.lab.report.table import Table
@@ -49,17 +49,17 @@ def _train(name: str, layers: int, width: int, device: str) -> tuple[float, floa
     torch.set_num_threads(1)
     dtype = torch.bfloat16 if name.startswith("bfloat16") else torch.float32
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(device, dtype)
-    x, warm = (t.to(device, dtype) for t in (torch.randn(BATCH, width), nn.Linear(width, width)))
+    x, warm = torch.randn(BATCH, width).to(device, dtype), nn.Linear(width, width).to(device, dtype)
     warm(x).sum().backward()  # what the first backward pass of a process takes
     del warm
     weights = sum(p.numel() for p in model.parameters())
     optimizer = OPTIMIZERS[name](model.parameters())
     before, peak = _bytes(device, peak=False), 0
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
-        loss: Tensor = model(x).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = model(x).square().mean()
+        loss.backward()
         return loss
 
     for _ in range(STEPS):
