@@ -19,7 +19,7 @@ UNIT, LR = "fedavg", 0.05  # with the workload's rate, five epochs of so few cli
 ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam-d")  # one back-propagation a step
 # Options of FedAvg that protect clients. They cost nothing in a local step, so only rounds are compared. Most clients
 # are clipped, with epsilon, and it still trains.
-PROTECTED = {"fedavg, noise_multiplier": (("clip_update", 0.15), ("noise_multiplier", 0.5))}
+PROTECTED = {"fedavg, noise_multiplier": (("privacy", {"clip": 0.15, "noise_multiplier": 0.5}),)}
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.

@@ -23,6 +23,7 @@ from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
+from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.step.input_map import InputMap
@@ -50,6 +51,7 @@ __all__ = [
     "Mixture",
     "ClientTestSets",
     "Pilot",
+    "Privacy",
     "RankError",
     "Result",
     "RunDirectoryError",

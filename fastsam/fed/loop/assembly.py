@@ -32,6 +32,7 @@ from fastsam.fed.loop.requirements import Facts, check
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
+from fastsam.fed.privacy.options import privacy_of
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
@@ -116,7 +117,7 @@ def assemble(
     )  # fmt: skip
     stages = chain(
         algorithm,
-        clip_update=settings.clip_update,
+        clip=privacy_of(settings.privacy).clip,
         buffers=settings.buffers,
         rule=settings.rule,
         measures=measuring,

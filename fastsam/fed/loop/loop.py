@@ -227,10 +227,16 @@ class Loop:
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = round.server_lr
         record |= self._evaluate(after, round.index + 1) | self._traffic(round.cohort_size)
-        record |= {"seconds_training": trained} | self._of_stages(round)
+        last = {
+            "backprops": cohort.backward_passes,
+            "excluded": cohort.excluded_list(),
+            "outliers": cohort.outlier_list(),
+            "seconds_training": trained,
+        } | self._of_stages(round)
         for stage in self.stages:
-            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, {*record, "seconds"})
-        return record
+            reserved = {*record, *last, "seconds"}
+            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, reserved)
+        return record | last
 
     def _of_stages(self, round: Round) -> dict[str, Any]:
         """Return what the record of a round says of the stages."""

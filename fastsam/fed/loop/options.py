@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fastsam.fed.measures import NAMES, Measures
 from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.privacy.options import NOISES
+from fastsam.fed.privacy.options import Privacy, privacy_of
 from fastsam.fed.step.memory_format import FORMATS
 
 
@@ -120,17 +120,8 @@ class Settings:
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the "
                                            "round",
         choices=("raise", "exclude"), free=True)
-    clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; "
-                                             "none: no limit", above=0)
-    noise_multiplier: float = option(0.0,
-        "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential "
-        "privacy of clients; 0: none",
-        at_least=0)
-    noise: str = option("central",
-        "who adds it: the server, or each client to its own displacement",
-        choices=NOISES)
-    delta: float | None = option(None, "of the guarantee (epsilon, delta) in the records; none: clients**-1.1", above=0)
-    accountant: str | None = option("rdp", "of epsilon; none: noise without a guarantee", choices=("rdp",))
+    privacy: Privacy | Mapping[str, Any] | None = option(None,
+        "clipping of the clients' deltas and noise on them, a table: " + ", ".join(table(Privacy)))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
 
@@ -147,8 +138,7 @@ class Settings:
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
-        if self.noise_multiplier > 0 and self.delta is not None and self.delta >= 1:
-            raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {self.delta!r}")
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
@@ -195,7 +185,9 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues."""
-        return {name: describe(getattr(self, name)) for name in table(Settings) if name not in FREE}
+        plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*FREE, "privacy"}}
+        privacy = asdict(privacy_of(self.privacy))
+        return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""

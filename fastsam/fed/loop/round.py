@@ -316,9 +316,6 @@ class Cohort:
             "samples": sum(sizes[i] for i in self.client_ids if sized or i in known),
             "steps": self.steps,
             "train_loss": self.sums.scalar("loss") / self.sums.scalar("samples"),
-            "backprops": self.backward_passes,
-            "excluded": self.excluded_list(),
-            "outliers": self.outlier_list(),
         }
 
     def outlier_list(self) -> list[dict[str, Any]]:

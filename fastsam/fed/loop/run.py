@@ -38,6 +38,7 @@ from fastsam.fed.loop.personal import ClientModels, with_own_buffers
 from fastsam.fed.loop.rates import Rate
 from fastsam.fed.loop.resumption import behaviours_of, identity_of, open_directory, settings_of
 from fastsam.fed.measures import Measures
+from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
@@ -48,7 +49,12 @@ from fastsam.fed.sums.ranks import join_ranks
 log = logging.getLogger("fastsam.fed")
 
 
-@suggesting
+_REPLACED = {name: f"privacy=fed.Privacy({name}=...)" for name in table(Privacy)} | {
+    "clip_update": "privacy=fed.Privacy(clip=...)"
+}
+
+
+@suggesting(_REPLACED)
 @with_help(Settings)
 @autograd_kept()
 def run(
@@ -92,11 +98,7 @@ def run(
     client_state: str = "auto",
     max_excluded: float = 1.0,
     on_client_error: str = "raise",
-    clip_update: float | None = None,
-    noise_multiplier: float = 0.0,
-    noise: str = "central",
-    delta: float | None = None,
-    accountant: str | None = "rdp",
+    privacy: Privacy | Mapping[str, Any] | None = None,
     measures: Sequence[str] | Measures = (),
     measure_options: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,

@@ -19,7 +19,7 @@ from fastsam.fed.stages.robust import Robust
 def chain(
     algorithm: Algorithm,
     *,
-    clip_update: float | None,
+    clip: float | None,
     buffers: str | None,
     rule: Rule | None,
     measures: Measures | None,
@@ -32,7 +32,7 @@ def chain(
     """
     local = isinstance(noise, LocalNoise)
     stages: list[Stage | None] = [
-        None if clip_update is None else Clip(clip_update),
+        None if clip is None else Clip(clip),
         noise if local else None,
         AverageBuffers() if buffers == "average" and noise is None else None,
         ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
