@@ -13,7 +13,7 @@ from torch import Tensor
 # thread, at 40,000 with two, which share the bytes alone.
 WORTH = 65_536
 # By arithmetic, on no GPU yet: 2.4 us of the host are 4 bytes of 2,600,000 elements where memory copies 4.3 TB/s
-# (bench/predictions.py), of 2,000,000 at 3.35.
+# (docs/kernels.md), of 2,000,000 at 3.35.
 WORTH_ON_GPU = 2_097_152
 
 Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape, strides

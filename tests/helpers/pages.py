@@ -99,10 +99,10 @@ def indented(page: str) -> list[str]:
 
 def commands(page: str) -> list[str]:
     """The shell commands of a page: lines of its blocks that are no Python, and code in its prose. Comments and prompts
-    are left out."""
+    are left out, and so are the commands that made a figure, which belong to their commits."""
     shell = [block.code for block in blocks(page) if block.language in ("", "bash", "console", "sh")]
     lines = "".join(shell).splitlines()
-    spans = re.findall(r"`([^`\n]+)`", without_fences(page))
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^Made by `.*", "", without_fences(page), flags=re.M))
     texts = [text.strip().removeprefix("$ ") for text in (*lines, *indented(page), *spans)]
     return list(dict.fromkeys(text for text in texts if _is_command(text)))
 
