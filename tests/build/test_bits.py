@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.places import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-import bits
-import bits_fed
+from tools import bits, bits_fed
 
 
 @pytest.mark.slow
