@@ -15,7 +15,7 @@ MARKED = re.compile(r"(<!-- code:(\S+)((?: \w+)*) -->\n).*?(<!-- /code -->)", re
 
 
 def quoted(path: str, names: list[str]) -> str:
-    """Return the source of the functions `names` of a file, or of all its code if there are none."""
+    """Return the source of the functions `names` of a file, or all code of the file if `names` is empty."""
     text = (ROOT / path).read_text()
     nodes = {getattr(node, "name", ""): node for node in ast.parse(text).body}
     if not names:

@@ -33,9 +33,9 @@ from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
 if TYPE_CHECKING:
-    from fastsam.fed.data import FederatedData, digits, dirichlet, iid
+    from fastsam.fed.data import FederatedData, digits, dirichlet, iid, split
 
-_DATA = ("FederatedData", "digits", "dirichlet", "iid")
+_DATA = ("FederatedData", "digits", "dirichlet", "iid", "split")
 
 __all__ = [
     "AlgorithmError",
@@ -65,6 +65,7 @@ __all__ = [
     "iid",
     "paces",
     "run",
+    "split",
     *algorithms.__all__,
 ]
 

@@ -1,6 +1,6 @@
-"""FedAvg and FedSAM in plain torch: what `fed.run` computes, without kernels and without options.
+"""FedAvg and FedSAM in plain torch, without kernels and without options.
 
-This module is there to be read, and a test compares `fed.run` with it. `fed.run` does not call it.
+`fed.run` computes the same numbers, and a test compares them. This module is there to be read; `fed.run` does not use it.
 """
 
 from __future__ import annotations

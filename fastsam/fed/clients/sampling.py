@@ -167,11 +167,16 @@ def present(available: Available, round: int, clients: int) -> list[int]:
 
 
 def draw_present(
-    sampler: str, participation: float, available: Available, round: int, clients: int, seed: int
+    sampler: str, share_of: Callable[[int], float], available: Available, round: int, clients: int, seed: int
 ) -> list[int]:
-    """As `draw`, among those who can take part in the round, as if they were all clients; nobody where nobody can."""
+    """Draw from the clients that can take part in the round, as `draw` does from all; return none if none can.
+
+    share_of: the share of so many clients that takes part.
+    """
     here = present(available, round, clients)
-    return [here[i] for i in draw(make(sampler, len(here), participation), round, len(here), seed)] if here else []
+    if not here:
+        return []
+    return [here[i] for i in draw(make(sampler, len(here), share_of(len(here))), round, len(here), seed)]
 
 
 def likely(sampler: str | Sampler, clients: int, participation: float) -> int:

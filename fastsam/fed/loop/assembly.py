@@ -73,14 +73,17 @@ def assemble(
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
+    if settings.cohort is not None and settings.cohort > len(population.sizes):
+        raise ValueError(f"cohort={settings.cohort} clients a round, and there are {len(population.sizes)} clients")
     privacy = mechanism.make(settings, rows, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
         weights = None
-        population = pooled(population, settings.participation, settings.seed)
+        population = pooled(population, settings.share_of(len(population.sizes)), settings.seed)
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
-    cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
+    clients = len(population.sizes)
+    cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, rows)

@@ -104,7 +104,8 @@ class Loop:
     def sampler(self) -> sampling.Sampler:
         """Who takes part in a round."""
         settings = self.settings
-        return sampling.make(settings.sampler, len(self.population.sizes), settings.participation, not self._poisson)
+        clients = len(self.population.sizes)
+        return sampling.make(settings.sampler, clients, settings.share_of(clients), not self._poisson)
 
     @cached_property
     def _poisson(self) -> bool:
@@ -193,9 +194,7 @@ class Loop:
         if settings.available is None:
             return sampling.draw(self.sampler, t, clients, settings.seed, self._poisson)
         assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
-        return sampling.draw_present(
-            settings.sampler, settings.participation, settings.available, t, clients, settings.seed
-        )
+        return sampling.draw_present(settings.sampler, settings.share_of, settings.available, t, clients, settings.seed)
 
     def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
         """Return the state after a round without clients. If no client was available, only the record changes. If

@@ -93,7 +93,7 @@ def make(asked: Asked, rows: Rows, clients: int, device: torch.device) -> Privac
     places = torch.zeros(rows.length, dtype=torch.float64, device=device)
     for s in rows.segments:
         places[s.offset : s.offset + s.length] = 1
-    cohort = None if asked.available is not None else sampling.expected(asked.sampler, asked.participation, clients)
+    cohort = None if asked.available is not None else sampling.expected(asked.sampler, asked.share_of(clients), clients)
     return Privacy(asked, places, cohort, _accountant(asked, clients))
 
 
@@ -108,8 +108,7 @@ def _accountant(asked: Asked, clients: int) -> Accountant | None:
             f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
             "or accountant=None: noise, and no guarantee"
         ) from error
-    draws = sampling.make(asked.sampler, clients, asked.participation)
+    share = asked.share_of(clients)
+    draws = sampling.make(asked.sampler, clients, share)
     taken = Participations(lambda t: sampling.draw(draws, t, clients, asked.seed))
-    return Accountant(
-        law(asked.noise, asked.sampler, asked.participation, clients, asked.noise_multiplier, taken.most), delta
-    )
+    return Accountant(law(asked.noise, asked.sampler, share, clients, asked.noise_multiplier, taken.most), delta)
