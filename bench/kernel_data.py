@@ -48,7 +48,7 @@ class Operator:
             if listed and not flat:
                 found[name] = [self._random((rows, *shape), name, generator) for shape in case.size.shapes]
             else:
-                field = self._random((rows, self.layout.stride), name, generator)
+                field = self._random((rows, self.layout.row_size), name, generator)
                 found[name] = [field] if listed else field
         if "z" not in found:
             # asked for by the schema, never read
@@ -99,7 +99,7 @@ class Operator:
     def pieces(self, operand: Any) -> Sequence[Tensor]:
         """The segments of an operand; other tensors whole."""
         tensors = _tensors(operand)
-        if len(tensors) == 1 and tensors[0].shape[-1] == self.layout.stride:
+        if len(tensors) == 1 and tensors[0].shape[-1] == self.layout.row_size:
             return list(reference.segments(tensors, self.table, self.case.size.rows))
         return tensors
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastsam import fed
-from fastsam.fed import Algorithm, Direction, LocalUpdate, Round, State, Sums, models, moved
+from fastsam.fed import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, apply_update, models
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class FedAvgM(Algorithm):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         return LocalUpdate(Direction.GRADIENT, rho=self.rho) if self.rho else LocalUpdate()
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        m = self.beta * server["m"].double() + sums.mean("delta")
-        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        m = self.beta * server["m"].double() + aggregate.mean("delta")
+        return {"w": apply_update(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
 
 
 def main() -> None:

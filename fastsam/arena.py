@@ -1,4 +1,4 @@
-"""The flat index space: which tensor lies where in a row, and the fields `[rows, stride]` that hold the state.
+"""The flat index space: which tensor lies where in a row, and the fields `[rows, row_size]` that hold the state.
 
 A `Layout` says where each tensor's elements are; an `Arena` allocates fields over it. The user's own parameters are
 never moved: they are flat by index only (a table of segments), while the optimizer's state is really flat.
@@ -53,8 +53,8 @@ class Layout:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
         end = max((s.offset + s.length for s in segments), default=0)
-        # 256 elements are 256 bytes or more in every dtype, so one stride serves all the fields of an arena.
-        self.stride = max(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT, ROW_ALIGNMENT)
+        # 256 elements are 256 bytes or more in every dtype, so one row size serves all the fields of an arena.
+        self.row_size = max(-(-end // ROW_ALIGNMENT) * ROW_ALIGNMENT, ROW_ALIGNMENT)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], groups: Sequence[int] | None = None) -> Layout:
@@ -90,21 +90,21 @@ class Layout:
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """One view per segment of `row` (`[stride]` or `[rows, stride]`), shaped and strided like the tensor it stands
-        for."""
+        """One view per segment of `row` (`[row_size]` or `[rows, row_size]`), shaped and strided like the tensor it
+        stands for."""
         lead, lead_stride = tuple(row.shape[:-1]), tuple(row.stride()[:-1])
         start = row.storage_offset()
         return [row.as_strided(lead + tuple(s.shape), lead_stride + s.stride, start + s.offset) for s in self.segments]
 
     def gather(self, tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Copies `tensors` (one per segment) into the row `out` (`[stride]`), converting the dtype; returns `out`."""
+        """Copies `tensors` (one per segment) into the row `out` (`[row_size]`), converting the dtype; returns `out`."""
         for view, tensor in zip(self.views(out), tensors, strict=True):
             view.copy_(tensor)
         return out
 
 
 class Arena:
-    """Named fields `[rows, stride]` over one layout, zero when first asked for, all on one device."""
+    """Named fields `[rows, row_size]` over one layout, zero when first asked for, all on one device."""
 
     def __init__(self, layout: Layout, rows: int = 1, device: torch.device | str = "cpu") -> None:
         self.layout, self.rows, self.device = layout, rows, torch.device(device)
@@ -115,7 +115,7 @@ class Arena:
         dtype."""
         found = self._fields.get(name)
         if found is None:
-            found = self._fields[name] = torch.zeros(self.rows, self.layout.stride, dtype=dtype, device=self.device)
+            found = self._fields[name] = torch.zeros(self.rows, self.layout.row_size, dtype=dtype, device=self.device)
         elif found.dtype != dtype:
             raise TypeError(f"field {name!r} holds {found.dtype}, asked for as {dtype}; use another name")
         return found

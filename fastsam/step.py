@@ -36,7 +36,7 @@ class Direction(Enum):
     GRADIENT_PLUS = "gradient plus"  # FedTOGA: g1 + e + drift*(w - w^t), and the last step's g2 where it is remembered
 
     @property
-    def backprops(self) -> int:
+    def backward_passes(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
         return 1 if self in (Direction.NONE, Direction.CONSTANT, Direction.PATH) else 2
 

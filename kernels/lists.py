@@ -112,7 +112,7 @@ class Plan:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
 
     def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
-        """The segments of a field `[rows, stride]`; its rows may be one (row stride 0)."""
+        """The segments of a field `[rows, row_size]`; its rows may be one (row stride 0)."""
         place = rows, field.data_ptr(), field.stride(0)
         found = self._views.get(field)
         if found is not None and found[0] == place and found[1] == forms:

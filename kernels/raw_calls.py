@@ -52,8 +52,8 @@ def _function(name: str) -> Any:
 class RawCalls:
     """The calls of a step on the CPU on the weights `z`, valid as long as all of these stay where they are.
 
-    `z`: one tensor per segment; `origin` `[1, stride]`, or None where weights are perturbed apart and updated in place;
-    `table` int64 `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
+    `z`: one tensor per segment; `origin` `[1, row_size]`, or None where weights are perturbed apart and updated in
+    place; `table` int64 `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
     """
 
     _suffix = ""  # of the functions' names

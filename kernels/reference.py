@@ -10,10 +10,10 @@ table
     which stays the same when other segments are left out of a call). Only the segments of the table are touched.
 list operand (`z`, `grads`, `weights`, `g1`)
     Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the
-    row), or one flat field `[rows, stride]` that is addressed at the segments' offsets.
+    row), or one flat field `[rows, row_size]` that is addressed at the segments' offsets.
 field (`origin`, `momentum`, `q`, ...)
-    `[rows, stride]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector for
-    all rows.
+    `[rows, row_size]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector
+    for all rows.
 hyper
     float64 `[rows, groups, WIDTH]`, see `columns`; its first dimension says how many rows a call has.
 sumsq
@@ -347,8 +347,8 @@ def update_(
     rule
         a name in `rules`: "sgd", "adam", ...; what it makes of `w` and `d` stands there.
     state
-        its fields `[rows, stride]` in the compute dtype, in the order that it names; None for one that these parameters
-        do not have.
+        its fields `[rows, row_size]` in the compute dtype, in the order that it names; None for one that these
+        parameters do not have.
     steps
         float32 `[rows, slots]`, where the rule counts steps: t per row and slot of the table; counted up here for the
         segments of the table, in every row.

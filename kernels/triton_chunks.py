@@ -35,7 +35,7 @@ BLOCK = tl.constexpr(1024)
 class Operand(NamedTuple):
     """An operand as a kernel takes it. One that is absent is None."""
 
-    # to a field `[rows, stride]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between
+    # to a field `[rows, row_size]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between
     # their rows
     pointer: Any
     stride: Any  # between the rows of a field

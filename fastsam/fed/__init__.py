@@ -26,7 +26,7 @@ from fastsam.fed.loop.run import run
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import Envelope, paces
+from fastsam.fed.step.local_update import Envelope, lr_sum
 from fastsam.fed.step.mixture import Mixture
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.teacher import Teacher, divergence
@@ -63,7 +63,7 @@ __all__ = [
     "divergence",
     "finetune",
     "iid",
-    "paces",
+    "lr_sum",
     "run",
     "split",
     *algorithms.__all__,

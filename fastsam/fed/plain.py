@@ -1,6 +1,7 @@
 """FedAvg and FedSAM in plain torch, without kernels and without options.
 
-`fed.run` computes the same numbers, and a test compares them. This module is there to be read; `fed.run` does not use it.
+`fed.run` computes the same numbers, and a test compares them. This module is there to be read: `fed.run` does not use
+it.
 """
 
 from __future__ import annotations

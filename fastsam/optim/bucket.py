@@ -71,7 +71,7 @@ class Bucket:
 
     @property
     def origin(self) -> Tensor:
-        """`[1, stride]`: the saved weights or masters."""
+        """`[1, row_size]`: the saved weights or masters."""
         return self.arena.field("origin", self.compute if self.masters else self.dtype)
 
     # --- where the parameters are ---
@@ -169,7 +169,7 @@ class Bucket:
         return list(map(type, grads)).count(Tensor) == len(grads) and not any(grads[i].is_neg() for i in self._single)
 
     def field(self, name: str) -> Tensor:
-        """A field of the update's state, `[1, stride]` in the dtype of the arithmetic; zeros at first."""
+        """A field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""
         return self.arena.field(name, self.compute)
 
     # --- first gradients that the update reads ---

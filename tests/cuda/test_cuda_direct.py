@@ -54,9 +54,9 @@ class Operands:
         self.z, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
         self.layout = Layout.of(self.z)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.origin = torch.zeros(1, self.layout.stride, dtype=compute if master else dtype)
+        self.origin = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
         self.layout.gather(self.z, self.origin[0])
-        self.state = [torch.rand(1, self.layout.stride, generator=generator).to(compute) for _ in range(3)]
+        self.state = [torch.rand(1, self.layout.row_size, generator=generator).to(compute) for _ in range(3)]
         self.steps, self.sumsq = torch.ones(1, len(SHAPES)), torch.full((1,), torch.nan, dtype=torch.float64)
 
     def written(self) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastsam import fed
 from fastsam.fed import State, executors
-from fastsam.fed.algorithms import moved
+from fastsam.fed.algorithms import apply_update
 from fastsam.fed.executors.sequential import Sequential
 
 
@@ -32,18 +32,22 @@ class Scaffold:
 
     def local_update(self, server: State, client: State, round: fed.Round) -> fed.LocalUpdate:
         q = server["c"] - client["c_i"]
-        return fed.LocalUpdate(q=q) if self.rho is None else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, q=q)
+        return (
+            fed.LocalUpdate(gradient_offset=q)
+            if self.rho is None
+            else fed.LocalUpdate(fed.Direction.GRADIENT, rho=self.rho, gradient_offset=q)
+        )
 
     def finish_client(
         self, server: State, client: State, results: fed.ClientResults, round: fed.Round
     ) -> tuple[State, fed.Upload]:
-        fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.steps)
-        return {"c_i": fresh}, fed.Upload(mean={"delta": results.delta}, total={"dc": fresh - client["c_i"]})
+        fresh = client["c_i"] - server["c"] - results.delta / results.column(round.lr * K for K in results.num_steps)
+        return {"c_i": fresh}, fed.Upload(mean={"delta": results.delta}, sum={"dc": fresh - client["c_i"]})
 
-    def step_server(self, server: State, sums: Any, round: fed.Round) -> State:
+    def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:
         return {
-            "w": moved(server["w"], round.server_lr * sums.mean("delta")),
-            "c": moved(server["c"], sums.total("dc") / round.clients),
+            "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta")),
+            "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients),
         }
 
 

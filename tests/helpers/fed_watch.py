@@ -49,12 +49,12 @@ class Watched:
     ) -> tuple[State, fed.Upload]:
         state, upload = self._inner.finish_client(server, client, results, round)
         shared = {id(t) for t in server.values()}
-        for place, number in enumerate(results.clients):
+        for place, number in enumerate(results.client_ids):
             own = {name: t if id(t) in shared else t[place] for name, t in state.items()}
             self._kept.setdefault(number, []).append((round.index, own))
             self._ends.append((round.index, results.take([place]), server))
         return state, upload
 
-    def step_server(self, server: State, sums: Any, round: fed.Round) -> State:
-        self._servers.append(self._inner.step_server(server, sums, round))
+    def step_server(self, server: State, aggregate: Any, round: fed.Round) -> State:
+        self._servers.append(self._inner.step_server(server, aggregate, round))
         return self._servers[-1]

@@ -38,7 +38,7 @@ class Step:
         self.z, self.g1, self.g2 = draw(), draw(), draw()
         self.layout = Layout.of(self.z)
         state = torch.float64 if dtype == torch.float64 else torch.float32
-        field: dict[str, Any] = {"size": (1, self.layout.stride), "dtype": state}
+        field: dict[str, Any] = {"size": (1, self.layout.row_size), "dtype": state}
         self.origin, self.m, self.v, self.q, self.mu, self.s = (torch.zeros(**field) for _ in range(6))
         self.products = torch.zeros(1, 2, dtype=torch.float64)
         self.sumsq, self.steps = torch.zeros(1, dtype=torch.float64), torch.zeros(1, len(shapes))

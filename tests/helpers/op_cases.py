@@ -1,8 +1,8 @@
 """Inputs for the tests of the ops: drawn layouts and values, placed in memory between guard bands.
 
-An operand's values are kept in a canonical form, a field `[rows, stride]` of which only the segments of the table mean
-anything. `Memory` places them where an op finds them (a field, or scattered tensors; aligned or not), and afterwards
-knows what may have changed.
+An operand's values are kept in a canonical form, a field `[rows, row_size]` of which only the segments of the table
+mean anything. `Memory` places them where an op finds them (a field, or scattered tensors; aligned or not), and
+afterwards knows what may have changed.
 """
 
 from __future__ import annotations

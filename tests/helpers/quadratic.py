@@ -42,7 +42,7 @@ def replica(model: nn.Module | None = None, dtype: torch.dtype = torch.float64) 
 def row(values: Sequence[float] | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Six numbers as a row of `Point`'s layout."""
     values = torch.as_tensor(values, dtype=dtype)
-    made = torch.zeros(replica().layout.stride, dtype=dtype)
+    made = torch.zeros(replica().layout.row_size, dtype=dtype)
     replica().layout.gather([values[:2], values[2:].reshape(2, 2)], made)
     return made
 

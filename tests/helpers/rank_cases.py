@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fastsam import fed
 from fastsam.fed.algorithms.base import Upload
 from fastsam.fed.sums.all_reduce import Exchange
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from fastsam.fed.sums.ranks import Ranks, join_ranks
 from tests.helpers import oracle
 from tests.helpers.fed_ranks import SIZES, digest
@@ -210,21 +210,21 @@ def exchanged(rank: int) -> list[dict[str, Any]]:
     ranks = Ranks(rank, dist.get_world_size()) if dist.is_initialized() else Ranks()
     exchange, found = Exchange(ranks), []
     for t in range(6):
-        sums = RoundSums(8, 3, exchange.open(2, W))
+        aggregate = FixedPointAggregate(8, 3, exchange.open(2, W))
         mine = [i for i in range(8) if i % ranks.size == ranks.rank]
         for i in mine:
             x = torch.tensor([0.1, -3.0, 1e-7]) * (i + 1 + t)
             late = t in (3, 4) and i == 7
             total, number = ({"late": x[:2]}, {"late": 0.1}) if late else ({}, {})
-            assert sums.add_(i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
+            assert aggregate.add_(i % 3 + 1, {"a": x}, total, {"loss": 0.1 * i, **number}) is None
         counts = [len(mine), sum(mine)]
         with Counted() as calls:
             if ranks.size > 1:
-                counts = exchange.close_(sums, counts)
-        own = {"mean a": sums.mean("a").tolist(), "number loss": sums.number("loss"), "counts": counts}
-        own |= {"clients": sums.clients, "weight": sums.weight, "number late": sums.number("late")}
+                counts = exchange.close_(aggregate, counts)
+        own = {"mean a": aggregate.mean("a").tolist(), "number loss": aggregate.scalar("loss"), "counts": counts}
+        own |= {"clients": aggregate.num_clients, "weight": aggregate.weight, "number late": aggregate.scalar("late")}
         try:
-            own["total late"] = sums.total("late").tolist()
+            own["total late"] = aggregate.sum("late").tolist()
         except KeyError as error:
             own["nobody"] = str(error)
         found.append({"sums": own, "calls": dict(calls)})
@@ -235,9 +235,9 @@ def of_other_shape(rank: int) -> Any:
     ranks = Ranks(rank, dist.get_world_size())
     exchange = Exchange(ranks)
     for length in (3, 3 + rank):
-        sums = RoundSums(2, 1, exchange.open(0, W))
-        sums.add_(1, {"a": torch.ones(length)}, {}, {})
-        exchange.close_(sums, [])
+        aggregate = FixedPointAggregate(2, 1, exchange.open(0, W))
+        aggregate.add_(1, {"a": torch.ones(length)}, {}, {})
+        exchange.close_(aggregate, [])
 
 
 def collectives(rank: int, rounds: int) -> dict[str, int]:

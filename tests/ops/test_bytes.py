@@ -124,7 +124,7 @@ def test_every_element_is_accessed_once(op: Op, layout: str) -> None:
         for kind, wanted in (("load", name in op.reads), ("store", name in op.writes)):
             for tensor, counts in zip(buffers[name], traffic.of(kind, name), strict=True):
                 assert np.array_equal(counts, in_segments(tensor, case.layout, op.whole) * wanted), (kind, name)
-    elements = SIZE.rows * case.layout.stride if op.whole else SIZE.parameters
+    elements = SIZE.rows * case.layout.row_size if op.whole else SIZE.parameters
     overhead = traffic.bytes / elements - op.bytes_per_parameter
     assert 0 < overhead < 0.7, "tables and scalars, per chunk; the segments here are short"
 
@@ -146,7 +146,7 @@ def in_segments(tensor: Tensor, layout: Layout, whole: bool) -> np.ndarray:
     """1 for each element of a field that belongs to a segment, 0 for paddings; all 1 for a tensor of the user's, and
     for `whole`."""
     mask = torch.ones(tensor.shape, dtype=torch.int64)
-    if tensor.shape[-1] == layout.stride and not whole:
+    if tensor.shape[-1] == layout.row_size and not whole:
         mask.zero_()
         for offset, length, _, _ in layout.table.tolist():
             mask[:, offset : offset + length] = 1

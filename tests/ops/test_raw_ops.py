@@ -174,7 +174,7 @@ def test_rows_that_are_written_do_not_overlap(name: str) -> None:
     """Two rows of weights at one place, as an expanded tensor has them."""
     step = Step(shapes=[(16,)])
     z = torch.zeros(1, 16).expand(2, 16)
-    grads, field, h = torch.zeros(2, 16), torch.zeros(2, step.layout.stride), step.h.expand(2, -1, -1).contiguous()
+    grads, field, h = torch.zeros(2, 16), torch.zeros(2, step.layout.row_size), step.h.expand(2, -1, -1).contiguous()
     with pytest.raises(RuntimeError, match="rows that do not overlap"):
         if name == "perturb_":
             native.perturb_([z], field, [grads], step.table, h, torch.zeros(2, dtype=torch.float64), True)

@@ -35,7 +35,7 @@ class Rule(ABC):
             registry[cls.name] = cls
 
     def chosen(self, displacements: Sequence[Tensor]) -> list[int]:
-        """The places, ascending, of the clients that count, by their displacements `[stride]`: of all unless a rule
+        """The places, ascending, of the clients that count, by their displacements `[row_size]`: of all unless a rule
         chooses."""
         return list(range(len(displacements)))
 

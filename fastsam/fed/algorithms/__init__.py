@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fastsam.fed.algorithms.base import (
+    Aggregate,
     Algorithm,
     ClientResults,
     Direction,
     LocalUpdate,
+    ParameterLayout,
     Round,
-    Rows,
     State,
-    Sums,
     Upload,
-    moved,
+    apply_update,
 )
 
 
@@ -50,10 +50,10 @@ __all__ = [
     "LocalUpdate",
     "Round",
     "ClientResults",
-    "Rows",
+    "ParameterLayout",
     "State",
-    "Sums",
+    "Aggregate",
     "Upload",
-    "moved",
+    "apply_update",
     *(made.__name__ for made in registry.values()),
 ]

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -40,17 +40,17 @@ class AdaptiveServer(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0), "V": torch.full_like(w0, self.V0)}
 
     def second_moment(self, V: Tensor, square: Tensor) -> Tensor:
-        """The new V of the old one and the squared mean displacement, float64 `[stride]`."""
+        """The new V of the old one and the squared mean displacement, float64 `[row_size]`."""
         raise NotImplementedError
 
     def corrected(self, m: Tensor, V: Tensor, round: Round) -> tuple[Tensor, Tensor]:
         """The m and V that the step is made of."""
         return m, V
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        delta = sums.mean("delta")
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        delta = aggregate.mean("delta")
         m = self.beta1 * server["m"].double() + (1 - self.beta1) * delta
         V = self.second_moment(server["V"].double(), delta**2)
         by, size = self.corrected(m, V, round)
-        w = moved(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
+        w = apply_update(server["w"], round.server_lr * by / (size.sqrt() + self.tau))
         return {"w": w, "m": m.to(w.dtype), "V": V.to(w.dtype)}

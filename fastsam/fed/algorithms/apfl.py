@@ -31,7 +31,7 @@ class APFL(Algorithm):
 
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
     alpha: float = 0.5

@@ -4,12 +4,12 @@ An algorithm is a frozen dataclass of hyper-parameters with pure functions: they
 a tensor that they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is
 federated averaging, so a method overrides what differs.
 
-All vectors are flat rows `[stride]` of one layout (the trainable parameters in the order of `model.parameters()`), in
+All vectors are flat rows `[row_size]` of one layout (the trainable parameters in the order of `model.parameters()`), in
 the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
-it is stored: `round.rows` gives views by name (`Rows.unflatten`).
+it is stored: `round.layout` gives views by name (`ParameterLayout.unflatten`).
 
 Clients are rows: `local_update` and `finish_client` are called for n of them at once, as many as it suits the executor,
-with all vectors `[n, stride]` and states `[n, ...]`. What they return for a client comes from its own row.
+with all vectors `[n, row_size]` and states `[n, ...]`. What they return for a client comes from its own row.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "Aggregate",
     "Algorithm",
     "ClientResults",
     "Direction",
     "LocalUpdate",
+    "ParameterLayout",
     "Round",
-    "Rows",
     "State",
-    "Sums",
     "Upload",
-    "moved",
+    "apply_update",
 ]
 
 State = dict[str, Tensor]
@@ -48,19 +48,19 @@ State = dict[str, Tensor]
 class Round:
     """What a round is to an algorithm.
 
-    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. clients: N, all of them.
-    active: clients sampled for this round. rows: what a row holds, by parameter. momentum: of the local steps. seed: of
-    the run, whose random numbers are functions of it.
+    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. num_clients: N, the
+    number of all clients. cohort_size: number of clients sampled for this round. rows: what a row holds, by parameter.
+    momentum: of the local steps. seed: of the run, whose random numbers are functions of it.
     """
 
     index: int
     lr: float
     local_epochs: int
-    clients: int
-    active: int
+    num_clients: int
+    cohort_size: int
     server_lr: float
     first_lr: float
-    rows: Rows = field(repr=False, compare=False)
+    layout: ParameterLayout = field(repr=False, compare=False)
     momentum: float = 0.0
     seed: int = 0
 
@@ -75,25 +75,25 @@ class Upload:
     """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
-    total: Mapping[str, Tensor] = field(default_factory=dict)
+    sum: Mapping[str, Tensor] = field(default_factory=dict)
     weight: Tensor | Sequence[float] | None = None
 
 
-class Sums(Protocol):
-    """The sums of the uploads, over the clients that were not excluded (`clients` of them)."""
+class Aggregate(Protocol):
+    """Sums of the uploads over the `num_clients` clients that were not excluded."""
 
     @property
-    def clients(self) -> int:
-        """How many."""
+    def num_clients(self) -> int:
+        """Number of clients in the sums."""
 
     def mean(self, name: str) -> Tensor:
-        """Weighted mean, float64 `[stride]`; zeros where clients sent weights of their own and all are 0."""
+        """Return the weighted mean of an upload, float64 `[row_size]`: zeros if clients sent weights and all are 0."""
 
-    def total(self, name: str) -> Tensor:
-        """Plain sum, float64 `[stride]`."""
+    def sum(self, name: str) -> Tensor:
+        """Return the plain sum of an upload, float64 `[row_size]`."""
 
-    def number(self, name: str) -> float:
-        """Sum of a number; 0 when nobody sent it."""
+    def scalar(self, name: str) -> float:
+        """Return the sum of a number that clients sent, 0 if no client sent it."""
 
 
 class Algorithm:
@@ -101,12 +101,12 @@ class Algorithm:
 
     `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and
     `client_vectors` what is kept between the rounds in the same unit. For reports: `working_vectors` is what a local
-    step needs beyond the weights and one gradient, `backprops` the back-propagations of a step; `pools_data` says that
-    the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`). `totals` says
-    that the server keeps the sum of what its clients keep (`Upload(total=...)`), which no robust rule can stand in for;
-    `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers` says that the
-    model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the algorithm keeps a
-    model of its own for every client (`own_model`).
+    step needs beyond the weights and one gradient, `backward_passes` the back-propagations of a step; `pools_data`
+    says that the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`).
+    `uses_sums` says that the server keeps the sum of what its clients keep (`Upload(sum=...)`), which no robust rule
+    can stand in for; `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers`
+    says that the model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the
+    algorithm keeps a model of its own for every client (`own_model`).
     """
 
     down: ClassVar[float] = 1
@@ -114,9 +114,9 @@ class Algorithm:
     server_vectors: ClassVar[float] = 1
     client_vectors: ClassVar[float] = 0
     working_vectors: ClassVar[float] = 0
-    backprops: ClassVar[int] = 1
+    backward_passes: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
-    totals: ClassVar[bool] = False
+    uses_sums: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
@@ -147,8 +147,8 @@ class Algorithm:
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
         """Return the constants of the local update rule for n clients in this round, whose states are `client`: one
-        LocalUpdate for all, with vectors `[n, stride]`, or `[stride]` if they are the same; or n of them with vectors
-        `[stride]` if their numbers (rho, ...) differ."""
+        LocalUpdate for all, with vectors `[n, row_size]`, or `[row_size]` if they are the same; or n of them with
+        vectors `[row_size]` if their numbers (rho, ...) differ."""
         return LocalUpdate()
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
@@ -158,12 +158,12 @@ class Algorithm:
         """
         return client, Upload(mean={"delta": results.delta})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """The server's state after the round: `w <- w + server_lr * mean(delta)`."""
-        return {**server, "w": moved(server["w"], round.server_lr * sums.mean("delta"))}
+        return {**server, "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
-        """A client's own model, `[stride]`, of its state: what is evaluated on its validation samples, where
+        """A client's own model, `[row_size]`, of its state: what is evaluated on its validation samples, where
         `own_models` says so."""
         return server["w"]
 
@@ -178,6 +178,6 @@ def no_server_lr(algorithm: object, round: Round) -> None:
         )
 
 
-def moved(w: Tensor, by: Tensor) -> Tensor:
-    """`w + by` (`by` is float64: sums are), added in float64 and rounded once to the dtype of `w`."""
-    return (w.double() + by).to(w.dtype)
+def apply_update(w: Tensor, update: Tensor) -> Tensor:
+    """Return `w + update` in the dtype of `w`. It is added in float64, the dtype of an aggregate, and rounded once."""
+    return (w.double() + update).to(w.dtype)

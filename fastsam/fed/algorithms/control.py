@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, apply_update
 
 
 class ControlVariates(Algorithm):
@@ -22,7 +22,7 @@ class ControlVariates(Algorithm):
     server_vectors: ClassVar[float] = 2
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 1
-    totals: ClassVar[bool] = True
+    uses_sums: ClassVar[bool] = True
 
     def init_server(self, w0: Tensor) -> State:
         return {**super().init_server(w0), "c": torch.zeros_like(w0)}
@@ -36,10 +36,10 @@ class ControlVariates(Algorithm):
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        change = results.delta / results.column(-round.lr * K for K in results.steps) - server["c"]
-        return {**state, "c_i": client["c_i"] + change}, Upload(upload.mean, {**upload.total, "dc": change})
+        change = results.delta / results.column(-round.lr * K for K in results.num_steps) - server["c"]
+        return {**state, "c_i": client["c_i"] + change}, Upload(upload.mean, {**upload.sum, "dc": change})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         # Divided by all N clients, not by the active ones: c stays the mean of all c_i.
-        after = super().step_server(server, sums, round)
-        return {**after, "c": moved(server["c"], sums.total("dc") / round.clients)}
+        after = super().step_server(server, aggregate, round)
+        return {**after, "c": apply_update(server["c"], aggregate.sum("dc") / round.num_clients)}

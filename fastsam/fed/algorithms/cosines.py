@@ -9,7 +9,7 @@ _TINY = 1e-12  # below which a norm counts as zero
 
 
 def cosines(rows: Tensor, v: Tensor) -> Tensor:
-    """Of each row `[n, stride]` with the vector `[stride]`, float64 `[n]`; 0 where one of them is zero."""
+    """Of each row `[n, row_size]` with the vector `[row_size]`, float64 `[n]`; 0 where one of them is zero."""
     rows, v = rows.double(), v.double()
     lengths = torch.linalg.vector_norm(rows, dim=1) * torch.linalg.vector_norm(v)
     return (rows * v).sum(1) / lengths.clamp(min=_TINY)

@@ -26,7 +26,7 @@ class Ditto(Algorithm):
 
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
     own_models: ClassVar[bool] = True
 
     lam: float = 1.0
@@ -41,7 +41,12 @@ class Ditto(Algorithm):
         return {"v_i": server["w"]}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        own = LocalUpdate(start=client["v_i"], phi=self.lam, q=-self.lam * server["w"], epochs=self.epochs)
+        own = LocalUpdate(
+            start=client["v_i"],
+            proximal_coefficient=self.lam,
+            gradient_offset=-self.lam * server["w"],
+            epochs=self.epochs,
+        )
         return LocalUpdate(then=own)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:

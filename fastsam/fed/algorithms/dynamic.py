@@ -8,7 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved, no_server_lr
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Round,
+    State,
+    Upload,
+    apply_update,
+    no_server_lr,
+)
 from fastsam.fed.common.checks import decayed, number
 
 
@@ -24,7 +33,7 @@ class DynamicRegularizer(Algorithm):
     server_vectors: ClassVar[float] = 2
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 1
-    totals: ClassVar[bool] = True
+    uses_sums: ClassVar[bool] = True
 
     phi: float
     phi_decay: float
@@ -38,13 +47,13 @@ class DynamicRegularizer(Algorithm):
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
         mine = {**state, "h_i": client["h_i"] + results.delta}
-        return mine, Upload(upload.mean, {**upload.total, "dh": results.delta})
+        return mine, Upload(upload.mean, {**upload.sum, "dh": results.delta})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        after = super().step_server(server, sums, round)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
         # Divided by all N clients, not by the active ones: H stays the mean of all h_i.
-        H = moved(server["H"], sums.total("dh") / round.clients)
-        return {**after, "H": H, "w": moved(server["w"], sums.mean("delta") + H.double())}
+        H = apply_update(server["H"], aggregate.sum("dh") / round.num_clients)
+        return {**after, "H": H, "w": apply_update(server["w"], aggregate.mean("delta") + H.double())}
 
     def phi_of(self, round: Round) -> float:
         """The proximal coefficient of the round. Raises ValueError for a run with a server's learning rate."""

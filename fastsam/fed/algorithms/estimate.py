@@ -6,7 +6,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice
 
@@ -52,13 +61,13 @@ class LocalEstimate(Algorithm):
         if old is None and self.first == "none":
             return LocalUpdate(**constants)
         e = -server["w"] if old is None else old - server["w"]
-        return LocalUpdate(Direction.CONSTANT, rho=rho, e=e, **constants)
+        return LocalUpdate(Direction.CONSTANT, rho=rho, direction_vector=e, **constants)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
         # The model itself, not a copy: clients of one round share it.
         return ({**state, "w_old_i": server["w"]} if self.ref == "client" else state), upload
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        after = super().step_server(server, sums, round)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
         return {**after, "w_old": server["w"]} if self.ref == "last_round" else after

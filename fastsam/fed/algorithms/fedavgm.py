@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -34,6 +34,6 @@ class FedAvgM(Algorithm):
     def init_server(self, w0: Tensor) -> State:
         return {"w": w0, "m": torch.zeros_like(w0)}
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        m = self.beta * server["m"].double() + sums.mean("delta")
-        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        m = self.beta * server["m"].double() + aggregate.mean("delta")
+        return {"w": apply_update(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}

@@ -31,4 +31,4 @@ class FedCM(ServerDirection):
         choice("momentum_K", self.momentum_K, COUNTS)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(a=self.alpha, q=(1 - self.alpha) * server["D"])
+        return LocalUpdate(perturbed_weight=self.alpha, gradient_offset=(1 - self.alpha) * server["D"])

@@ -31,4 +31,4 @@ class FedDyn(DynamicRegularizer):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
-        return LocalUpdate(q=attraction(phi, server, client), phi=phi)
+        return LocalUpdate(gradient_offset=attraction(phi, server, client), proximal_coefficient=phi)

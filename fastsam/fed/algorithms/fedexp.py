@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import (
+    Aggregate,
     Algorithm,
     ClientResults,
     LocalUpdate,
     Round,
     State,
-    Sums,
     Upload,
-    moved,
+    apply_update,
     no_server_lr,
 )
 from fastsam.fed.common.checks import choice, number
@@ -57,9 +57,9 @@ class FedExP(Algorithm):
         norm = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
         return client, Upload(mean={"delta": results.delta, "square": norm**2})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        delta = sums.mean("delta")
-        eta = (sums.mean("square") / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
-        x = moved(server["x"], eta * delta)
-        w = moved(server["x"], 0.5 * eta * delta) if self.average else x
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        delta = aggregate.mean("delta")
+        eta = (aggregate.mean("square") / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
+        x = apply_update(server["x"], eta * delta)
+        w = apply_update(server["x"], 0.5 * eta * delta) if self.average else x
         return {"w": w, "x": x}

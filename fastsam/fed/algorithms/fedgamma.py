@@ -24,7 +24,7 @@ class FedGAMMA(ControlVariates):
     """
 
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
 
@@ -33,4 +33,4 @@ class FedGAMMA(ControlVariates):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        return LocalUpdate(Direction.GRADIENT, rho=rho, q=self.correction(server, client))
+        return LocalUpdate(Direction.GRADIENT, rho=rho, gradient_offset=self.correction(server, client))

@@ -9,7 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
 from fastsam.fed.step.local_update import NU
@@ -33,7 +42,7 @@ class FedGF(Algorithm):
     down: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     rho_g: Scheduled = 0.05
@@ -61,10 +70,10 @@ class FedGF(Algorithm):
         length = torch.linalg.vector_norm(results.delta, dim=1, keepdim=True, dtype=torch.float64)
         return client, Upload(mean={"delta": results.delta, "length": length})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        after = super().step_server(server, sums, round)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
         D = server["w"].double() - after["w"].double()
         d = D / (torch.linalg.vector_norm(D) + NU)
         apart = server["apart"].clone()
-        apart[round.index % self.window] = (sums.mean("length") > self.threshold).double()
+        apart[round.index % self.window] = (aggregate.mean("length") > self.threshold).double()
         return {**after, "d": d.to(server["d"].dtype), "apart": apart}

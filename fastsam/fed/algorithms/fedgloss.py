@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.step.local_update import NU
@@ -48,7 +48,7 @@ class FedGloSS(DynamicRegularizer):
         check_phi(self.phi, self.phi_decay)
 
     @property
-    def backprops(self) -> int:  # type: ignore[override]
+    def backward_passes(self) -> int:  # type: ignore[override]
         """Back-propagations of a local step."""
         return 1 if self.rho_local == 0 else 2
 
@@ -59,9 +59,15 @@ class FedGloSS(DynamicRegularizer):
         phi, rho_local = self.phi_of(round), value_at("rho_local", self.rho_local, round)
         start = server["w"] + value_at("rho", self.rho, round) * server["d"]
         direction = Direction.NONE if self.rho_local == 0 else Direction.GRADIENT
-        return LocalUpdate(direction, rho=rho_local, q=phi * (client["h_i"] - start), phi=phi, start=start)
+        return LocalUpdate(
+            direction,
+            rho=rho_local,
+            gradient_offset=phi * (client["h_i"] - start),
+            proximal_coefficient=phi,
+            start=start,
+        )
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        delta = sums.mean("delta")
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        delta = aggregate.mean("delta")
         d = -delta / (torch.linalg.vector_norm(delta) + NU)
-        return {**super().step_server(server, sums, round), "d": d.to(server["d"].dtype)}
+        return {**super().step_server(server, aggregate, round), "d": d.to(server["d"].dtype)}

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import LocalUpdate, Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, check_phi
 from fastsam.fed.common.checks import number
 from fastsam.fed.step.teacher import Teacher, divergence
@@ -53,10 +53,10 @@ class FedGMT(DynamicRegularizer):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         teacher = Teacher(server["e"], partial(_term, self.tau), self.gamma)
-        return LocalUpdate(q=self.phi_of(round) * client["h_i"], teacher=teacher)
+        return LocalUpdate(gradient_offset=self.phi_of(round) * client["h_i"], teacher=teacher)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        after = super().step_server(server, sums, round)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
         e = self.alpha * server["e"].double() + (1 - self.alpha) * after["w"].double()
         return {**after, "e": e.to(server["e"].dtype)}
 

@@ -28,7 +28,7 @@ class FedGSAM(Algorithm):
     """
 
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     alpha: float = 0.1

@@ -38,4 +38,6 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi = self.phi_of(round)
-        return self.estimate_step(server, client, round, q=attraction(phi, server, client), phi=phi)
+        return self.estimate_step(
+            server, client, round, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi
+        )

@@ -37,4 +37,6 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
         number("control_scale", self.control_scale, at_least=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return self.estimate_step(server, client, round, q=self.control_scale * self.correction(server, client))
+        return self.estimate_step(
+            server, client, round, gradient_offset=self.control_scale * self.correction(server, client)
+        )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import ClientResults, LocalUpdate, Round, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, LocalUpdate, Round, State, Upload, apply_update
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.common.checks import number
-from fastsam.fed.step.local_update import paces
+from fastsam.fed.step.local_update import lr_sum
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class FedMoSWA(ControlVariates):
         number("gamma", self.gamma, at_least=0, at_most=1)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(q=self.correction(server, client), lr_end=self.rho)
+        return LocalUpdate(gradient_offset=self.correction(server, client), lr_end_factor=self.rho)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        rates = results.column(-round.lr * paces(self.rho, K) for K in results.steps)
+        rates = results.column(-round.lr * lr_sum(self.rho, K) for K in results.num_steps)
         c_i = client["c_i"] - server["c"] + results.delta / rates
         return {"c_i": c_i}, Upload({"delta": results.delta}, {"dc": c_i - server["c"]})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        w = moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))
-        return {"w": w, "c": moved(server["c"], self.gamma * sums.total("dc") / sums.clients)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        w = apply_update(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))
+        return {"w": w, "c": apply_update(server["c"], self.gamma * aggregate.sum("dc") / aggregate.num_clients)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload, apply_update
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class FedNova(Algorithm):
     """
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        a = results.column(weight_of_gradients(K, round.momentum) for K in results.steps)
+        a = results.column(weight_of_gradients(K, round.momentum) for K in results.num_steps)
         return client, Upload(mean={"d": results.delta / a, "a": a})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {"w": moved(server["w"], round.server_lr * sums.mean("a") * sums.mean("d"))}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {"w": apply_update(server["w"], round.server_lr * aggregate.mean("a") * aggregate.mean("d"))}
 
 
 def weight_of_gradients(steps: int, momentum: float) -> float:

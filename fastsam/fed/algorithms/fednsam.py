@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Direction, LocalUpdate, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Direction, LocalUpdate, Round, State, apply_update
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
 
@@ -48,7 +48,7 @@ class FedNSAM(Algorithm):
         return 2 if self.perturb == "momentum" else 1
 
     @property
-    def backprops(self) -> int:  # type: ignore[override]
+    def backward_passes(self) -> int:  # type: ignore[override]
         """Back-propagations of a local step."""
         return 1 if self.perturb == "momentum" else 2
 
@@ -59,8 +59,8 @@ class FedNSAM(Algorithm):
         start = server["w"] + self.gamma * server["m"]
         global_one = self.perturb == "momentum"
         direction, e = (Direction.CONSTANT, -server["m"]) if global_one else (Direction.GRADIENT, None)
-        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), e=e, start=start)
+        return LocalUpdate(direction, rho=value_at("rho", self.rho, round), direction_vector=e, start=start)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        m = self.gamma * server["m"].double() + sums.mean("delta")
-        return {"w": moved(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        m = self.gamma * server["m"].double() + aggregate.mean("delta")
+        return {"w": apply_update(server["w"], round.server_lr * m), "m": m.to(server["m"].dtype)}

@@ -28,4 +28,4 @@ class FedProx(Algorithm):
         number("phi", self.phi, at_least=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(q=-self.phi * server["w"], phi=self.phi)
+        return LocalUpdate(gradient_offset=-self.phi * server["w"], proximal_coefficient=self.phi)

@@ -39,7 +39,7 @@ class FedRep(Algorithm):
         return [self.head if self.head is not None else last_layer(model) or "*"]
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        rows = round.rows
+        rows = round.layout
         head = rows.places("head", self.own_parameters(rows.template))
         body = tuple(place for place in range(len(rows.names)) if place not in head)
         return LocalUpdate(epochs=self.head_epochs, only=head, then=LocalUpdate(only=body))

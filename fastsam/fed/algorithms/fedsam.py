@@ -27,7 +27,7 @@ class FedSAM(Algorithm):
     """
 
     working_vectors: ClassVar[float] = 1
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     adaptive: bool = False

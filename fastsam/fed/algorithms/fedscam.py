@@ -10,7 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import integer, number
@@ -38,7 +47,7 @@ class FedSCAM(Algorithm):
     down: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
     weighs: ClassVar[bool] = True
 
     rho: Scheduled = 0.05
@@ -73,7 +82,7 @@ class FedSCAM(Algorithm):
         weight = (1 + self.beta * c).clamp(min=0) / (1 + self.gamma * self._apart(results.norms, c))
         return client, Upload(mean={"delta": results.delta}, weight=weight)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        after = super().step_server(server, sums, round)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        after = super().step_server(server, aggregate, round)
         u = after["w"].double() - server["w"].double()
         return {**after, "u": u.to(server["u"].dtype)}

@@ -9,7 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import (
+    Aggregate,
+    Algorithm,
+    ClientResults,
+    Direction,
+    LocalUpdate,
+    Round,
+    State,
+    Upload,
+)
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import choice, number
@@ -37,7 +46,7 @@ class FedSMOO(DynamicRegularizer):
 
     down: ClassVar[float] = 2
     up: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     alpha: float = 1.0
@@ -64,7 +73,7 @@ class FedSMOO(DynamicRegularizer):
         return 1 + self.dyn
 
     @property
-    def totals(self) -> bool:  # type: ignore[override]
+    def uses_sums(self) -> bool:  # type: ignore[override]
         """H, or the mean of all mu_i."""
         return self.dyn or self.s_rule == "mu_all"
 
@@ -84,11 +93,17 @@ class FedSMOO(DynamicRegularizer):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        step = LocalUpdate(Direction.GRADIENT_MINUS_DUAL, rho=rho, mu=client["mu_i"], s=server["s"], penalty=self.alpha)
+        step = LocalUpdate(
+            Direction.GRADIENT_MINUS_DUAL,
+            rho=rho,
+            dual=client["mu_i"],
+            server_perturbation=server["s"],
+            penalty=self.alpha,
+        )
         if not self.dyn:
             return step
         phi = self.phi_of(round)
-        return replace(step, q=attraction(phi, server, client), phi=phi)
+        return replace(step, gradient_offset=attraction(phi, server, client), proximal_coefficient=phi)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         if results.dual is None or results.eps is None:
@@ -97,21 +112,23 @@ class FedSMOO(DynamicRegularizer):
             state, upload = super().finish_client(server, client, results, round)
         else:
             state, upload = Algorithm.finish_client(self, server, client, results, round)
-        mean, total = dict(upload.mean), dict(upload.total)
+        mean, total = dict(upload.mean), dict(upload.sum)
         if self.s_rule == "mu_all":
             total["dmu"] = results.dual - client["mu_i"]
         else:
             mean["r"] = results.dual if self.s_rule == "mu_active" else self.alpha * results.dual - results.eps
         return {**state, "mu_i": results.dual}, Upload(mean, total)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = (
-            super().step_server(server, sums, round) if self.dyn else Algorithm.step_server(self, server, sums, round)
+            super().step_server(server, aggregate, round)
+            if self.dyn
+            else Algorithm.step_server(self, server, aggregate, round)
         )
         if self.s_rule == "mu_all":
-            mu = server["mu"].double() + sums.total("dmu") / round.clients
+            mu = server["mu"].double() + aggregate.sum("dmu") / round.num_clients
             after, r = {**after, "mu": mu.to(server["mu"].dtype)}, -mu
         else:
-            r = sums.mean("r")
+            r = aggregate.mean("r")
         s = value_at("rho", self.rho, round) * r / (torch.linalg.vector_norm(r) + NU)
         return {**after, "s": s.to(server["s"].dtype)}

@@ -30,7 +30,7 @@ class FedSOL(Algorithm):
     """
 
     working_vectors: ClassVar[float] = 4
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 1.0
     tau: float = 3.0

@@ -29,7 +29,7 @@ class FedSpeed(Algorithm):
 
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 3
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     alpha: float = 1.0
@@ -45,7 +45,14 @@ class FedSpeed(Algorithm):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, q = value_at("rho", self.rho, round), attraction(self.phi, server, client)
-        return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q, phi=self.phi)
+        return LocalUpdate(
+            Direction.GRADIENT,
+            rho=rho,
+            perturbed_weight=self.alpha,
+            clean_weight=1 - self.alpha,
+            gradient_offset=q,
+            proximal_coefficient=self.phi,
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         h_i = client["h_i"] + results.delta

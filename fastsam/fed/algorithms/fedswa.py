@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastsam.fed.algorithms.base import Algorithm, LocalUpdate, Round, State, Sums, moved
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, LocalUpdate, Round, State, apply_update
 from fastsam.fed.common.checks import number
 
 
@@ -31,7 +31,7 @@ class FedSWA(Algorithm):
         number("alpha", self.alpha, above=0)
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(lr_end=self.rho)
+        return LocalUpdate(lr_end_factor=self.rho)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {**server, "w": moved(server["w"], self.alpha * round.server_lr * sums.mean("delta"))}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {**server, "w": apply_update(server["w"], self.alpha * round.server_lr * aggregate.mean("delta"))}

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Direction, LocalUpdate, Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Direction, LocalUpdate, Round, State
 from fastsam.fed.algorithms.dynamic import DynamicRegularizer, attraction, check_phi
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
@@ -32,7 +32,7 @@ class FedTOGA(DynamicRegularizer):
     down: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 5
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1
     kappa: float = 1.0
@@ -52,7 +52,14 @@ class FedTOGA(DynamicRegularizer):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         phi, rho, D = self.phi_of(round), value_at("rho", self.rho, round), server["D"]
         q = attraction(phi, server, client) + self.beta * D
-        return LocalUpdate(Direction.GRADIENT_PLUS, rho=rho, e=self.kappa * D, remembers=True, q=q, phi=phi)
+        return LocalUpdate(
+            Direction.GRADIENT_PLUS,
+            rho=rho,
+            direction_vector=self.kappa * D,
+            remembers=True,
+            gradient_offset=q,
+            proximal_coefficient=phi,
+        )
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {**super().step_server(server, sums, round), "D": (-sums.mean("delta")).to(server["D"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {**super().step_server(server, aggregate, round), "D": (-aggregate.mean("delta")).to(server["D"].dtype)}

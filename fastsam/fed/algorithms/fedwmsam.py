@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import ClientResults, Direction, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, ClientResults, Direction, LocalUpdate, Round, State, Upload
 from fastsam.fed.algorithms.control import ControlVariates
 from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
@@ -57,15 +57,26 @@ class FedWMSAM(ControlVariates):
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho, alpha = value_at("rho", self.rho, round), server["alpha"].item()
         D_i = server["D"] + alpha / (1 - alpha) * self.correction(server, client)
-        return LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i, drift=-1.0)
+        return LocalUpdate(
+            Direction.PATH,
+            rho=rho,
+            perturbed_weight=alpha,
+            gradient_offset=(1 - alpha) * D_i,
+            direction_vector=D_i,
+            drift=-1.0,
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
-        D = results.delta / results.column(-round.lr * K for K in results.steps)
+        D = results.delta / results.column(-round.lr * K for K in results.num_steps)
         mean = {**upload.mean, "D": D, "cos": cosines(results.delta, server["D"])[:, None]}
-        return state, Upload(mean, upload.total)
+        return state, Upload(mean, upload.sum)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        towards = (1 + sums.mean("cos")).clamp(LEAST, MOST)
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        towards = (1 + aggregate.mean("cos")).clamp(LEAST, MOST)
         alpha = (1 - self.alpha_rate) * server["alpha"] + self.alpha_rate * towards
-        return {**super().step_server(server, sums, round), "D": sums.mean("D").to(server["D"].dtype), "alpha": alpha}
+        return {
+            **super().step_server(server, aggregate, round),
+            "D": aggregate.mean("D").to(server["D"].dtype),
+            "alpha": alpha,
+        }

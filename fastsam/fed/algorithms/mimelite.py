@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, LocalUpdate, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, LocalUpdate, Round, State, Upload
 from fastsam.fed.common.checks import choice, number
 
 FORMS = ("convex", "heavy_ball")
@@ -51,13 +51,15 @@ class MimeLite(Algorithm):
         return {"w": w0, "m": torch.zeros_like(w0)}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(a=self._fresh, q=(1 - self.beta) * server["m"], full_gradient=True)
+        return LocalUpdate(
+            perturbed_weight=self._fresh, gradient_offset=(1 - self.beta) * server["m"], full_gradient=True
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         if results.gradient is None:
             raise ValueError("MimeLite needs the full gradient of every client; this executor returned none")
         return client, Upload(mean={"delta": results.delta, "G": results.gradient})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        m = self._fresh * sums.mean("G") + (1 - self.beta) * server["m"].double()
-        return {**super().step_server(server, sums, round), "m": m.to(server["m"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        m = self._fresh * aggregate.mean("G") + (1 - self.beta) * server["m"].double()
+        return {**super().step_server(server, aggregate, round), "m": m.to(server["m"].dtype)}

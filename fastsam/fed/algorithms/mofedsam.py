@@ -29,7 +29,7 @@ class MoFedSAM(ServerDirection):
     """
 
     working_vectors: ClassVar[float] = 2
-    backprops: ClassVar[int] = 2
+    backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.05
     beta: float = 0.1
@@ -42,4 +42,6 @@ class MoFedSAM(ServerDirection):
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
         rho = value_at("rho", self.rho, round)
-        return LocalUpdate(Direction.GRADIENT, rho=rho, a=self.beta, q=(1 - self.beta) * server["D"])
+        return LocalUpdate(
+            Direction.GRADIENT, rho=rho, perturbed_weight=self.beta, gradient_offset=(1 - self.beta) * server["D"]
+        )

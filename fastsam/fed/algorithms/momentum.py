@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, ClientResults, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload
 
 COUNTS = ("steps", "epochs")  # what momentum_K may be
 
@@ -30,9 +30,9 @@ class ServerDirection(Algorithm):
         return {"w": w0, "D": torch.zeros_like(w0)}
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        counts = results.steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.clients)
+        counts = results.num_steps if self.momentum_K == "steps" else [round.local_epochs] * len(results.client_ids)
         D = results.delta / results.column(-round.lr * K for K in counts)
         return client, Upload(mean={"delta": results.delta, "D": D})
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
-        return {**super().step_server(server, sums, round), "D": sums.mean("D").to(server["D"].dtype)}
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
+        return {**super().step_server(server, aggregate, round), "D": aggregate.mean("D").to(server["D"].dtype)}

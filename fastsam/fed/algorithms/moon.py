@@ -51,7 +51,7 @@ class MOON(Algorithm):
         return {"w_i": server["w"]}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        last = last_layer(round.rows.template) or None
+        last = last_layer(round.layout.template) or None
         teacher = Teacher(
             (server["w"], client["w_i"]),
             partial(_term, self.tau),

@@ -51,7 +51,11 @@ class pFedMe(Algorithm):
                 "lr * lam must be below 2, or every step of theta about w_i is longer than the one before; "
                 f"got lr={round.lr:g} and lam={self.lam:g}. Use an lr below {2 / self.lam:.3g}, or a smaller lam"
             )
-        return LocalUpdate(phi=self.lam, q=-self.lam * server["w"], envelope=Envelope(self.K, self.eta * self.lam))
+        return LocalUpdate(
+            proximal_coefficient=self.lam,
+            gradient_offset=-self.lam * server["w"],
+            envelope=Envelope(self.K, self.eta * self.lam),
+        )
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         assert results.inner is not None  # local_update asked for an envelope

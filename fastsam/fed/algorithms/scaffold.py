@@ -22,4 +22,4 @@ class SCAFFOLD(ControlVariates):
     """
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        return LocalUpdate(q=self.correction(server, client))
+        return LocalUpdate(gradient_offset=self.correction(server, client))

@@ -32,9 +32,7 @@ class ClientError(RuntimeError):
     """The model or the loss raised while a client trained; the cause is attached. Rounds count from 1, as in the
     records, local steps from 0."""
 
-    clients: tuple[
-        int, ...
-    ] = ()  # whose error it is: several where they shared a pass; nobody's where it concerns the run
+    client_ids: tuple[int, ...] = ()  # several if they shared a pass; none if the error concerns the whole run
     reason = ""  # without round and clients
 
     @classmethod
@@ -47,7 +45,7 @@ class ClientError(RuntimeError):
         what = f"{type(error).__name__}: {said}"
         made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
         shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
-        made.clients, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
+        made.client_ids, made.reason = tuple(clients), f"it raised {what} (local step {step}{shared})"
         return made
 
 
@@ -104,7 +102,7 @@ class Setup:
 
     def excludes(self, error: object) -> bool:
         """Whether training goes on without the clients of this error."""
-        return self.excludes_errors and isinstance(error, ClientError) and bool(error.clients)
+        return self.excludes_errors and isinstance(error, ClientError) and bool(error.client_ids)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,7 +160,7 @@ class Work:
 class Task:
     """One client's work in one round.
 
-    row: which of the step's vectors are its own, where those are of several clients (`[n, stride]`). snapshots: local
+    row: which of the step's vectors are its own, where those are of several clients (`[n, row_size]`). snapshots: local
     steps before which the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see
     `draw_orders`). own: its samples, where they come in batches, from `open_` on. begun, passed: epochs and local steps
     that it has behind it in this round, in phases before.
@@ -201,7 +199,7 @@ class Task:
         return self.work.clients[self.client][1]
 
     def vector(self, name: str) -> Tensor | None:
-        """Its own vector of the step, `[stride]`."""
+        """Its own vector of the step, `[row_size]`."""
         v: Tensor | None = getattr(self.step, name)
         return v if v is None or v.dim() == 1 else v[self.row]
 
@@ -364,7 +362,7 @@ class Executor(ABC):
 
     longest_first: it wants the clients with most local steps first, because clients train at the same time. stacks:
     several clients go through one call of the model; their constants then come for `slots` clients together, as vectors
-    `[n, stride]`. slots: clients that train at once. numbers: what its bits depend
+    `[n, row_size]`. slots: clients that train at once. numbers: what its bits depend
     on, "exact" where they are those of `sequential`.
     """
 
@@ -383,8 +381,8 @@ class Executor(ABC):
 
     @abstractmethod
     def train(self, start: Tensor, buffers: Sequence[Tensor], tasks: Iterable[Task]) -> Iterator[Ends]:
-        """Trains every task from the weights `start` (flat `[stride]`) and the model's `buffers`; the ends come in any
-        order, in groups of one or more clients.
+        """Trains every task from the weights `start` (flat `[row_size]`) and the model's `buffers`; the ends come in
+        any order, in groups of one or more clients.
 
         `tasks` is consumed as rows become free. Raises ClientError when the model or the loss raises; where the setup
         excludes such clients, the error comes in place of their ends.

@@ -102,7 +102,7 @@ class Passes:
         return model.normalised(x) if isinstance(model, Pixels) else x
 
     def mean_gradient(self, batches: Iterable[tuple[Any, Any, float]], out: Tensor, norms: Tensor | None = None) -> int:
-        """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[stride]`);
+        """The mean gradient over batches that have these shares in it, in evaluation mode, into `out` (`[row_size]`);
         returns their number.
 
         norms: float64 `[1]`, to which the mean of the norms of their gradients is added.

@@ -50,17 +50,17 @@ class StaticRow(Row):
             raise ValueError(f"executor 'graph' cannot serve here: {PHASED}. Use executor='streams'")
         super().open_(task, start, buffers)
         self.counter.zero_()
-        if task.step.mu is not None:
+        if task.step.dual is not None:
             self.eps = self.form.field("eps")
         if self.kept is not None and len(self.kept) <= self.last:
             self._make_room(self.kept.dtype)
 
     def _begin(self, step: LocalUpdate) -> None:
         super()._begin(step)
-        if self.form.q is not None and step.q is not None:
-            self.form.q = self.form.field("q").copy_(self.form.q)
-        if self.form.s is not None and step.s is not None:
-            self.form.s = self.form.field("s").copy_(self.form.s)
+        if self.form.q is not None and step.gradient_offset is not None:
+            self.form.q = self.form.field("gradient_offset").copy_(self.form.q)
+        if self.form.s is not None and step.server_perturbation is not None:
+            self.form.s = self.form.field("server_perturbation").copy_(self.form.s)
         self.form.vectors = {name: self.form.field(name).copy_(v) for name, v in self.form.vectors.items()}
 
     def _make_room(self, dtype: torch.dtype) -> None:

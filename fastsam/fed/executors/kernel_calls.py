@@ -44,8 +44,8 @@ class Kind:
 
     @classmethod
     def of(cls, step: LocalUpdate) -> Kind:
-        surrogate, paced = bool(step.surrogate_gap), step.lr_end != 1 or step.rho_end != 1
-        given = step.q is not None, bool(step.phi), step.keeps_first, surrogate, paced
+        surrogate, paced = bool(step.surrogate_gap), step.lr_end_factor != 1 or step.rho_end_factor != 1
+        given = step.gradient_offset is not None, bool(step.proximal_coefficient), step.keeps_first, surrogate, paced
         return cls(
             step.direction,
             *given,
@@ -64,7 +64,7 @@ class Kind:
     @cached_property
     def two_passes(self) -> bool:
         """Whether a first gradient finds the perturbation."""
-        return self.direction.backprops == 2
+        return self.direction.backward_passes == 2
 
     @property
     def constant(self) -> bool:
@@ -79,7 +79,7 @@ class Kind:
     def vectors(self) -> tuple[str, ...]:
         """Names of the vectors that its steps only read, besides q and s."""
         given = {
-            "e": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
+            "direction_vector": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
             "anchor": self.pull > 0,
             "rho_scale": self.scaled,
         }
@@ -124,7 +124,7 @@ class Rows:
             values[column] = value
         values[Column.PENALTY] = step.penalty
         values[Column.LR] = lr
-        values[Column.PHI] = step.phi
+        values[Column.PHI] = step.proximal_coefficient
         return tuple(values)
 
 
@@ -141,9 +141,10 @@ def _common(options: LocalOptions) -> list[float]:
 class Form:
     """Some neighbouring rows of a `Rows`, and the steps that they take together; all of one kind, which `arrange` sets.
 
-    z: `[rows, stride]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a gradient.
-    q, shift, s: what the kernels read beside them, `[rows, stride]` (of s all rows may be one). vectors: others by name
-    (`Kind.vectors`), in the same way.
+    z: `[rows, row_size]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a
+    gradient.
+    q, shift, s: what the kernels read beside them, `[rows, row_size]` (of s all rows may be one). vectors: others by
+    name (`Kind.vectors`), in the same way.
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -172,7 +173,7 @@ class Form:
         tensor there."""
         self.kind = kind
         self.w = self.field("w") if kind.two_passes or kind.walks else None
-        self.q = self.field("q") if kind.has_q or (kind.constant and self.folds) else None
+        self.q = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
 
     @property
     def folds(self) -> bool:
@@ -191,7 +192,7 @@ class Form:
     # --- the beginning of a round ---
 
     def begin_(self, start: Tensor) -> None:
-        """The weights of the start (`[stride]`, or `[rows, stride]`) in every row, and no momentum."""
+        """The weights of the start (`[row_size]`, or `[rows, row_size]`) in every row, and no momentum."""
         self.z.copy_(start)
         if self.w is not None:
             self.w.copy_(start)
@@ -203,7 +204,7 @@ class Form:
             self.field(name).zero_()
 
     def shift_(self, e: Tensor) -> None:
-        """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[stride]`, or `[rows, stride]`."""
+        """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
         p, begin, rows = self.field("p"), self.field("begin"), e.expand_as(self.z)
         self._perturb_along([begin], self.z, self.field("direction").copy_(rows) if self.kind.scaled else rows)
         torch.sub(begin, self.z, out=p)
@@ -211,11 +212,12 @@ class Form:
         if self.folds:
             phi, decay = self.hyper[:, :, Column.PHI], self.hyper[:, :, Column.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
-            own, folded = self.field("q"), p * -inside.to(p.dtype)
+            own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
             self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
 
     def radius_(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
-        """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, stride]`, of the rows."""
+        """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
+        rows."""
         self.hyper[:, 0, Column.RHO].copy_(pilot.radii(norms, gradients))
 
     # --- a step ---
@@ -228,11 +230,12 @@ class Form:
             self.hyper[:, 0, Column.RHO].copy_(radii)
 
     def perturb_(self, first: Gradients, eps: Tensor | None = None) -> None:
-        """`z = w + eps` by the first gradients; with a dual, `eps` (`[rows, stride]`) is kept where it is asked for."""
+        """`z = w + eps` by the first gradients; with a dual, `eps` (`[rows, row_size]`) is kept where it is asked
+        for."""
         grads, table = first.tensors, first.table
         assert self.w is not None  # arrange() saw to it
         if self.kind.direction is Direction.GRADIENT_MINUS_DUAL:
-            mu, s = self.field("mu"), self.s
+            mu, s = self.field("dual"), self.s
             assert s is not None
             self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hyper)
             self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hyper, self.sumsq, eps=eps)
@@ -256,10 +259,11 @@ class Form:
         assert self.w is not None  # arrange() saw to it
         path = self.field("path")
         self._perturb_along([self.z], self.w, self._drifted(path))
-        path.add_(self.vectors["e"])
+        path.add_(self.vectors["direction_vector"])
 
     def _perturb_along(self, z: list[Tensor], w: Tensor, d: Tensor) -> None:
-        """`z = w + eps` along rows that no gradient is in. d: `[rows, stride]`; written where the radius is scaled."""
+        """`z = w + eps` along rows that no gradient is in. d: `[rows, row_size]`; written where the radius is
+        scaled."""
         table, scale = self.layout.table, self.vectors["rho_scale"] if self.kind.scaled else None
         if scale is not None:
             d.mul_(scale.sign())
@@ -279,7 +283,7 @@ class Form:
 
     def _joined(self, first: Gradients) -> list[Tensor]:
         """The first gradients with what else is in the direction, by parameter."""
-        d = self._drifted(self.vectors["e"])
+        d = self._drifted(self.vectors["direction_vector"])
         if self.kind.remembers:
             d.add_(self.field("last"))
         views = self._like(first, d)

@@ -29,8 +29,9 @@ class Crew:
     common to take a step
     together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the
     samples of all its batches. feed: of samples as they are stored; where something augments them, a client is alone
-    and has batches of its `own`. k: steps taken. extra_backprops, snapshots: of each client. norms: the means so far of
-    those of a pilot's gradients, float64 `[clients]`. error: that for which its clients are left out of the round.
+    and has batches of its `own`. k: steps taken. extra_backward_passes, snapshots: of each client. norms: the means so
+    far of those of a pilot's gradients, float64 `[clients]`. error: that for which its clients are left out of the
+    round.
     drawn: the batch of a step, with its number, where it is the client's own.
     """
 
@@ -46,7 +47,7 @@ class Crew:
     own: Iterator[Batch]
     snapshots: Sequence[dict[int, Snapshot]]
     k: int = 0
-    extra_backprops: int = 0
+    extra_backward_passes: int = 0
     norms: Tensor | None = None
     error: ClientError | None = None
     drawn: tuple[int, Batch] | None = None
@@ -157,24 +158,24 @@ def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence
     """What clients leave behind in the rows of `form`. All of them leave the same things. No buffer was changed."""
     step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
     steps: list[int] = []
-    backprops: list[int] = []
+    backward_passes: list[int] = []
     samples: list[int] = []
     for crew in crews:
         n = len(crew.tasks)
         steps += [crew.k] * n
-        backprops += [crew.k * step.backprops + crew.extra_backprops] * n
+        backward_passes += [crew.k * step.backward_passes + crew.extra_backward_passes] * n
         samples += [crew.seen] * n
     moved = buffer_displacement(buffers, buffers) if buffers else None
     return ClientResults(
-        clients=clients,
+        client_ids=clients,
         delta=form.z - (form.field("begin") if form.kind.constant or step.start is not None else start),
-        steps=steps,
-        backprops=backprops,
+        num_steps=steps,
+        backward_passes=backward_passes,
         losses=form.losses.clone(),
-        samples=samples,
+        num_samples=samples,
         buffers=None if moved is None else moved.expand(len(clients), -1),
-        dual=None if step.mu is None else form.field("mu").clone(),
-        eps=None if step.mu is None else form.field("eps").clone(),
+        dual=None if step.dual is None else form.field("dual").clone(),
+        eps=None if step.dual is None else form.field("eps").clone(),
         gradient=form.field("gradient").clone() if step.full_gradient or step.pilot is not None else None,
         norms=None if step.pilot is None else torch.cat([crew.norms for crew in crews if crew.norms is not None]),
         snapshots=[snapshots for crew in crews for snapshots in crew.snapshots],

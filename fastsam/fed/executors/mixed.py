@@ -27,7 +27,7 @@ class Beside:
         self.form.arrange(Kind.of(_PLAIN))
 
     def begin_(self, start: Tensor, mixture: Mixture, row: int) -> None:
-        """start: `[stride]`, v. row: the client's in alpha."""
+        """start: `[row_size]`, v. row: the client's in alpha."""
         hyper = self.rows.hyper
         hyper[0, 0] = to_device(torch.tensor(self.rows.numbers(_PLAIN, 0.0), dtype=torch.float64), hyper.device)
         self.form.begin_(start)

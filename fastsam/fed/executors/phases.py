@@ -18,10 +18,10 @@ def together(before: ClientResults, results: ClientResults) -> ClientResults:
     """Of one model in two phases; both measure displacements from where it began."""
     return replace(
         results,
-        steps=(before.steps[0] + results.steps[0],),
-        backprops=(before.backprops[0] + results.backprops[0],),
+        num_steps=(before.num_steps[0] + results.num_steps[0],),
+        backward_passes=(before.backward_passes[0] + results.backward_passes[0],),
         losses=before.losses + results.losses,
-        samples=(before.samples[0] + results.samples[0],),
+        num_samples=(before.num_samples[0] + results.num_samples[0],),
         snapshots=before.snapshots,
     )
 
@@ -34,4 +34,4 @@ def repeated(task: Task, envelope: Envelope, form: Form) -> Iterator[tuple[Any, 
     for batch in task.batches():
         yield from repeat(batch, envelope.steps)
         anchor.lerp_(form.z, envelope.rate)
-        torch.mul(anchor, -task.step.phi, out=q)
+        torch.mul(anchor, -task.step.proximal_coefficient, out=q)

@@ -136,7 +136,7 @@ class Replays:
     def _two_rows(self, weights: list[Tensor], x: Tensor, y: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
         """The first ones, or the only one twice."""
         which = [0, min(1, len(x) - 1)]
-        views = self.layout.views(x.new_zeros(ROWS, self.layout.stride, dtype=weights[0].dtype))
+        views = self.layout.views(x.new_zeros(ROWS, self.layout.row_size, dtype=weights[0].dtype))
         for view, weight in zip(views, weights, strict=True):
             view.copy_(weight.detach()[which])
         return views, x[which], y[which]

@@ -58,7 +58,7 @@ class Row:
     # --- a client's round ---
 
     def open_(self, task: Task, start: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Begins a task from the weights `start` (`[stride]`; its step may have its own) and the model's `buffers`.
+        """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
         if task.step is not self._known[0]:
@@ -67,7 +67,7 @@ class Row:
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
         self.carried: ClientResults | None = None  # what phases before this one left, from which it goes on
         self.done: tuple[ClientResults, ...] = ()  # what other models have left
-        self.k, self.extra_backprops, self.losses = 0, 0, list[Tensor]()
+        self.k, self.extra_backward_passes, self.losses = 0, 0, list[Tensor]()
         self.snapshots: dict[int, Snapshot] = {}
         self.eps: Tensor | None = None
         if task.work.samples is not None:
@@ -91,7 +91,7 @@ class Row:
         self.map: InputMap | None = (
             None if map is None else map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
         )
-        if self.form.kind.constant and (e := task.vector("e")) is not None:
+        if self.form.kind.constant and (e := task.vector("direction_vector")) is not None:
             self.form.shift_(e)
         self._measure(task)
         self.batches: Iterator[tuple[Any, Any]] = self._batches(task)
@@ -141,14 +141,14 @@ class Row:
         ascents = 0 if self.map is None else self.map.steps - 1
         envelope = step.envelope
         results = ClientResults(
-            clients=(task.client,),
+            client_ids=(task.client,),
             delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
-            steps=(self.k,),
-            backprops=(self.k * (step.backprops + ascents) + self.extra_backprops,),
+            num_steps=(self.k,),
+            backward_passes=(self.k * (step.backward_passes + ascents) + self.extra_backward_passes,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
-            samples=(task.seen * (1 if envelope is None else envelope.steps),),
+            num_samples=(task.seen * (1 if envelope is None else envelope.steps),),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
-            dual=None if step.mu is None else self.form.field("mu").clone(),
+            dual=None if step.dual is None else self.form.field("dual").clone(),
             eps=None if self.eps is None else self.eps.clone(),
             gradient=self.gradient,
             norms=self.norms,
@@ -159,7 +159,7 @@ class Row:
             results = replace(results, delta=self.form.field("anchor") - self.start, inner=results.delta)
         if self.beside is not None:
             inner = self.beside.form.z - self.beside.start
-            results = replace(results, backprops=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
+            results = replace(results, backward_passes=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
         return results if self.carried is None else together(self.carried, results)
 
     def _next_phase(self, step: LocalUpdate) -> None:
@@ -175,7 +175,7 @@ class Row:
             begin = first = own
             for buffer, value in zip(self.replica.buffers, self.buffers, strict=True):
                 buffer.copy_(value)
-        self.k, self.losses, self.snapshots, self.extra_backprops = 0, [], {}, 0
+        self.k, self.losses, self.snapshots, self.extra_backward_passes = 0, [], {}, 0
         self.start = begin
         self._begin(step)
         self.start = first  # displacements are measured from where the model began
@@ -194,14 +194,14 @@ class Row:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
         form.arrange(self._kind)
         form.begin_(self.start)
-        q, mu, s = (self.task.vector(name) for name in ("q", "mu", "s"))
+        q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
         if q is not None:
             form.q = q[None]
         if step.envelope is not None and q is not None:
-            form.q = form.field("q").copy_(q)
+            form.q = form.field("gradient_offset").copy_(q)
             form.field("anchor").copy_(self.start)
         if mu is not None and s is not None:
-            form.field("mu")[0].copy_(mu)
+            form.field("dual")[0].copy_(mu)
             form.s = s[None]
         self.beside, v = None, self.task.vector("beside")
         if step.mixture is not None and v is not None:
@@ -244,10 +244,10 @@ class Row:
         task, pilot = self.task, self.task.step.pilot
         self.gradient = torch.zeros_like(self.z)
         if pilot is None:
-            self.extra_backprops += self.passes.mean_gradient(task.whole(), self.gradient[0])
+            self.extra_backward_passes += self.passes.mean_gradient(task.whole(), self.gradient[0])
             return
         self.norms = torch.zeros(1, dtype=torch.float64, device=self.z.device)
-        self.extra_backprops += self.passes.mean_gradient(task.first(pilot.batches), self.gradient[0], self.norms)
+        self.extra_backward_passes += self.passes.mean_gradient(task.first(pilot.batches), self.gradient[0], self.norms)
 
     # --- a step ---
 
@@ -300,7 +300,7 @@ class Row:
 
     def _sharp_step(self, k: int, x: Any, y: Any) -> Tensor:
         loss, first = self._pass(k, x, y)
-        if self.task.step.mu is not None and k == self.last:
+        if self.task.step.dual is not None and k == self.last:
             self.eps = self.form.field("eps").zero_()
         self.form.perturb_(first, self.eps)
         if k in self.task.snapshots:

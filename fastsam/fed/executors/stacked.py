@@ -178,7 +178,7 @@ def slots_of(setup: Setup) -> int:
     """How many rows serve best, no more than clients. On a GPU, where a call costs the same for any number, as many as
     a fourth of its memory holds, used or free; on a CPU enough to share the cost of a call, few enough for their
     weights to stay in the cache."""
-    row = setup.layout.stride * setup.dtype.itemsize
+    row = setup.layout.row_size * setup.dtype.itemsize
     cohort = setup.cohort
     if setup.device.type == "cuda":
         fit = _memory(setup.device) // (_SHARE * _FIELDS * row)

@@ -14,7 +14,7 @@ from fastsam.fed.executors.local_work import Crew, neighbours, slots_of, tasks_o
 from fastsam.fed.executors.step_vectors import vectors_of
 
 _INDICES = 256  # of sets of rows that are not neighbours, kept: the same ones come every round
-_WRITTEN = ("z", "w", "momentum", "mu", "eps", "path", "last")  # fields that a step writes; the others are only read
+_WRITTEN = ("z", "w", "momentum", "dual", "eps", "path", "last")  # fields that a step writes; the others are only read
 
 
 class StackedRows:
@@ -53,7 +53,7 @@ class StackedRows:
         form.begin_(start if own is None else own)
         if own is not None:
             form.field("begin").copy_(own)
-        for name in ("q", "mu", "s", *crews[0].kind.vectors):
+        for name in ("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors):
             vectors = vectors_of(tasks, name)
             if vectors is not None:
                 form.field(name).copy_(vectors)
@@ -62,7 +62,7 @@ class StackedRows:
     def gathered(self, crews: Sequence[Crew]) -> Form:
         """Their rows side by side, ready for a step: where they are, or copies, which `put_back_` takes back."""
         form = self.form(crews) if neighbours(crews) else self._copied(crews)
-        form.s = form.field("s") if crews[0].tasks[0].step.s is not None else None
+        form.s = form.field("server_perturbation") if crews[0].tasks[0].step.server_perturbation is not None else None
         form.vectors = {name: form.field(name) for name in crews[0].kind.vectors}
         form.arrange(crews[0].kind)
         if crews[0].kind.paced:

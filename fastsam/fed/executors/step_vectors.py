@@ -12,8 +12,8 @@ from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
-    """A vector of the steps of tasks in their order, all of one kind: `[stride]` where it is one for all, else
-    `[tasks, stride]`."""
+    """A vector of the steps of tasks in their order, all of one kind: `[row_size]` where it is one for all, else
+    `[tasks, row_size]`."""
     first, last = tasks[0], tasks[-1]
     v: Tensor | None = getattr(first.step, name)
     if v is None or all(task.step is first.step for task in tasks):

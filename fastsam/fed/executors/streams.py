@@ -136,7 +136,7 @@ class Streams(Executor):
                     yield lane.error
             for group in alike([lane.close() for lane in finished if lane.error is None]):
                 results = joined(group)
-                self.random.check(results.clients[0])
+                self.random.check(results.client_ids[0])
                 yield results
 
     def step(self, busy: Sequence[Lane]) -> list[Lane]:

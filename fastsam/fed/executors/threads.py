@@ -76,7 +76,7 @@ class Threads(Executor):
             if isinstance(results, BaseException) and not self.setup.excludes(results):
                 raise results
             if isinstance(results, ClientResults):
-                self.random.check(results.clients[0])
+                self.random.check(results.client_ids[0])
             if isinstance(results, (ClientResults, ClientError)):
                 yield results
 

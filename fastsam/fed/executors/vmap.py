@@ -106,7 +106,7 @@ class Vmap(Executor):
             self.rows.begin_(crews, self.start)
             if full_gradient or pilot is not None:
                 self._first_gradients(crews, pilot)
-            if kind.constant and (e := vectors_of(these, "e")) is not None:
+            if kind.constant and (e := vectors_of(these, "direction_vector")) is not None:
                 self.rows.form(crews).shift_(e)
             opened += crews
         return opened
@@ -170,7 +170,7 @@ class Vmap(Executor):
         views, row = self.layout.views(self.rows.rows.field("gradient")), 0
         norms = gradients.norms(len(x)) if crews[0].norms is not None else None
         for crew, (_, _, share) in pairs:
-            crew.extra_backprops += 1
+            crew.extra_backward_passes += 1
             rows = slice(row, row := row + len(crew.tasks))
             for slot, g in zip(gradients.slots, gradients.tensors, strict=True):
                 views[slot][crew.slot : crew.end].add_(g[rows], alpha=share)
@@ -182,7 +182,7 @@ class Vmap(Executor):
         groups: dict[tuple[bool, ...], list[Crew]] = {}
         for crew in crews:
             step = crew.tasks[0].step
-            sort = crew.kind.constant, step.start is None, step.mu is None, step.full_gradient, crew.kind.piloted
+            sort = crew.kind.constant, step.start is None, step.dual is None, step.full_gradient, crew.kind.piloted
             groups.setdefault(sort, []).append(crew)
         for group in groups.values():
             yield row_ends(group, self.rows.gathered(group), self.start, self.buffers)
@@ -206,7 +206,7 @@ class Vmap(Executor):
         if not self.setup.excludes(error):
             raise error
         for crew in crews:
-            if not set(error.clients).isdisjoint(task.client for task in crew.tasks):
+            if not set(error.client_ids).isdisjoint(task.client for task in crew.tasks):
                 crew.error = error
 
     def _train_by_graph(self, crews: list[Crew]) -> bool:

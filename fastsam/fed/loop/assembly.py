@@ -36,7 +36,7 @@ from fastsam.fed.privacy import mechanism
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.step.teacher import check_term
 from fastsam.fed.sums.ranks import Ranks
 
@@ -57,7 +57,7 @@ def assemble(
     """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another
     memory format perhaps."""
     place, layout = population.device, Layout.of(trainable(model))
-    rows = Rows.of(own, layout)
+    parameter_layout = ParameterLayout.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
     metrics = resolve(settings.metrics)
     evaluator = Evaluator(
@@ -67,7 +67,7 @@ def assemble(
         evaluator(view.module)  # what a metric cannot work on is told before the first round
     mechanism.check(settings, algorithm, tried.changed_buffers)
     personal = personal_of(
-        algorithm, settings, rows, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
+        algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
     )
     algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
     w0 = view.row.clone()
@@ -75,7 +75,7 @@ def assemble(
     check_begin(server, "init_server")
     if settings.cohort is not None and settings.cohort > len(population.sizes):
         raise ValueError(f"cohort={settings.cohort} clients a round, and there are {len(population.sizes)} clients")
-    privacy = mechanism.make(settings, rows, len(population.sizes), place)
+    privacy = mechanism.make(settings, parameter_layout, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
@@ -86,9 +86,9 @@ def assemble(
     cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
     check_aggregation(settings.rule, algorithm, cohort, ranks.size)
     _check_sizes(population, settings, measures, ranks)
-    step = _try(algorithm, population, settings, state, rows)
+    step = _try(algorithm, population, settings, state, parameter_layout)
     inner = personal.inner if isinstance(personal, Personal) else algorithm
-    _check_inputs(step, type(inner).__name__, population, personal, tried, rows)
+    _check_inputs(step, type(inner).__name__, population, personal, tried, parameter_layout)
     _check_path(step, type(inner).__name__, measures)
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
@@ -105,7 +105,19 @@ def assemble(
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
     return Loop(
-        population, algorithm, settings, chosen, evaluator, view, states, made, ranks, rows, weights, personal, privacy
+        population,
+        algorithm,
+        settings,
+        chosen,
+        evaluator,
+        view,
+        states,
+        made,
+        ranks,
+        parameter_layout,
+        weights,
+        personal,
+        privacy,
     ), state
 
 
@@ -115,7 +127,7 @@ def _check_inputs(
     population: Population,
     personal: ClientModels | None,
     tried: trial_step.Trial,
-    rows: Rows,
+    layout: ParameterLayout,
 ) -> None:
     """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's
     outputs."""
@@ -131,7 +143,7 @@ def _check_inputs(
         )
     if tried.example is not None:
         w = step.teacher.rows[0]
-        check_term(step.teacher, rows.model(w if w.dim() == 1 else w[0]), *tried.example)
+        check_term(step.teacher, layout.model(w if w.dim() == 1 else w[0]), *tried.example)
 
 
 def _check_path(step: LocalUpdate, name: str, measures: Sequence[str] | Measures) -> None:
@@ -158,11 +170,13 @@ def _check_sizes(population: Population, settings: Settings, measures: Sequence[
         )
 
 
-def _try(algorithm: Algorithm, population: Population, settings: Settings, state: RunState, rows: Rows) -> LocalUpdate:
+def _try(
+    algorithm: Algorithm, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
+) -> LocalUpdate:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
     written."""
     lr = settings.lr_of(0)
-    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, rows,
+    about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
     client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
     check_begin(client, "init_client")
@@ -176,5 +190,5 @@ def _try(algorithm: Algorithm, population: Population, settings: Settings, state
                 f"own_model must return the weights of one client, {w.dtype} {list(w.shape)} on {w.device}; the state "
                 f"that it gets has no dimension for rows. Got {got}"
             )
-    check_padding_of_step(step, rows)
+    check_padding_of_step(step, layout)
     return step

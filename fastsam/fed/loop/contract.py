@@ -73,8 +73,8 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
         raise ValueError(
             f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
         )
-    if getattr(algorithm, "totals", False):
-        raise no_totals(rule, name)
+    if getattr(algorithm, "uses_sums", False):
+        raise no_sums(rule, name)
     if getattr(algorithm, "weighs", False):
         raise ValueError(
             f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
@@ -96,13 +96,13 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
         )
 
 
-def no_totals(rule: Rule, name: str) -> ValueError:
+def no_sums(rule: Rule, name: str) -> ValueError:
     """The algorithm of that name has sums that no rule can stand in for."""
     served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
     return ValueError(
         f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
         f"keep "
-        f"(Upload(total=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
+        f"(Upload(sum=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
         f"{served}"
     )
 
@@ -110,7 +110,7 @@ def no_totals(rule: Rule, name: str) -> ValueError:
 def _compared(algorithm: Algorithm) -> bool:
     """Whether whole models of its clients can be compared, and means are all that its server reads."""
     stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.totals or algorithm.weighs or algorithm.pools_data or stays)
+    return not (algorithm.uses_sums or algorithm.weighs or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
@@ -241,7 +241,7 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
         got = f"({', '.join(map(_kind, closed))})" if isinstance(closed, tuple) else _kind(closed)
         raise ValueError(f"finish_client must return (client state, Upload), got {got}")
     state, upload = closed
-    for name in ("mean", "total"):
+    for name in ("mean", "sum"):
         vectors = getattr(upload, name)
         if not isinstance(vectors, Mapping) or not _tensors(vectors):
             raise ValueError(f"Upload({name}=...) of finish_client must be a dict of tensors, got {_kind(vectors)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastsam.fed.algorithms.base import Algorithm, Round, Sums
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
@@ -29,7 +29,7 @@ from fastsam.fed.measures.base import Measures
 from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
 from fastsam.fed.step.model_copy import Replica, move_buffers
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
@@ -43,8 +43,8 @@ _KEYS = (  # of a record, apart from those of evaluations and measures
 class Loop:
     """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
-    view: the replica on which the global model is evaluated. states: the store of the clients' states. rows: what a row
-    holds.
+    view: the replica on which the global model is evaluated. states: the store of the clients' states. layout: what a
+    row holds.
     weights: of all clients, where the user names them. personal: where the clients have models of their own. privacy:
     the noise.
     """
@@ -58,7 +58,7 @@ class Loop:
     states: ClientStates
     measures: Measures | None
     ranks: Ranks
-    rows: Rows
+    layout: ParameterLayout
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
     privacy: Privacy | None = None
@@ -126,7 +126,7 @@ class Loop:
             len(active),
             settings.server_lr_of(t),
             settings.lr_of(0),
-            self.rows,
+            self.layout,
             settings.momentum,
             settings.seed,
         )
@@ -159,14 +159,14 @@ class Loop:
         cohort.check()
         server = self._stepped(state, cohort, about)
         if t == 0:
-            check_padding({"w": server["w"]}, self.rows, "the state that step_server returns")
+            check_padding({"w": server["w"]}, self.layout, "the state that step_server returns")
             row_contract.warn_changed(self.algorithm, before or {})
         check_finite(server, state.server, t + 1, about.server_lr)
         cohort.lent.check()
         trained = time.perf_counter() - began
         buffers = state.buffers
         if settings.buffers == "average" and buffers:
-            buffers = move_buffers(buffers, cohort.server_sums.mean(BUFFERS))
+            buffers = move_buffers(buffers, cohort.server_aggregate.mean(BUFFERS))
         if self.ranks.first:
             record = self._record(cohort, server, buffers, trained)
             warn(record["outliers"], state.history, settings.aggregation)
@@ -179,12 +179,12 @@ class Loop:
         t, privacy = about.index, self.privacy
         if privacy is None or not privacy.at_server:
             assert cohort is not None
-            sums: Sums = cohort.server_sums
+            aggregate: Aggregate = cohort.server_aggregate
         else:
-            plain = None if cohort is None else cohort.sums
-            sums = privacy.sums(plain, t, state.server, about.active)
+            plain = None if cohort is None else cohort.aggregate
+            aggregate = privacy.aggregate(plain, t, state.server, about.cohort_size)
             about = privacy.told(about) if cohort is None else cohort.told
-        server = asked(self.algorithm, "step_server", (state.server, sums, about), t)
+        server = asked(self.algorithm, "step_server", (state.server, aggregate, about), t)
         server = check_server(server, state.server["w"], "step_server")
         return server
 
@@ -221,16 +221,16 @@ class Loop:
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = about.server_lr
         after = RunState(about.index + 1, server, buffers, cohort.clients)
-        record |= self._evaluate(after, about.index + 1) | self._traffic(about.active)
+        record |= self._evaluate(after, about.index + 1) | self._traffic(about.cohort_size)
         own = {
-            "backprops": cohort.backprops,
+            "backprops": cohort.backward_passes,
             "excluded": cohort.excluded_list(),
             "outliers": cohort.outlier_list(),
             "seconds_training": trained,
         } | self._private(about.index)
         if self.measures is not None:
-            about = replace(about, rows=about.rows.with_buffers(buffers))
-            found = self.measures.round(cohort.before.server, server, cohort.server_sums, about)
+            about = replace(about, layout=about.layout.with_buffers(buffers))
+            found = self.measures.round(cohort.before.server, server, cohort.server_aggregate, about)
             record |= numbers(found, "round()", {*record, *own, "seconds"})
         return record | own
 

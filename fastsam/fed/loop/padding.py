@@ -8,31 +8,31 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fastsam.fed.step.local_update import VECTORS, LocalUpdate
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 
-def check_padding(vectors: Mapping[str, Tensor], rows: Rows, what: str) -> None:
-    """Raises ValueError for a finite number other than zero in the padding of one that is rows `[..., length]`.
+def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: str) -> None:
+    """Raises ValueError for a finite number other than zero in the padding of one that is rows `[..., row_size]`.
 
     (What is not finite has another end: its client is excluded, or the run stops with that reason.)
     """
-    padding = rows.padding
+    padding = layout.padding
     for name, x in vectors.items():
-        if x.dim() == 0 or x.shape[-1] != rows.length or not x.is_floating_point():
+        if x.dim() == 0 or x.shape[-1] != layout.row_size or not x.is_floating_point():
             continue
         found = x[..., padding.to(x.device)]
         if bool((found.isfinite() & (found != 0)).any()):
             raise ValueError(
                 f"{what} has numbers in the padding of {name!r}, which would enter its norms: between parameters a row "
                 f"is zero. Draw random "
-                "numbers into the views of round.rows.unflatten(row), or make the row of a vector, "
-                "round.rows.row(vector)"
+                "numbers into the views of round.layout.unflatten(row), or make the row of a vector, "
+                "round.layout.row(vector)"
             )
 
 
-def check_padding_of_step(step: LocalUpdate, rows: Rows) -> None:
+def check_padding_of_step(step: LocalUpdate, layout: ParameterLayout) -> None:
     """As `check_padding`, of the vectors of a LocalUpdate."""
     vectors = {name: x for name in VECTORS if (x := getattr(step, name)) is not None}
-    check_padding(vectors, rows, "the LocalUpdate of local_update")
+    check_padding(vectors, layout, "the LocalUpdate of local_update")
     if step.then is not None:
-        check_padding_of_step(step.then, rows)
+        check_padding_of_step(step.then, layout)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums, Upload
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.step.model_copy import move_buffers
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 
 OWN = "personal"  # the name of a client's own parameters in its state
 _MASKED = (
@@ -34,7 +34,7 @@ class ClientModels(Protocol):
     """Where each client's own model comes from. state: the client's; None for one that has not taken part yet."""
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """Its weights, `[stride]`."""
+        """Its weights, `[row_size]`."""
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
         """Its buffers; common: those of the global model."""
@@ -64,29 +64,29 @@ class Personal:
     So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to
     where the client began.
     buffers: those of the start, where each client's stay with it; empty where they do not.
-    Raises ValueError for patterns that match nothing (see `Rows.mask`), or all.
+    Raises ValueError for patterns that match nothing (see `ParameterLayout.mask`), or all.
     """
 
     def __init__(
-        self, inner: Algorithm, rows: Rows, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
+        self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
-        self.inner, self.mask = inner, rows.mask("personal", patterns)
+        self.inner, self.mask = inner, layout.mask("personal", patterns)
         self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
-        if own == rows.numel:
+        if own == layout.numel:
             raise ValueError(
                 f"personal={patterns!r} are all parameters of the model, and nothing would be learnt together"
             )
-        shared = 1 - own / rows.numel
+        shared = 1 - own / layout.numel
         self.down, self.up = inner.down * shared, inner.up * shared
         self.weighs = getattr(inner, "weighs", False)
-        self.client_vectors = getattr(inner, "client_vectors", 0) + own / rows.numel
+        self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """A client's model: the global one `[stride]` with its own parameters; those of the start where it has no state
-        yet."""
+        """A client's model: the global one `[row_size]` with its own parameters; those of the start where it has no
+        state yet."""
         w = server["w"]
         if state is None:
             return w
@@ -128,14 +128,14 @@ class Personal:
             raise ValueError(
                 f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
             )
-        if step.then is not None and (step.then.start is not None or step.then.phi):
+        if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
                 f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
             )
-        q = step.q
-        if q is not None and step.phi:  # the constant half of phi*(w - start)
-            q = q - step.phi * (start - w)
-        return replace(step, start=start, q=q, buffers=buffers or None)
+        q = step.gradient_offset
+        if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
+            q = q - step.proximal_coefficient * (start - w)
+        return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         """The inner state and upload of what is shared, and the client's own parameters as they are now."""
@@ -151,9 +151,9 @@ class Personal:
     def _without(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else x.masked_fill(self.mask, 0)
 
-    def step_server(self, server: State, sums: Sums, round: Round) -> State:
+    def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         """As of the inner algorithm."""
-        return self.inner.step_server(server, sums, round)
+        return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
         return {name: x for name, x in client.items() if name != OWN and name not in self.begun}
@@ -172,7 +172,7 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
 
 
 def personal_of(
-    algorithm: Algorithm, settings: Settings, rows: Rows, buffers: Sequence[Tensor], ranks: int
+    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor], ranks: int
 ) -> ClientModels | None:
     """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around
     `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
@@ -181,7 +181,7 @@ def personal_of(
     """
     asked = settings.personal
     patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
-    patterns += getattr(algorithm, "own_parameters", lambda model: ())(rows.template)
+    patterns += getattr(algorithm, "own_parameters", lambda model: ())(layout.template)
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
         return _kept(algorithm, settings, patterns, buffers, ranks)
@@ -198,7 +198,7 @@ def personal_of(
         raise ValueError(f"{what} is served with aggregation='mean' alone: {rule.name!r} compares whole models")
     if ranks > 1:
         raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
-    return Personal(algorithm, rows, patterns, buffers if local else ())
+    return Personal(algorithm, layout, patterns, buffers if local else ())
 
 
 def _kept(

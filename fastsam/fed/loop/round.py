@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.robust_sums import RobustSums
-from fastsam.fed.algorithms.base import Algorithm, Round, State, Sums
+from fastsam.fed.aggregation.robust_aggregate import RobustAggregate
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.loop import row_contract
@@ -23,7 +23,7 @@ from fastsam.fed.loop.contract import (
     check_client,
     check_closed,
     check_steps,
-    no_totals,
+    no_sums,
     not_finite,
     own_weights_of,
     rows_of_numbers,
@@ -38,7 +38,7 @@ from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.sums.all_reduce import Exchange
-from fastsam.fed.sums.fixed_point import Problems, RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
 
 log = logging.getLogger("fastsam.fed")
@@ -93,13 +93,13 @@ class Cohort:
         self._second = row_contract.copied(algorithm) if own else None  # whose rows are compared
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
-        self.sums = RoundSums(len(active), max(self.weights.values()), places)
+        self.aggregate = FixedPointAggregate(len(active), max(self.weights.values()), places)
         rule = settings.rule
-        self.robust = None if rule is None else RobustSums(self.sums, rule)
+        self.robust = None if rule is None else RobustAggregate(self.aggregate, rule)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
         self.norms: dict[int, float] = {}  # of the displacements that enter the sums
-        self.steps = self.backprops = 0
+        self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, tuple[LocalUpdate, int]] | None = None
         self.lent = Unwritten()
@@ -181,20 +181,20 @@ class Cohort:
     def close(self, results: Ends) -> None:
         """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
         if isinstance(results, ClientError):
-            for client in results.clients:
+            for client in results.client_ids:
                 self._open.pop(client, None)
                 self._exclude(client, results.reason)
             return
-        self.steps += sum(results.steps)
-        self.backprops += sum(results.backprops)
+        self.steps += sum(results.num_steps)
+        self.backward_passes += sum(results.backward_passes)
         if results.then is not None:
-            self.backprops += sum(results.then.backprops)
+            self.backward_passes += sum(results.then.backward_passes)
         if self.limit is None:
             norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
         else:
             norms = self._clip_(results, self.limit)
-        self.norms |= zip(results.clients, norms, strict=True)
-        states = [self._open.pop(i, {}) for i in results.clients]
+        self.norms |= zip(results.client_ids, norms, strict=True)
+        states = [self._open.pop(i, {}) for i in results.client_ids]
         for places in alike(states):
             whole = len(places) == len(states)
             self._close([states[i] for i in places], results if whole else results.take(places))
@@ -203,7 +203,7 @@ class Cohort:
         """Makes of the displacements what leaves the clients, in place; returns their norms without noise."""
         norms = shorten_(results.delta, limit)
         if self.privacy is not None:
-            self.privacy.add_to_rows_(results.delta, results.clients, self.about.index, limit)
+            self.privacy.add_to_rows_(results.delta, results.client_ids, self.about.index, limit)
         return [min(norm, limit) for norm in norms]
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
@@ -214,7 +214,7 @@ class Cohort:
         if len(states) > 1 and self._second is not None:  # copies, because the ends may be written into
             alone = [(server, rows([s]), results.take([i]), self.told) for i, s in enumerate(states[:COMPARED])]
         given = (server, dict(client), results, self.told)
-        closed = asked(self.algorithm, "finish_client", given, self.about.index, results.clients)
+        closed = asked(self.algorithm, "finish_client", given, self.about.index, results.client_ids)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
         if alone:
@@ -222,29 +222,29 @@ class Cohort:
             self._second = None
         if not self._looked:
             self._looked = True
-            check_padding({**upload.mean, **upload.total}, self.about.rows, "the Upload of finish_client")
+            check_padding({**upload.mean, **upload.sum}, self.about.layout, "the Upload of finish_client")
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and results.buffers is not None:
             mean[BUFFERS] = results.buffers
         own_weights = own_weights_of(upload, self.weighs, len(states), server["w"].device)
         if own_weights is not None:
             mean = weighed(mean, own_weights)
-        numbers: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.samples}
+        numbers: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
         if self.measures is not None:
             found = self.measures.clients(server, results, self.about)
             numbers |= rows_of_numbers(found, "clients()", numbers, len(states))
-        weights = [self.weights[i] for i in results.clients]
+        weights = [self.weights[i] for i in results.client_ids]
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
-        problems = not_finite(new, client, len(states)) | _problems(results, [*mean.values(), *upload.total.values()])
+        problems = not_finite(new, client, len(states)) | _problems(results, [*mean.values(), *upload.sum.values()])
         # The cause before its symptoms: states and displacements follow from a loss.
         problems |= {i: "the loss is not finite" for i, x in enumerate(numbers["loss"]) if not math.isfinite(x)}
-        problems = self.sums.add_rows_(weights, mean, upload.total, numbers, problems)
+        problems = self.aggregate.add_rows_(weights, mean, upload.sum, numbers, problems)
         if self.robust is not None:
-            if upload.total:
-                raise no_totals(self.robust.rule, type(self.algorithm).__name__)
+            if upload.sum:
+                raise no_sums(self.robust.rule, type(self.algorithm).__name__)
             good = [place for place in range(len(weights)) if place not in problems]
-            self.robust.keep(results.clients, weights, good, results.delta, mean)
+            self.robust.keep(results.client_ids, weights, good, results.delta, mean)
 
         def own(name: str, x: Tensor, place: int) -> Tensor:
             """A client's part of a tensor of its new state, in memory of its own."""
@@ -255,7 +255,7 @@ class Cohort:
             return x[place] if len(states) == 1 else x[place].clone()
 
         kept = [{name: own(name, x, place) for name, x in state.items()} for place in range(len(states))]
-        self._keep(dict(zip(results.clients, kept, strict=True)), results.clients, problems)
+        self._keep(dict(zip(results.client_ids, kept, strict=True)), results.client_ids, problems)
 
     def _keep(self, states: Mapping[int, State], clients: Sequence[int], problems: Problems) -> None:
         """The new states of those of the clients that have one, or the exclusion of those that have a problem."""
@@ -285,8 +285,8 @@ class Cohort:
         # Each client was on one rank, so the sum over the ranks is its home.
         homes = [ranks.rank + 1 if i in stateful else 0 for i in self.active]
         norms = [_bits(self.norms.get(i, 0.0)) for i in self.active]
-        counts = [len(self.excluded), self.steps, self.backprops, *homes, *norms]
-        excluded, self.steps, self.backprops, *rest = self.exchange.close_(self.sums, counts)
+        counts = [len(self.excluded), self.steps, self.backward_passes, *homes, *norms]
+        excluded, self.steps, self.backward_passes, *rest = self.exchange.close_(self.aggregate, counts)
         homes, norms = rest[: len(self.active)], rest[len(self.active) :]
         if excluded:
             self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
@@ -303,7 +303,7 @@ class Cohort:
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
             log.warning("round %d: %d of %d clients are excluded", self.about.index + 1, out, len(self.active))
-        if self.sums.clients > 0 and out > share * len(self.active):
+        if self.aggregate.num_clients > 0 and out > share * len(self.active):
             named = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
             raise RuntimeError(
                 f"round {self.about.index + 1}: {out} of {len(self.active)} active clients were excluded, more than "
@@ -311,7 +311,7 @@ class Cohort:
                 f"or a larger "
                 "max_excluded may help"
             )
-        if self.sums.clients == 0:
+        if self.aggregate.num_clients == 0:
             client, problem = min(self.excluded.items())
             raise RuntimeError(
                 f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
@@ -319,12 +319,12 @@ class Cohort:
             )
 
     @property
-    def server_sums(self) -> Sums:
+    def server_aggregate(self) -> Aggregate:
         """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own
         weights, make of the rows."""
         if self.weighs:
-            return OwnWeights(self.sums)
-        return self.sums if self.robust is None else self.robust
+            return OwnWeights(self.aggregate)
+        return self.aggregate if self.robust is None else self.robust
 
     def record(self) -> dict[str, Any]:
         """What the round's record says of the clients. train_loss: mean over the samples of the clients that were not
@@ -334,7 +334,7 @@ class Cohort:
             "clients": len(self.active),
             "samples": sum(sizes[i] for i in self.active if self.population.sized or i in self.population.known_sizes),
             "steps": self.steps,
-            "train_loss": self.sums.number("loss") / self.sums.number("samples"),
+            "train_loss": self.aggregate.scalar("loss") / self.aggregate.scalar("samples"),
         }
         return about if self.robust is None else {**about, "left_out": self.robust.left_out}
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.step.local_update import ClientResults
 
 
@@ -27,10 +27,10 @@ class Measures(Protocol):
         `steps` of them."""
 
     def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
-        """Numbers of n clients, n under each name; their sums over all clients are `sums.number(name)` in `round`.
+        """Numbers of n clients, n under each name; their sums over all clients are `aggregate.scalar(name)` in `round`.
 
         A number that is not finite excludes its client.
         """
 
-    def round(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
         """What goes into the round's record, from the server's states before and after, and the sums."""

@@ -16,7 +16,7 @@ from fastsam.fed.step.model_copy import Replica
 
 
 def path_smoothness(objective: Objective, path: Sequence[Tensor]) -> float:
-    """The largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path` (weights `[stride]`); a lower bound of L. 0
+    """The largest `||g(u) - g(v)|| / ||u - v||` over neighbours on `path` (weights `[row_size]`); a lower bound of L. 0
     when none moved."""
     gradients = [objective.gradient(w) for w in path]
     found = 0.0

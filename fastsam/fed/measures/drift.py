@@ -1,6 +1,6 @@
 """How far the clients drift from one another within a round: their weights, their perturbations, and where they end.
 
-The vectors are float `[stride]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th of the
+The vectors are float `[row_size]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th of the
 local steps that were kept (say the first, the middle and the last); every client has the same number of them.
 """
 

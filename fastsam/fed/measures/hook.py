@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam.arena import Arena, Layout
-from fastsam.fed.algorithms.base import Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.measures import diagnostics, drift, sharpness
 from fastsam.fed.measures.base import Measures
@@ -31,11 +31,11 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """What a client left: its displacement and the last step's eps, `[stride]`, its local steps, and the rows that were
-    kept before some."""
+    """What a client left: its displacement and the last step's eps, `[row_size]`, its local steps, and the rows that
+    were kept before some."""
 
     delta: Tensor
-    steps: int
+    num_steps: int
     eps: Tensor | None
     snapshots: Mapping[int, Snapshot]
 
@@ -107,13 +107,13 @@ class RoundMeasures:
         row = results.delta[i]
         self._seen.clients += 1
         if "consistency" in self.names:
-            total = self._seen.total = self._seen.total or FixedPointSum(row, about.active)
+            total = self._seen.total = self._seen.total or FixedPointSum(row, about.cohort_size)
             if total.problem(row, 1.0) is None:
                 total.add_(row, 1.0)
         snapshots = results.snapshots[i] if results.snapshots else {}
         if snapshots or results.eps is not None:
             eps = None if results.eps is None else results.eps[i].clone()
-            self._seen.results[results.clients[i]] = _End(row.clone(), results.steps[i], eps, snapshots)
+            self._seen.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """With several ranks: what the clients of all of them left in this round; collective."""
@@ -129,19 +129,19 @@ class RoundMeasures:
             seen.clients += clients
             seen.results |= results
             if limbs is not None:
-                total = seen.total = seen.total or FixedPointSum(limbs[0], about.active)
+                total = seen.total = seen.total or FixedPointSum(limbs[0], about.cohort_size)
                 total.add_limbs_(*limbs)
         self._round = about.index
 
-    def round(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
         """The keys of `NAMES` for the names asked for; None where a measure has no value in this round."""
         record: dict[str, float | None] = {key: None for name in self.names for key in NAMES[name]}
         if not self._is_measured(about.index):
             return record
         # A client that was excluded for what it uploads would count here: then what needs the clients has no value.
-        whole = self._seen.clients == sums.clients
+        whole = self._seen.clients == aggregate.num_clients
         for name in self.names if whole else [n for n in self.names if n not in _OF_CLIENTS]:
-            record |= getattr(self, f"_{name}")(before, after, sums, about)
+            record |= getattr(self, f"_{name}")(before, after, aggregate, about)
         self._seen = _Collected()
         return record
 
@@ -150,25 +150,25 @@ class RoundMeasures:
 
     # --- one measure each ---
 
-    def _train(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _train(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         found = {"train_set_loss": self.pooled.value(after["w"])}
         return found | (
             {"train_set_accuracy": accuracy(self.replica, self.pairs, after["w"])} if self.classifies else {}
         )
 
-    def _sharpness(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _sharpness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         return {"sharpness": sharpness.one_step(self.pooled, after["w"], self.options.rho)}
 
-    def _sharpness_ascent(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _sharpness_ascent(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         return {"sharpness_ascent": sharpness.ascent(self.pooled, after["w"], self.options.rho, self.options.steps)}
 
-    def _consistency(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _consistency(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         assert self._seen.total is not None  # a round without a client has raised before
         moved = after["w"].double() - before["w"].double()
-        squares = sums.number("squared displacement")
-        return {"consistency": drift.consistency(squares, self._seen.total.value(), moved, sums.clients)}
+        squares = aggregate.scalar("squared displacement")
+        return {"consistency": drift.consistency(squares, self._seen.total.value(), moved, aggregate.num_clients)}
 
-    def _perturbation_drift(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _perturbation_drift(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         weights, perturbed = self._rows()
         if not perturbed:
             return {}
@@ -177,12 +177,12 @@ class RoundMeasures:
             "perturbation_drift": drift.perturbation_drift(weights, perturbed, before["w"], gradient, about.server_lr)
         }
 
-    def _drifts(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _drifts(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         weights, perturbed = self._rows()
         found = {"e_w": drift.weight_drift(weights, before["w"])} if weights else {}
         return found | ({"e_delta": drift.perturbation_spread(perturbed)} if perturbed else {})
 
-    def _smoothness(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _smoothness(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, paths = before["w"], []
         for client, end in sorted(self._seen.results.items()):
             own = Objective.pooled(self.replica, self.loss, [self.pairs[client]])
@@ -194,7 +194,7 @@ class RoundMeasures:
             "hessian_norm": diagnostics.hessian_norm(self.pooled, after["w"], self.options.iterations),
         }
 
-    def _variances(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _variances(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, local, clients = after["w"], [], []
         for x, y in self.pairs:
             parts = zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
@@ -204,11 +204,11 @@ class RoundMeasures:
         mean_square = sum(s**2 for s in local) / len(local)
         return {"sigma_l": mean_square**0.5, "sigma_g": diagnostics.sigma_global(clients, w)}
 
-    def _estimation_bias(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _estimation_bias(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         gradient = self.fair.gradient(after["w"])
         return {"estimation_bias": diagnostics.estimation_bias(before["w"], after["w"], gradient)}
 
-    def _margin(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _margin(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         w, margin = after["w"], self.options.margin
         perturbed = w.double() + self.options.rho * unit(self.fair.gradient(w))
         return {
@@ -217,7 +217,7 @@ class RoundMeasures:
             "spectral_complexity": diagnostics.spectral_complexity(self.replica.layout, w),
         }
 
-    def _dual_gap(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float]:
+    def _dual_gap(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float]:
         last = [end.eps for _, end in sorted(self._seen.results.items()) if end.eps is not None]
         return {"dual_gap": diagnostics.dual_gap(last, before["s"])} if last and "s" in before else {}
 
@@ -229,7 +229,7 @@ class RoundMeasures:
         for _, end in sorted(self._seen.results.items()):
             if not end.snapshots:
                 continue
-            kept = [end.snapshots[k] for k in kept_steps(end.steps)]
+            kept = [end.snapshots[k] for k in kept_steps(end.num_steps)]
             weights.append([s.w for s in kept])
             if all(s.eps is not None for s in kept):
                 perturbed.append([s.eps for s in kept if s.eps is not None])
@@ -271,7 +271,7 @@ def kept_steps(steps: int) -> tuple[int, int, int]:
 
 @torch.no_grad()
 def accuracy(replica: Replica, pairs: Sequence[tuple[Tensor, Tensor]], w: Tensor, batch: int = 512) -> float:
-    """The share of all samples of `pairs` that the replica with the weights w (`[stride]`) classifies right, in eval
+    """The share of all samples of `pairs` that the replica with the weights w (`[row_size]`) classifies right, in eval
     mode."""
     replica.row.copy_(w)
     replica.module.eval()

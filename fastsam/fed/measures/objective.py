@@ -20,8 +20,8 @@ class Objective:
     """`F(w) = sum_b weight_b * loss(model_w(x_b), y_b)`, the model in eval mode, data as they are stored (no
     augmentation).
 
-    Weights are flat `[stride]` rows of the replica's layout in any floating-point dtype; they are rounded to the dtype
-    of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
+    Weights are flat `[row_size]` rows of the replica's layout in any floating-point dtype; they are rounded to the
+    dtype of the model. The replica's row is scratch: every call overwrites it. Its buffers are used as they are.
     """
 
     def __init__(self, replica: Replica, loss: Loss, batches: Sequence[tuple[Tensor, Tensor, float]]) -> None:
@@ -53,7 +53,7 @@ class Objective:
         return sum(weight * float(self.loss(self.replica.module(x), y)) for x, y, weight in self.batches)
 
     def gradient(self, w: Tensor) -> Tensor:
-        """The gradient at w, float64 `[stride]`; zero where the loss does not depend on a parameter, and in the
+        """The gradient at w, float64 `[row_size]`; zero where the loss does not depend on a parameter, and in the
         padding."""
         self._load(w)
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
@@ -64,7 +64,7 @@ class Objective:
         return total
 
     def hessian_times(self, w: Tensor, v: Tensor) -> Tensor:
-        """The Hessian at w times `v` (`[stride]`), float64 `[stride]`, by differentiating `<gradient, v>`."""
+        """The Hessian at w times `v` (`[row_size]`), float64 `[row_size]`, by differentiating `<gradient, v>`."""
         self._load(w)
         along = self.replica.layout.views(v.to(self.replica.row.dtype))
         total = torch.zeros_like(self.replica.row, dtype=torch.float64)
@@ -113,8 +113,8 @@ def unit(vector: Tensor) -> Tensor:
 
 
 def random_unit(replica: Replica, seed: int) -> Tensor:
-    """A random unit vector, float64 `[stride]` where the replica is; zero in the padding, like the weights."""
-    made = torch.zeros(replica.layout.stride, dtype=torch.float64)
+    """A random unit vector, float64 `[row_size]` where the replica is; zero in the padding, like the weights."""
+    made = torch.zeros(replica.layout.row_size, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     for view in replica.layout.views(made):
         view.copy_(torch.randn(view.shape, generator=generator, dtype=torch.float64))

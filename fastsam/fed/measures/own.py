@@ -7,30 +7,30 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Round, State, Sums
+from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.measures.base import Measures
 from fastsam.fed.step.local_update import ClientResults, Snapshot
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.ranks import Ranks
 
 
-class PlainSums:
+class PlainAggregate:
     """The sums of a round with their rows as vectors."""
 
-    def __init__(self, sums: Sums, rows: Rows) -> None:
-        self._sums, self._rows, self.clients = sums, rows, sums.clients
+    def __init__(self, aggregate: Aggregate, layout: ParameterLayout) -> None:
+        self._aggregate, self._layout, self.num_clients = aggregate, layout, aggregate.num_clients
 
     def mean(self, name: str) -> Tensor:
-        """As of `Sums`; a row is a float64 vector `[P]`."""
-        return _plain(self._sums.mean(name), self._rows)
+        """See `Aggregate`; a row is a float64 vector `[P]`."""
+        return _plain(self._aggregate.mean(name), self._layout)
 
-    def total(self, name: str) -> Tensor:
-        """As of `Sums`; a row is a float64 vector `[P]`."""
-        return _plain(self._sums.total(name), self._rows)
+    def sum(self, name: str) -> Tensor:
+        """See `Aggregate`; a row is a float64 vector `[P]`."""
+        return _plain(self._aggregate.sum(name), self._layout)
 
-    def number(self, name: str) -> float:
-        """As of `Sums`."""
-        return self._sums.number(name)
+    def scalar(self, name: str) -> float:
+        """See `Aggregate`."""
+        return self._aggregate.scalar(name)
 
 
 class OwnMeasures:
@@ -52,7 +52,7 @@ class OwnMeasures:
 
     def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
         """As of `Measures`."""
-        return self.measures.clients(self._state(before, about.rows), _ends(results, about.rows), _about(about))
+        return self.measures.clients(self._state(before, about.layout), _ends(results, about.layout), _about(about))
 
     def join(self, ranks: Ranks, about: Round) -> None:
         """As of `Measures`, where the object has it."""
@@ -60,44 +60,44 @@ class OwnMeasures:
         if join is not None:
             join(ranks, _about(about))
 
-    def round(self, before: State, after: State, sums: Sums, about: Round) -> dict[str, float | None]:
+    def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
         """As of `Measures`."""
-        rows, old = about.rows, self._state(before, about.rows)
+        layout, old = about.layout, self._state(before, about.layout)
         self._before = None
-        return self.measures.round(old, _state(after, rows), PlainSums(sums, rows), _about(about))
+        return self.measures.round(old, _state(after, layout), PlainAggregate(aggregate, layout), _about(about))
 
-    def _state(self, state: State, rows: Rows) -> State:
+    def _state(self, state: State, layout: ParameterLayout) -> State:
         if self._before is None or self._before[0] is not state:
-            self._before = state, _state(state, rows)
+            self._before = state, _state(state, layout)
         return self._before[1]
 
 
 def _about(about: Round) -> Round:
-    return replace(about, rows=about.rows.plain)
+    return replace(about, layout=about.layout.plain)
 
 
-def _plain(x: Tensor, rows: Rows) -> Tensor:
-    return rows.vector(x) if x.dim() and x.shape[-1] == rows.length else x
+def _plain(x: Tensor, layout: ParameterLayout) -> Tensor:
+    return layout.vector(x) if x.dim() and x.shape[-1] == layout.row_size else x
 
 
-def _state(state: State, rows: Rows) -> State:
-    return {name: _plain(x, rows) for name, x in state.items()}
+def _state(state: State, layout: ParameterLayout) -> State:
+    return {name: _plain(x, layout) for name, x in state.items()}
 
 
-def _ends(results: ClientResults, rows: Rows) -> ClientResults:
+def _ends(results: ClientResults, layout: ParameterLayout) -> ClientResults:
     def some(x: Tensor | None) -> Tensor | None:
-        return None if x is None else rows.vector(x)
+        return None if x is None else layout.vector(x)
 
     kept = None
     if results.snapshots is not None:
-        kept = [{k: Snapshot(rows.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
+        kept = [{k: Snapshot(layout.vector(s.w), some(s.eps)) for k, s in of.items()} for of in results.snapshots]
     delta, dual, eps, gradient = (
-        rows.vector(results.delta),
+        layout.vector(results.delta),
         some(results.dual),
         some(results.eps),
         some(results.gradient),
     )
-    then = None if results.then is None else _ends(results.then, rows)
+    then = None if results.then is None else _ends(results.then, layout)
     return replace(
         results,
         delta=delta,

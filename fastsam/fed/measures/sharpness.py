@@ -15,7 +15,7 @@ from fastsam.fed.measures.objective import Objective, random_unit, unit
 
 
 def one_step(objective: Objective, w: Tensor, rho: float = 0.1) -> float:
-    """`F(w + rho * G/||G||) - F(w)`, G the gradient at w; 0 where G is zero. w: `[stride]`."""
+    """`F(w + rho * G/||G||) - F(w)`, G the gradient at w; 0 where G is zero. w: `[row_size]`."""
     direction = unit(objective.gradient(w))
     return objective.value(w.double() + rho * direction) - objective.value(w)
 

@@ -13,15 +13,15 @@ POINTS, RADIUS = 51, 1.0  # the grid of Li et al.'s scripts; the axes of the Fed
 
 
 def directions(layout: Layout, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two directions, float64 `[stride]`: Gaussian, the second made orthogonal to the first, then each filter scaled to
-    the weights' own.
+    """Two directions, float64 `[row_size]`: Gaussian, the second made orthogonal to the first, then each filter scaled
+    to the weights' own.
 
     A filter is an index of dimension 0 (a row, for a linear layer). Tensors of rank 1 (biases, norms) have no
     direction: theirs is zero. The two are orthogonal before the scaling (the FedSAM paper calls them orthogonal), not
     exactly after it.
     """
     generator = torch.Generator().manual_seed(seed)
-    pair = [torch.zeros(layout.stride, dtype=torch.float64) for _ in range(2)]
+    pair = [torch.zeros(layout.row_size, dtype=torch.float64) for _ in range(2)]
     for direction in pair:
         for view in layout.views(direction):
             if view.dim() > 1:

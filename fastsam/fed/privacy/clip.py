@@ -19,7 +19,7 @@ _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's 
 
 
 def norms_of(rows: Tensor) -> list[float]:
-    """Of each of `rows` `[n, stride]`, to `_OFF`; of a row alone the same bits as among others."""
+    """Of each of `rows` `[n, row_size]`, to `_OFF`; of a row alone the same bits as among others."""
     norm_, table, hyper = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
     squares = hyper.new_empty(len(rows))
     norm_(squares, [rows], [], table, hyper)
@@ -41,8 +41,8 @@ def _operands(
 
 
 def shorten_(rows: Tensor, limit: float) -> list[float]:
-    """Scales those of `rows` `[n, stride]` that are longer to the norm `limit`; returns the norms that they came with.
-    What is not finite stays so.
+    """Scales those of `rows` `[n, row_size]` that are longer to the norm `limit`; returns the norms that they came
+    with. What is not finite stays so.
 
     No row is longer than `limit` afterwards, not by a rounding either: a norm that is too close to `limit` to tell, or
     of squares that float32 does not hold, is taken in float64, and the factor is smaller by twice what the others may

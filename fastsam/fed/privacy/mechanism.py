@@ -15,14 +15,15 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
 from fastsam.fed.privacy.noise import normals
 from fastsam.fed.privacy.options import Asked, check_algorithm, check_buffers, delta_of
-from fastsam.fed.privacy.private_sums import PrivateSums
-from fastsam.fed.step.rows import Rows
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.privacy.private_aggregate import PrivateAggregate
+from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """places: 1 where a row has a parameter, 0 in its padding, float64 `[stride]`. cohort: clients expected in a round;
+    """places: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`. cohort: clients expected in a
+    round;
     None: those that came.
     """
 
@@ -47,23 +48,25 @@ class Privacy:
         if self.cohort is None or not self.at_server:
             return about
         expected = max(1, round(self.cohort))
-        return about if about.active == expected else replace(about, active=expected)
+        return about if about.cohort_size == expected else replace(about, cohort_size=expected)
 
     def add_to_rows_(self, rows: Tensor, clients: Sequence[int], index: int, clip: float) -> None:
-        """Adds to displacements `[n, stride]` the clients' own noise, where noise is local."""
+        """Adds to displacements `[n, row_size]` the clients' own noise, where noise is local."""
         if self.at_server:
             return
         noise = torch.stack([normals(rows.shape[1], self.asked.seed, "local noise", index, i) for i in clients])
         std = self.asked.noise_multiplier * clip
         rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.places, value=std))
 
-    def sums(self, sums: RoundSums | None, index: int, server: State, active: int) -> PrivateSums:
+    def aggregate(
+        self, aggregate: FixedPointAggregate | None, index: int, server: State, active: int
+    ) -> PrivateAggregate:
         """What the server's step reads of a round. sums: None where nobody was sampled."""
         w = server["w"]
         assert self.asked.clip_update is not None
         std = self.asked.noise_multiplier * self.asked.clip_update
         noise = normals(len(self.places), self.asked.seed, "noise", index).to(w.device)
-        return PrivateSums(sums, noise, self.places, std, self.cohort or active)
+        return PrivateAggregate(aggregate, noise, self.places, std, self.cohort or active)
 
     def record(self, index: int) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to round `index` (from 0), empty without an accountant."""
@@ -85,13 +88,13 @@ def check(asked: Asked, algorithm: object, changed: Sequence[str]) -> None:
         check_buffers(asked.buffers, changed)
 
 
-def make(asked: Asked, rows: Rows, clients: int, device: torch.device) -> Privacy | None:
+def make(asked: Asked, layout: ParameterLayout, clients: int, device: torch.device) -> Privacy | None:
     """That of a run with noise; None for one without. Raises ValueError for a delta that is too large, and without the
     package for epsilon."""
     if asked.noise_multiplier == 0:
         return None
-    places = torch.zeros(rows.length, dtype=torch.float64, device=device)
-    for s in rows.segments:
+    places = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
+    for s in layout.segments:
         places[s.offset : s.offset + s.length] = 1
     cohort = None if asked.available is not None else sampling.expected(asked.sampler, asked.share_of(clients), clients)
     return Privacy(asked, places, cohort, _accountant(asked, clients))

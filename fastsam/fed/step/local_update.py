@@ -5,14 +5,21 @@ Form U, in one client and one round (w^t is the global model that the client rec
     d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), a constant e,
           k*e + drift*(w - w^t) in step k = 0, 1, ..., g1 + e + drift*(w - w^t) [+ g2 of the step before], or L*g1 with
           L = |w - w^t|, of each parameter over its norms along the first dimension (FedSOL)
-    eps = rho * d / (||d|| + nu)                  ASAM: the norm is that of T*g1; FedSOL: of g1
+    eps = rho * d / (||d|| + nu)                  ASAM: the norm of T*g1; FedSOL: the norm of g1
     mu <- mu + (eps - s)/alpha                    FedSMOO only
-    v   = a*g2 + b*g1 + q,  g2 = gradient at w + eps       without a direction g2 = g1; at (1 - pull)*(w + eps) +
-    pull*anchor w  <- w - lr * (sig*v + (weight_decay + phi)*w)
+    g2  = gradient at w + eps, or at (1 - pull)*(w + eps) + pull*anchor; without a direction g2 = g1
+    v   = a*g2 + b*g1 + q
+    w  <- w - lr * (sig*v + (weight_decay + phi)*w)
 
-An algorithm chooses the constants; an executor runs the step; neither knows the other. Direction and mix are those of
-`FusedSAM`, in `fastsam.step`; the arithmetic stands in `fastsam_kernels.reference`. `sig` (clipping), the weight decay
-and the momentum belong to the run.
+    letter  field of LocalUpdate       letter  field of LocalUpdate
+    q       gradient_offset            mu      dual
+    e       direction_vector           a       perturbed_weight
+    s       server_perturbation        b       clean_weight
+    alpha   penalty                    phi     proximal_coefficient
+
+An algorithm chooses the constants and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
+(`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and momentum are
+options of the run.
 """
 
 from __future__ import annotations
@@ -34,9 +41,22 @@ from fastsam.step import Direction, Mix
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
 
 
-VECTORS = ("q", "e", "mu", "s", "start", "anchor", "beside", "rho_scale")  # of a LocalUpdate
+VECTORS = (
+    "gradient_offset",
+    "direction_vector",
+    "dual",
+    "server_perturbation",
+    "start",
+    "anchor",
+    "beside",
+    "rho_scale",
+)
 _ALONG = (Direction.PATH, Direction.GRADIENT_PLUS)  # what is known of the way so far is in the direction
-_NEEDS = {Direction.GRADIENT_MINUS_DUAL: ("mu", "s"), Direction.CONSTANT: ("e",), **dict.fromkeys(_ALONG, ("e",))}
+_NEEDS = {
+    Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
+    Direction.CONSTANT: ("direction_vector",),
+    **dict.fromkeys(_ALONG, ("direction_vector",)),
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +65,7 @@ class Envelope:
     a that moves.
 
     Each batch is taken `steps` times, and then `a <- a + rate*(w - a)`. The anchor begins where the local steps begin,
-    with q = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
+    with gradient_offset = -phi*a. Raises ValueError for steps below 1, and a rate that is no positive number.
     """
 
     steps: int
@@ -60,8 +80,8 @@ class Envelope:
 class LocalUpdate:
     """The constants of the local update rule for some clients in one round.
 
-    q, e, mu, s, start, anchor, beside, rho_scale: `[stride]`, one for all of them, or `[n, stride]`, a row for each, in
-    the dtype of the weights, or None. They are only read: an executor works on its own copy of mu.
+    The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
+    in the dtype of the weights. They are only read. An executor works on its own copy of the dual.
     start: the weights from which the local steps are taken, in place of the global model; displacements are measured
     from there.
     drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
@@ -69,23 +89,24 @@ class LocalUpdate:
     anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not
     with PATH and CONSTANT.
     buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
-    With `phi > 0`, q holds the constant half `-phi*w^t` of the proximal term `phi*(w - w^t)`.
-    surrogate_gap: GSAM's alpha. Not 0: `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1, g2>/||g2||^2` (then a = 1
-    and b = 0).
+    With `proximal_coefficient` phi > 0, `gradient_offset` holds the constant half `-phi*w^t` of the proximal term
+    `phi*(w - w^t)`.
+    surrogate_gap: GSAM's alpha. If it is not 0, `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with
+    `cc = <g1, g2>/||g2||^2`, and perturbed_weight is 1 and clean_weight 0.
     full_gradient: the gradient over the client's whole data at the start is wanted (`ClientResults.gradient`), in
     batches, in evaluation mode.
     pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
     `ClientResults.norms`).
     input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-    lr_end: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 - lr_end)*k/K` times the
-    round's.
-    rho_end: the same of the radius, that of step k of K is `1 - (1 - rho_end)*k/K` times rho. Of directions that
-    perturb step by step.
-    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`Rows.factors`):
+    lr_end_factor: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 -
+    lr_end_factor)*k/K` times the round's.
+    rho_end_factor: the same of the radius, that of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho. Of
+    directions that perturb step by step.
+    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`ParameterLayout.factors`):
     `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
     without a direction, nor with a dual.
     epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by
-    their places in `Rows.names` (`Rows.places`); the others rest. None: all.
+    their places in `ParameterLayout.names` (`ParameterLayout.places`); the others rest. None: all.
     envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
     beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
     what that leaves behind are `ClientResults.inner` and `ClientResults.alpha`.
@@ -100,19 +121,19 @@ class LocalUpdate:
     direction: Direction = Direction.NONE
     rho: float = 0.0  # radius of the perturbation, over the whole model
     eta: float = 0.0  # ASAM only
-    a: float = 1.0  # weight of the gradient at the perturbed point
-    b: float = 0.0  # weight of the gradient at the unperturbed point
+    perturbed_weight: float = 1.0  # weight of the gradient at the perturbed point
+    clean_weight: float = 0.0  # weight of the gradient at the unperturbed point
     surrogate_gap: float = 0.0
-    q: Tensor | None = None  # constant added to the gradient
-    phi: float = 0.0  # proximal coefficient
-    e: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
+    gradient_offset: Tensor | None = None  # constant added to the gradient
+    proximal_coefficient: float = 0.0  # proximal coefficient
+    direction_vector: Tensor | None = None  # CONSTANT: the direction; PATH, GRADIENT_PLUS: a part of it
     drift: float = 0.0  # PATH, GRADIENT_PLUS: weight of w - w^t
     remembers: bool = False  # GRADIENT_PLUS
-    mu: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
-    s: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
+    dual: Tensor | None = None  # GRADIENT_MINUS_DUAL: the client's dual at the start
+    server_perturbation: Tensor | None = None  # GRADIENT_MINUS_DUAL: the server's perturbation
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
-    lr_end: float = 1.0  # the learning rate at the end of the round, over that at its beginning
-    rho_end: float = 1.0  # the radius at the end of the round, over that at its beginning
+    lr_end_factor: float = 1.0  # the learning rate at the end of the round, over that at its beginning
+    rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
     rho_scale: Tensor | None = None  # of the radius, weight by weight
     anchor: Tensor | None = None  # towards which the perturbed point is pulled
     pull: float = 0.0
@@ -134,12 +155,12 @@ class LocalUpdate:
         number("rho", self.rho, at_least=0)
         number("eta", self.eta, at_least=0)
         number("penalty", self.penalty, above=0)
-        number("lr_end", self.lr_end, at_least=0)
-        number("rho_end", self.rho_end, at_least=0)
-        if self.rho_end != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
+        number("lr_end_factor", self.lr_end_factor, at_least=0)
+        number("rho_end_factor", self.rho_end_factor, at_least=0)
+        if self.rho_end_factor != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
             raise ValueError(
-                "LocalUpdate: rho_end belongs to directions with a perturbation of every step; the direction is "
-                f"{self.direction.value!r}, with rho_end={self.rho_end!r}"
+                "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
+                f"{self.direction.value!r}, with rho_end_factor={self.rho_end_factor!r}"
             )
         if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
             raise ValueError(
@@ -147,14 +168,14 @@ class LocalUpdate:
                 f"{self.direction.value!r}"
             )
         number("pull", self.pull, at_least=0, at_most=1)
-        for name in ("a", "b", "phi", "surrogate_gap", "drift"):
+        for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift"):
             number(name, getattr(self, name))
         needed = _NEEDS.get(self.direction, ())
-        for name in ("e", "mu", "s"):
+        for name in ("direction_vector", "dual", "server_perturbation"):
             if (getattr(self, name) is not None) != (name in needed):
                 raise ValueError(
                     f"LocalUpdate: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
-                    f"vectors e, mu, s; "
+                    f"vectors direction_vector, dual, server_perturbation; "
                     f"{name} was {'not given' if name in needed else 'given'}"
                 )
         if (self.drift and self.direction not in _ALONG) or (
@@ -165,7 +186,7 @@ class LocalUpdate:
                 f"plus'; the direction is {self.direction.value!r}, with drift={self.drift!r} and "
                 f"remembers={self.remembers!r}"
             )
-        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backprops == 1):
+        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backward_passes == 1):
             raise ValueError(
                 "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
                 "gradient; got "
@@ -174,15 +195,15 @@ class LocalUpdate:
             )
         if self.teacher is not None and self.input_map is not None:
             raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
-        if self.teacher is not None and self.teacher.perturbs and self.backprops == 1:
+        if self.teacher is not None and self.teacher.perturbs and self.backward_passes == 1:
             raise ValueError(
                 "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
                 f"{self.direction.value!r} has one gradient only"
             )
-        if (self.b or self.surrogate_gap) and self.backprops == 1:
+        if (self.clean_weight or self.surrogate_gap) and self.backward_passes == 1:
             raise ValueError(
-                "LocalUpdate: b and surrogate_gap combine the gradients at the unperturbed and at the perturbed "
-                f"weights; the direction {self.direction.value!r} has one gradient only"
+                "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
+                f"perturbed weights; the direction {self.direction.value!r} has one gradient only"
             )
         if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
             raise ValueError(
@@ -190,13 +211,15 @@ class LocalUpdate:
                 "one; got the direction "
                 f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
             )
-        if self.pilot is not None and self.rho_end != 1:
-            raise ValueError(f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end={self.rho_end!r}")
+        if self.pilot is not None and self.rho_end_factor != 1:
+            raise ValueError(
+                f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={self.rho_end_factor!r}"
+            )
         if self.epochs is not None:
             integer("epochs", self.epochs, at_least=1)
         if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
             raise ValueError(
-                "LocalUpdate: only must be a tuple of places, as Rows.places(...) returns them, got "
+                "LocalUpdate: only must be a tuple of places, as ParameterLayout.places(...) returns them, got "
                 f"{type(self.only).__name__}"
             )
         if self.only is not None and not self.only:
@@ -206,11 +229,13 @@ class LocalUpdate:
                 "LocalUpdate: a step with a further phase, and that phase, have no dual, constant direction, full "
                 "gradient, pilot or map of the inputs"
             )
-        if self.envelope is not None and not (self.chains and self.then is None and self.phi and self.q is not None):
+        if self.envelope is not None and not (
+            self.chains and self.then is None and self.proximal_coefficient and self.gradient_offset is not None
+        ):
             raise ValueError(
-                "LocalUpdate: an envelope is that of a proximal term, phi > 0 with q = -phi*start, in a step of one "
-                "phase without a dual, constant "
-                "direction, full gradient, pilot or map of the inputs"
+                "LocalUpdate: an envelope needs a proximal term (proximal_coefficient > 0 and gradient_offset = "
+                "-proximal_coefficient * start), in a step of one phase without a dual, constant direction, full "
+                "gradient, pilot or map of the inputs"
             )
         if (self.beside is None) != (self.mixture is None) or (self.mixture is not None and not self.mixes):
             raise ValueError(
@@ -220,12 +245,12 @@ class LocalUpdate:
                 f"{'no' if self.beside is None else 'a'} vector "
                 f"beside and {'no' if self.mixture is None else 'a'} mixture"
             )
-        object.__setattr__(self, "mix", Mix(self.a, self.b, self.surrogate_gap))
+        object.__setattr__(self, "mix", Mix(self.perturbed_weight, self.clean_weight, self.surrogate_gap))
 
     @property
-    def backprops(self) -> int:
+    def backward_passes(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
-        return self.direction.backprops
+        return self.direction.backward_passes
 
     @property
     def chains(self) -> bool:
@@ -241,11 +266,11 @@ class LocalUpdate:
 
     def pace(self, k: int, steps: int) -> float:
         """The learning rate of step k of `steps`, over that of the round."""
-        return 1 - (1 - self.lr_end) * k / steps
+        return 1 - (1 - self.lr_end_factor) * k / steps
 
     def radius(self, k: int, steps: int) -> float:
         """The radius of step k of `steps`."""
-        return self.rho * (1 - (1 - self.rho_end) * k / steps)
+        return self.rho * (1 - (1 - self.rho_end_factor) * k / steps)
 
     @property
     def phased(self) -> bool:
@@ -260,16 +285,15 @@ class LocalUpdate:
         return self.mix.keeps_first
 
 
-def paces(lr_end: float, steps: int) -> float:
-    """Return the sum of the learning rates of that many steps over that of the round (`LocalUpdate.lr_end`): the
-    divisor of a displacement."""
-    return steps - (1 - lr_end) * (steps - 1) / 2
+def lr_sum(lr_end_factor: float, steps: int) -> float:
+    """Return the sum of the learning rates of `steps` steps, in units of the round's learning rate."""
+    return steps - (1 - lr_end_factor) * (steps - 1) / 2
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A row before one of its local steps: its unperturbed weights and, for a step with two back-propagations, that
-    step's eps. `[stride]`."""
+    step's eps. `[row_size]`."""
 
     w: Tensor
     eps: Tensor | None = None
@@ -279,32 +303,32 @@ class Snapshot:
 class ClientResults:
     """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
 
-    clients: their numbers. delta: `[n, stride]`, `w_K - w^t`, in the dtype of the weights; with a
+    client_ids: the n clients. delta: `[n, row_size]`, `w_K - w^t`, in the dtype of the weights; with a
     `LocalUpdate.start`, `w_K - start`.
-    steps: local steps really done, of each; mostly `epochs * ceil(samples of the client / batch_size)`. backprops:
-    back-propagations really done, those of a full gradient and of a pilot included.
-    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights). samples:
-    those in these batches.
+    num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
+    backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
+    num_samples: number of samples in these batches.
     buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
     `LocalUpdate.buffers`; None for a model without.
-    dual, eps: `[n, stride]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, stride]`, the mean gradient over a client's samples at the start, where it was asked for; with a
+    dual, eps: `[n, row_size]`, mu and the perturbation after the last step, where the direction has a dual.
+    gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, where it was asked for; with a
     pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
     input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by
     local step, where the tasks ask for them. What is None is so for all n.
-    inner: `[n, stride]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
+    inner: `[n, row_size]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
     anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
     end.
-    then: of a further phase with a start of its own, its steps, losses and backprops apart from these; those of one
-    that went on are in these.
+    then: of a further phase with a start of its own, its steps, losses and backward_passes apart from these; those of
+    one that went on are in these.
     """
 
-    clients: Sequence[int]
+    client_ids: Sequence[int]
     delta: Tensor
-    steps: Sequence[int]
-    backprops: Sequence[int]
+    num_steps: Sequence[int]
+    backward_passes: Sequence[int]
     losses: Tensor
-    samples: Sequence[int]
+    num_samples: Sequence[int]
     buffers: Tensor | None = None
     dual: Tensor | None = None
     eps: Tensor | None = None
@@ -323,7 +347,7 @@ class ClientResults:
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 
     def take(self, places: Sequence[int]) -> ClientResults:
-        """Of some of the clients, by their places in `clients`, in memory of their own."""
+        """Of some of the clients, by their places in `client_ids`, in memory of their own."""
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -59,7 +59,7 @@ def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 
 class Replica:
-    """A deep copy of a model on `device`, with the trainable parameters in `row` (`[stride]`, of the layout).
+    """A deep copy of a model on `device`, with the trainable parameters in `row` (`[row_size]`, of the layout).
 
     Parameters that are not trained are the model's own where they are on that device: nobody writes them, and replicas
     may be many.
@@ -79,7 +79,7 @@ class Replica:
 
     @torch.no_grad()
     def load_(self, weights: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the weights (`[stride]`) and the buffers in."""
+        """Copies the weights (`[row_size]`) and the buffers in."""
         self.row.copy_(weights)
         for own, new in zip(self.buffers, buffers, strict=True):
             own.copy_(new)
@@ -94,8 +94,8 @@ class Replica:
 
 
 def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
-    """A copy of the user's model, where it was, with these weights (`[stride]`) and buffers; nothing of it is a view of
-    ours."""
+    """A copy of the user's model, where it was, with these weights (`[row_size]`) and buffers; nothing of it is a view
+    of ours."""
     made = copied(model)
     with torch.no_grad():
         for parameter, view in zip(trainable(made), layout.views(weights), strict=True):

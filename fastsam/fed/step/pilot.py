@@ -19,7 +19,7 @@ class Pilot:
     batches: of the first so many batches of its local steps (all of them where there are fewer) gradients are taken, in
     evaluation mode.
     radius: a function of the means over these batches, for n clients at once: of the gradients' norms, float64 `[n]`,
-    and of the gradients themselves, `[n, stride]`. It returns the radii, `[n]`, each of its own row, none negative.
+    and of the gradients themselves, `[n, row_size]`. It returns the radii, `[n]`, each of its own row, none negative.
     Raises ValueError for batches below 1, and a radius that cannot be called.
     """
 

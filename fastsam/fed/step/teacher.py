@@ -20,7 +20,7 @@ Term = Callable[[Tensor, Any, Tensor], Tensor]
 class Teacher:
     """Local steps descend on `loss(model(x), y) + weight*term(model(x), teacher(x), y)`.
 
-    weights: `[stride]`, of the teacher, or `[n, stride]`, a row for each client: a model like the trained one, in
+    weights: `[row_size]`, of the teacher, or `[n, row_size]`, a row for each client: a model like the trained one, in
     evaluation mode, with the buffers with which the client begins; no gradient goes through it. Several of these are
     several teachers, and the term is given a tuple of what they say.
     term: of outputs, the teacher's outputs and labels a scalar tensor, the mean over the batch; `divergence` is one.

@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fastsam.fed.sums.fixed_point import Key, RoundSums, Shape
+from fastsam.fed.sums.fixed_point import FixedPointAggregate, Key, Shape
 from fastsam.fed.sums.ranks import Ranks
 
 _ALIGNED = 8  # integers: 64 bytes, as torch allocates
@@ -46,26 +46,26 @@ class Exchange:
             for at, (key, shape) in zip(ends, self.shapes.items(), strict=False)
         }
 
-    def close_(self, sums: RoundSums, counts: Sequence[int]) -> list[int]:
+    def close_(self, aggregate: FixedPointAggregate, counts: Sequence[int]) -> list[int]:
         """Makes `sums` those of all ranks, and returns the sums of `counts`; collective.
 
         Raises ValueError when two ranks hold vectors of one name and different shapes, RankError when a rank has died.
         """
-        own = sums.shapes(self.buffer)
+        own = aggregate.shapes(self.buffer)
         here = [own.get(key) == shape for key, shape in self.shapes.items()]
         new = sum(here) < len(own)
-        head = torch.tensor([new, sums.clients, sums.weight, *counts, *here], dtype=torch.int64)
+        head = torch.tensor([new, aggregate.num_clients, aggregate.weight, *counts, *here], dtype=torch.int64)
         self.buffer[: len(head)] = head
         self.ranks.sum_(self.buffer)
         new, clients, weight, *rest = self.buffer[: len(head)].tolist()
         if new:
-            shapes = self._settle(sums, own)
+            shapes = self._settle(aggregate, own)
         else:
             shapes = {key: shape for (key, shape), n in zip(self.shapes.items(), rest[len(counts) :], strict=True) if n}
-        sums.become_(shapes, clients, weight, self.buffer)
+        aggregate.become_(shapes, clients, weight, self.buffer)
         return rest[: len(counts)]
 
-    def _settle(self, sums: RoundSums, own: Mapping[Key, Shape]) -> dict[Key, Shape]:
+    def _settle(self, aggregate: FixedPointAggregate, own: Mapping[Key, Shape]) -> dict[Key, Shape]:
         """Adds up the sums that had no place, and agrees on places for those of this round, which it returns."""
         shapes: dict[Key, Shape] = {}
         for theirs in self.ranks.gather(own):
@@ -76,7 +76,7 @@ class Exchange:
                     )
         shapes = dict(sorted(shapes.items()))
         self.ranks.add_(
-            [sums.limbs(key, shape, self.buffer) for key, shape in shapes.items() if self.shapes.get(key) != shape]
+            [aggregate.limbs(key, shape, self.buffer) for key, shape in shapes.items() if self.shapes.get(key) != shape]
         )
         self.shapes = shapes
         return shapes

@@ -30,7 +30,7 @@ LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
 _UNIT_BITS, _FINE_BITS = HIGH_BITS + LOW_BITS + 30, 60
 
 Problems = dict[int, str]  # of n clients, by place, why one was left out
-Key = tuple[str, str]  # of a vector: "mean", "total" or "number", and its name
+Key = tuple[str, str]  # of a vector: "mean", "sum" or "scalar", and its name
 Shape = tuple[int, ...]
 
 
@@ -160,7 +160,7 @@ def _by_weight(weights: Sequence[int], problems: Problems) -> Iterator[tuple[int
             yield weight, chosen
 
 
-class RoundSums:
+class FixedPointAggregate:
     """The sums of one round: vectors of the clients' uploads, weighted or plain, and their numbers, such as losses.
 
     terms: how many clients may be added. The weights are whole numbers, fixed when the clients are sampled; `heaviest`
@@ -170,7 +170,7 @@ class RoundSums:
 
     def __init__(self, terms: int, heaviest: int, places: Mapping[Key, Tensor] | None = None) -> None:
         self.terms, self._unit = terms, 1.0 / (1 << (max(heaviest, 1) - 1).bit_length())
-        self.clients, self.weight = 0, 0
+        self.num_clients, self.weight = 0, 0
         self._largest = LIMIT * 2.0**30 / (1 << (max(terms, 1) - 1).bit_length())  # of a number
         self._places = {} if places is None else places
         self._vectors: dict[Key, FixedPointSum] = {}
@@ -202,7 +202,7 @@ class RoundSums:
         """
         problems = _problems(numbers, self._largest) | (problems or {})
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
-        terms += [Term(self._sum("total", name, x), name, x) for name, x in total.items()]
+        terms += [Term(self._sum("sum", name, x), name, x) for name, x in total.items()]
         for weight, chosen in _by_weight(weights, problems):
             some = terms if len(chosen) == len(weights) else [replace(t, rows=t.rows[chosen]) for t in terms]
             problems |= {chosen[i]: problem for i, problem in _add_(some, weight, len(chosen)).items()}
@@ -211,7 +211,7 @@ class RoundSums:
             weights, numbers = [weights[i] for i in added], {n: [v[i] for i in added] for n, v in numbers.items()}
         for name, values in numbers.items():
             self._numbers[name] = self._numbers.get(name, 0) + sum([int(x * 2.0**_UNIT_BITS) for x in values])
-        self.clients, self.weight = self.clients + len(weights), self.weight + sum(weights)
+        self.num_clients, self.weight = self.num_clients + len(weights), self.weight + sum(weights)
         return problems
 
     def shapes(self, like: Tensor) -> dict[Key, Shape]:
@@ -219,7 +219,7 @@ class RoundSums:
         for name, total in self._numbers.items():
             parts = total >> _FINE_BITS, total & (1 << _FINE_BITS) - 1
             limbs = [[x >> LOW_BITS for x in parts], [x & (1 << LOW_BITS) - 1 for x in parts]]
-            self._sum("number", name, like.new_empty((1, 2))).both.copy_(torch.tensor(limbs))
+            self._sum("scalar", name, like.new_empty((1, 2))).both.copy_(torch.tensor(limbs))
         return {key: tuple(one.high.shape) for key, one in self._vectors.items()}
 
     def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
@@ -233,10 +233,10 @@ class RoundSums:
         for (kind, name), shape in shapes.items():
             found = self._sum(kind, name, like.new_empty((1, *shape)))
             found.carry_()
-            if kind == "number":
+            if kind == "scalar":
                 coarse, fine = ((high << LOW_BITS) + low for high, low in found.both.T.tolist())
                 self._numbers[name] = (coarse << _FINE_BITS) + fine
-        self.clients, self.weight = clients, weight
+        self.num_clients, self.weight = clients, weight
 
     def _sum(self, kind: str, name: str, rows: Tensor) -> FixedPointSum:
         """The sum of vectors like the rows of `rows`."""
@@ -263,10 +263,10 @@ class RoundSums:
         KeyError as `mean` does."""
         return self._get("mean", name).over(divisor * self._unit)
 
-    def total(self, name: str) -> Tensor:
+    def sum(self, name: str) -> Tensor:
         """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody
         sent."""
-        return self._get("total", name).value()
+        return self._get("sum", name).value()
 
     def _get(self, kind: str, name: str) -> FixedPointSum:
         try:
@@ -275,7 +275,7 @@ class RoundSums:
             sent = ", ".join(repr(n) for k, n in self._vectors if k == kind) or "none"
             raise KeyError(f"no client sent {name!r} for a {kind}; sent: {sent}") from None
 
-    def number(self, name: str) -> float:
+    def scalar(self, name: str) -> float:
         """The sum of a number over the clients that were added, rounded once (each of them is taken to 2^-110); 0 when
         nobody sent it."""
         return self._numbers.get(name, 0) / (1 << _UNIT_BITS)

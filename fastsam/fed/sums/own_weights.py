@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 
 WEIGHT = "weight of the client"  # the name under which weights enter the sums
 
@@ -22,23 +22,23 @@ def weighed(rows: Mapping[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
 class OwnWeights:
     """The sums of a round whose means are over the weights that were sent too; the rest is that of the sums."""
 
-    def __init__(self, sums: RoundSums) -> None:
-        self._sums = sums
+    def __init__(self, aggregate: FixedPointAggregate) -> None:
+        self._aggregate = aggregate
 
     @property
-    def clients(self) -> int:
-        """As of the sums."""
-        return self._sums.clients
+    def num_clients(self) -> int:
+        """See `Aggregate`."""
+        return self._aggregate.num_clients
 
     def mean(self, name: str) -> Tensor:
         """Weighted mean, float64; zeros where all weights are 0. Raises KeyError for a name nobody sent."""
-        mean, weight = self._sums.mean(name), self._sums.mean(WEIGHT)
+        mean, weight = self._aggregate.mean(name), self._aggregate.mean(WEIGHT)
         return torch.where(weight > 0, mean / weight, 0.0)
 
-    def total(self, name: str) -> Tensor:
-        """As of the sums."""
-        return self._sums.total(name)
+    def sum(self, name: str) -> Tensor:
+        """See `Aggregate`."""
+        return self._aggregate.sum(name)
 
-    def number(self, name: str) -> float:
-        """As of the sums."""
-        return self._sums.number(name)
+    def scalar(self, name: str) -> float:
+        """See `Aggregate`."""
+        return self._aggregate.scalar(name)

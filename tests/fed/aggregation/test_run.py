@@ -84,7 +84,7 @@ WHOLE = [made for made in fed.algorithms.registry.values() if made.own_parameter
 SERVED = sorted(
     made.__name__
     for name, made in fed.algorithms.registry.items()
-    if not (made().totals or made.weighs or name.startswith("centralised") or made in (fed.FedBN, fed.FedRep))
+    if not (made().uses_sums or made.weighs or name.startswith("centralised") or made in (fed.FedBN, fed.FedRep))
 )
 
 
@@ -109,14 +109,14 @@ def test_what_an_algorithm_says_of_totals_is_what_it_uploads(monkeypatch: pytest
     kinds, own = set(), Cohort.check
 
     def check(self: Cohort) -> None:
-        kinds.update(kind for kind, _ in self.sums._vectors)
+        kinds.update(kind for kind, _ in self.aggregate._vectors)
         own(self)
 
     monkeypatch.setattr(Cohort, "check", check)
     name, parameters = cases.METHODS[method]
     algorithm = getattr(fed, name)(**parameters)
     fed_runs.run(algorithm, "sequential", rounds=1, local_epochs=1, sizes=(3, 3))
-    assert algorithm.totals == ("total" in kinds)
+    assert algorithm.uses_sums == ("sum" in kinds)
 
 
 def test_fedsmoo_without_sums_is_served() -> None:

@@ -61,7 +61,7 @@ def test_the_table_says_what_the_class_declares(name):
     _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
     assert ROWS[name][0] == f"`{made!r}`"
     assert (down, up, memory) == (f"{made.down:g} P", f"{made.up:g} P", f"{made.working_vectors:g} P")
-    assert passes == str(made.backprops)
+    assert passes == str(made.backward_passes)
     assert made.server_vectors == len(vectors(server)) and made.client_vectors == len(vectors(client))
 
 
@@ -82,14 +82,14 @@ def test_the_table_says_what_the_class_does(name):
         "`w^t + k·D_i − w`": "path",
     }
     assert step.direction.value == directions[d]
-    assert (step.q is not None) == (q != NONE) and (step.phi != 0) == ("phi" in q)
-    assert (a != "1") == (step.a != 1 or step.surrogate_gap != 0 or name == "fedspeed")
+    assert (step.gradient_offset is not None) == (q != NONE) and (step.proximal_coefficient != 0) == ("phi" in q)
+    assert (a != "1") == (step.perturbed_weight != 1 or step.surrogate_gap != 0 or name == "fedspeed")
     assert (b != "0") == (step.surrogate_gap != 0 or name == "fedspeed")
     size_of_w = watched._servers[0]["w"].shape
     assert {key for key, t in watched._servers[-1].items() if t.shape == size_of_w} == vectors(server)
     assert {key for key, t in watched._clients[0].items() if t.shape == size_of_w} == vectors(client)
-    beside = step.then.backprops if name == "ditto" else name == "apfl"
-    assert step.backprops + beside == watched.backprops
+    beside = step.then.backward_passes if name == "ditto" else name == "apfl"
+    assert step.backward_passes + beside == watched.backward_passes
     active, size = result.history[-1]["clients"], 10 * 4 / 1e6
     stays = type(watched._inner).own_parameters is not fed.Algorithm.own_parameters
     assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watched.down * size)

@@ -172,7 +172,7 @@ def test_the_registry_names_every_algorithm():
 
 
 MODEL = torch.nn.Linear(1, 1)
-ROWS = fed.Rows.of(MODEL, Layout.of(trainable(MODEL)))
+ROWS = fed.ParameterLayout.of(MODEL, Layout.of(trainable(MODEL)))
 
 
 def radii(made):

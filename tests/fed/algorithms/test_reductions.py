@@ -184,7 +184,7 @@ def test_the_budget_is_that_of_a_federated_run(algorithm):
         assert ours["steps"] == 2 * math.ceil(ours["samples"] / 8) and ours["steps"] == pytest.approx(
             theirs["steps"], rel=0.25
         )
-        assert ours["backprops"] == ours["steps"] * algorithm.backprops
+        assert ours["backprops"] == ours["steps"] * algorithm.backward_passes
         assert ours["megabytes_down"] == ours["megabytes_up"] == 0 and ours["clients"] == 1
     # Over the clients of the split, not over the blocks: one block has one accuracy.
     assert central.history[-1]["client_accuracy_std"] > 0

@@ -45,7 +45,7 @@ def resolved(*flags):
     (lambda: fed.FedExP(eps=0), 'eps.*> 0.*0'),
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
     (lambda: fed.LocalUpdate(rho=-1), 'rho'),
-    (lambda: fed.LocalUpdate(a=math.inf), 'a must'),
+    (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'a must'),
     # fedexp has a step of its own
     (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
     # values outside their range
@@ -149,8 +149,8 @@ def resolved(*flags):
      'take the place of the full one.*full_gradient=True'),
     (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), then=fed.LocalUpdate()),
      'a step with a further phase'),
-    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end=0.5),
-     'a pilot finds one radius for the whole round; got rho_end=0.5'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, pilot=fed.Pilot(1, abs), rho_end_factor=0.5),
+     'a pilot finds one radius for the whole round; got rho_end_factor=0.5'),
     # fedntd needs labels
     (lambda: once(fed.FedNTD(), torch.nn.Linear(6, 1).double(), [(x, x[:, :1]) for x, _ in CLIENTS], loss=F.mse_loss),
      "FedNTD needs labels that number the model's outputs"),

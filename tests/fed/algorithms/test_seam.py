@@ -25,7 +25,7 @@ class FedProx(fed.Algorithm):
     mu: float = 0.1
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(q=-self.mu * server["w"], phi=self.mu)
+        return fed.LocalUpdate(gradient_offset=-self.mu * server["w"], proximal_coefficient=self.mu)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OwnWeights(fed.Algorithm):
             return fed.LocalUpdate(start=start)
         away = torch.ones_like(start) * (server["w"] != 0)
         return [
-            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, e=e, start=row)
+            fed.LocalUpdate(fed.Direction.CONSTANT, rho=self.rho, direction_vector=e, start=row)
             for e, row in zip(away, start, strict=True)
         ]
 
@@ -100,7 +100,7 @@ class Wavering(fed.Algorithm):
     apart: float = 0.0
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(lr_end=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
+        return fed.LocalUpdate(lr_end_factor=0.5 if round.index % 2 else 1.0, eta=self.apart * round.index)
 
 
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
@@ -116,21 +116,21 @@ class Unsure(fed.Algorithm):
     """SAM whose pilots find, in every second round, that there is nothing to perturb."""
 
     piloted: bool = True
-    lr_end: float = 1.0
+    lr_end_factor: float = 1.0
 
     def local_update(self, server, client, round):
         nothing = bool(round.index % 2)
         pilot = fed.Pilot(1, lambda norms, gradients: 0 * norms) if nothing and self.piloted else None
         rho = 0.0 if nothing and not self.piloted else 0.3
-        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end=self.lr_end)
+        return fed.LocalUpdate(fed.Direction.GRADIENT, rho=rho, pilot=pilot, lr_end_factor=self.lr_end_factor)
 
 
-@pytest.mark.parametrize("lr_end", [1.0, 0.5])
+@pytest.mark.parametrize("lr_end_factor", [1.0, 0.5])
 @pytest.mark.parametrize("executor", ["sequential", "vmap"])
-def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end):
+def test_a_radius_that_pilots_found_is_that_of_its_round(executor, lr_end_factor):
     model, clients = oracle.smooth_model(), oracle.ragged_clients()
     options = {"rounds": 3, "participation": 1.0, "batch_size": 3, "executor": executor}
-    one, other = (fed.run(model, clients, Unsure(p, lr_end), **options).model for p in (True, False))
+    one, other = (fed.run(model, clients, Unsure(p, lr_end_factor), **options).model for p in (True, False))
     assert same_bits(one, other)
 
 
@@ -229,8 +229,11 @@ def closing(made):
         (Bare(), "init_server, init_client"),
         (broken(init_server=lambda self, w0: w0), "init_server must return a dict.*Tensor"),
         (broken(init_server=lambda self, w0: {"w": w0[:5]}), r"init_server must return 'w'.*\[5\]"),
-        (broken(step_server=lambda self, server, sums, round: {"c": server["w"]}), "step_server must return a dict"),
-        (broken(step_server=lambda self, server, sums, round: {"w": server["w"].double()}), "float32.*float64"),
+        (
+            broken(step_server=lambda self, server, aggregate, round: {"c": server["w"]}),
+            "step_server must return a dict",
+        ),
+        (broken(step_server=lambda self, server, aggregate, round: {"w": server["w"].double()}), "float32.*float64"),
         (
             broken(finish_client=lambda self, server, client, results, round: results),
             "cannot unpack|finish_client must return",
@@ -240,11 +243,11 @@ def closing(made):
             "Upload.*dict",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=torch.zeros(3))),
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=torch.zeros(3))),
             r"LocalUpdate.q must be.*\[3\]",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=0.1)),
+            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=0.1)),
             "LocalUpdate.q must be.*got float",
         ),
         (
@@ -260,7 +263,11 @@ def closing(made):
             "must return a fastsam.fed.LocalUpdate .*, got 2 times LocalUpdate",
         ),
         (
-            broken(local_update=lambda self, server, client, round: fed.LocalUpdate(q=server["w"].expand(2, -1))),
+            broken(
+                local_update=lambda self, server, client, round: fed.LocalUpdate(
+                    gradient_offset=server["w"].expand(2, -1)
+                )
+            ),
             r"LocalUpdate.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
             r"\[2,",
         ),
@@ -271,7 +278,7 @@ def closing(made):
         ),
         (closing(lambda client, delta: ({"k": 3}, fed.Upload({"delta": delta}))), "finish_client .*dict with 'k': int"),
         (closing(lambda client, delta: (client, fed.Upload({"delta": 1.0}))), "Upload.mean=.*dict with 'delta': float"),
-        (closing(lambda client, delta: (client, fed.Upload(total=[delta]))), "Upload.total=.*got list"),
+        (closing(lambda client, delta: (client, fed.Upload(sum=[delta]))), "Upload.sum=.*got list"),
         (
             closing(lambda client, delta: (client, fed.Upload({"delta": delta[0]}))),
             r"Upload.mean=.... of finish_client must have a row for each of the \d clients, \[\d, ...\]; got \[\d+\] "
@@ -305,9 +312,9 @@ def writing(where):
             client["k"] += 1
         return client, fed.Upload({"delta": results.delta})
 
-    def step_server(self, server, sums, round):
+    def step_server(self, server, aggregate, round):
         if where == "step_server":
-            server["w"].add_(sums.mean("delta"))
+            server["w"].add_(aggregate.mean("delta"))
         return {"w": server["w"]}
 
     functions = (init_client, local_update, finish_client, step_server)
@@ -345,13 +352,13 @@ def test_writing_into_the_state_of_several_clients_is_told():
 
 def test_a_global_model_that_is_not_finite_ends_the_run(tmp_path):
     """What is left is the round before, from which another server_lr could go on."""
-    broke = broken(step_server=lambda self, server, sums, round: {"w": server["w"] / (1 - round.index)})
+    broke = broken(step_server=lambda self, server, aggregate, round: {"w": server["w"] / (1 - round.index)})
     with pytest.raises(RuntimeError, match="round 2: the global model holds NaN or infinity after the server's step"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), broke, rounds=3, run_dir=tmp_path / "run")
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_a_sum_that_nobody_sent_is_named():
-    wrong = broken(step_server=lambda self, server, sums, round: {"w": server["w"] + sums.mean("velocity")})
+    wrong = broken(step_server=lambda self, server, aggregate, round: {"w": server["w"] + aggregate.mean("velocity")})
     with pytest.raises(fed.AlgorithmError, match="step_server failed in round 1: KeyError: .*'velocity'.*'delta'"):
         fed.run(oracle.smooth_model(), oracle.ragged_clients(), wrong, rounds=1)

@@ -50,7 +50,7 @@ def test_states_are_as_large_as_declared(algorithm):
         assert record["megabytes_up"] == pytest.approx(record["clients"] * algorithm.up * size)
         # one pass over the data of all three clients, or over as many batches as there are
         extra = 2 + 2 + 1 if isinstance(algorithm, (fed.MimeLite, fed.FedSCAM)) else 0
-        assert record["backprops"] == record["steps"] * algorithm.backprops + extra
+        assert record["backprops"] == record["steps"] * algorithm.backward_passes + extra
 
 
 @pytest.mark.parametrize("algorithm", CASES, ids=repr)

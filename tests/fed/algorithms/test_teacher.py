@@ -173,7 +173,13 @@ def test_a_term_that_perturbs_leaves_the_record_the_loss_of_the_data_and_the_fir
 def test_a_stream_is_lent_every_vector_of_a_step():
     """Memory that another stream still reads must not be given away: of all tensors in a LocalUpdate."""
     q, e, start, weights = torch.zeros(4, 3).unbind()
-    step = fed.LocalUpdate(fed.Direction.CONSTANT, e=e, q=q, start=start, teacher=fed.Teacher(weights, divergence))
+    step = fed.LocalUpdate(
+        fed.Direction.CONSTANT,
+        direction_vector=e,
+        gradient_offset=q,
+        start=start,
+        teacher=fed.Teacher(weights, divergence),
+    )
     lent = {id(t) for t in cuda.vectors(step)}
     assert {id(q), id(e), id(start), id(weights)} <= lent
 
@@ -202,7 +208,7 @@ def test_a_teacher_for_each_client_and_what_a_module_returns_or_is_given():
             )
 
         def finish_client(self, server, client, results, round):
-            return {"v": 3 * server["w"].expand(len(results.clients), -1)}, fed.Upload(
+            return {"v": 3 * server["w"].expand(len(results.client_ids), -1)}, fed.Upload(
                 mean={"delta": 0 * results.delta}
             )
 

@@ -19,7 +19,7 @@ class Scaled(fed.Algorithm):
     """What a step reads of the round's beginning, and a radius for each parameter."""
 
     def local_update(self, server, client, round):
-        scale = round.rows.factors("rho_scale", {"0": 0.5, "2.bias": 0.0}, server["w"])
+        scale = round.layout.factors("rho_scale", {"0": 0.5, "2.bias": 0.0}, server["w"])
         return fed.LocalUpdate(fed.Direction.GRADIENT_BY_DRIFT, rho=0.5, rho_scale=scale)
 
 

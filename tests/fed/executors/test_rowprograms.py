@@ -460,7 +460,7 @@ def test_operations_with_labels_stay_within_their_memory() -> None:
         with pytest.raises(RuntimeError, match="outside of its memory"):
             ops.row_program([replace(fine, **change)], [scores, labels], 0, 3)
     dense = Instruction(Code.PRODUCT, (4, 3, 4), Operand(OUT, 0, (4, 1)), replace(place, strides=(3, 1)))
-    dense = replace(dense, b=replace(place, strides=(1, 3)))
+    dense = replace(dense, clean_weight=replace(place, strides=(1, 3)))
     ops.row_program([dense], [scores], 0, 16)
     with pytest.raises(RuntimeError, match="outside of its memory"):
         ops.row_program([dense], [scores], 0, 15)

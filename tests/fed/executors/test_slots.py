@@ -22,7 +22,7 @@ EXECUTORS = [("sequential", None), ("threads", 3), ("vmap", 8)]
 
 
 def peak_of_vectors(monkeypatch, clients, executor, slots):
-    """The most rows `[stride]` or `[rows, stride]` that were alive at once, in rows, looked at four times in a
+    """The most rows `[row_size]` or `[rows, row_size]` that were alive at once, in rows, looked at four times in a
     round."""
     counts, calls, own = [], [], Cohort.close
 

@@ -257,20 +257,20 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor:
     results = made.train(start, [], iter(tasks))
     next(results)
     results.close()
-    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda results: results.clients)
+    again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     for a, b in zip(again, plain, strict=True):
         assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.steps == b.steps
 
 
 def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:
-    return [group.take([i]) for group in groups for i in range(len(group.clients))]
+    return [group.take([i]) for group in groups for i in range(len(group.client_ids))]
 
 
 def oracle_tasks(sizes: tuple[int, ...] = (12, 3, 7, 9), batch: int = 5) -> tuple[list[Task], torch.Tensor, Setup]:
     clients, model = oracle.ragged_clients(torch.float32, sizes), oracle.smooth_model(torch.float32)
     layout = Layout.of(list(model.parameters()))
-    start = torch.zeros(layout.stride)
+    start = torch.zeros(layout.row_size)
     layout.gather([p.detach() for p in model.parameters()], start)
     loss = torch.nn.functional.cross_entropy
     setup = Setup(model, layout, loss, LocalOptions(momentum=0.5), torch.device("cpu"), "reference", slots=3)
@@ -391,7 +391,7 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(monkeypatch: pytest.
 def test_lanes_that_end_together_close_together(executor: str) -> None:
     """And are refilled together: the clients of a group begin together, and its numbers are read once."""
     tasks, start, setup = oracle_tasks((10, 10, 10, 10, 10, 4, 4))
-    groups = [list(results.clients) for results in executors.registry[executor](setup).train(start, [], iter(tasks))]
+    groups = [list(results.client_ids) for results in executors.registry[executor](setup).train(start, [], iter(tasks))]
     assert groups == [[0, 1, 2], [5], [3, 4, 6]] or groups == [[0, 1, 2], [5], [3, 4], [6]]
 
 

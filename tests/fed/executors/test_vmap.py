@@ -198,7 +198,7 @@ def test_on_a_gpu_rows_follow_cohort_and_memory(
     setup = setup_of("cuda", cohort)
     found = stacked.slots_of(setup)
     assert found == rows
-    assert 4 * 16 * found * 4 * setup.layout.stride <= memory
+    assert 4 * 16 * found * 4 * setup.layout.row_size <= memory
 
 
 def test_one_row_at_least(monkeypatch: pytest.MonkeyPatch) -> None:

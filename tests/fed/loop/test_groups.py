@@ -17,7 +17,7 @@ from fastsam.fed.clients.store import stored
 from fastsam.fed.executors import Task, Work
 from fastsam.fed.executors.batches import Feed
 from fastsam.fed.step.local_update import ClientResults
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import fed_cases as cases
 from tests.helpers import oracle
 from tests.helpers.fed_runs import FLOAT, digest, same_bits
@@ -50,10 +50,10 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
     ).to(dtype)
     weights = data.draw(st.lists(st.sampled_from([1, 7, 30]), min_size=n, max_size=n))
     losses = data.draw(st.lists(st.sampled_from([0.5, 2.0, math.nan]), min_size=n, max_size=n))
-    together, alone = (RoundSums(n, 30) for _ in range(2))
+    together, alone = (FixedPointAggregate(n, 30) for _ in range(2))
     first = torch.zeros(size, dtype=dtype)
-    for sums in (together, alone):  # there is a sum, whoever is good
-        assert sums.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
+    for aggregate in (together, alone):  # there is a sum, whoever is good
+        assert aggregate.add_(1, {"delta": first}, {"plain": first}, {"loss": 0.0}) is None
     known = {0: "it is known to be bad"} if data.draw(st.booleans()) else {}
     problems = together.add_rows_(weights, {"delta": rows}, {"plain": rows}, {"loss": losses}, known)
     assert known.items() <= problems.items()
@@ -61,9 +61,9 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
         if i not in known:
             assert alone.add_(weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
     assert torch.equal(together.mean("delta"), alone.mean("delta"))
-    assert torch.equal(together.total("plain"), alone.total("plain"))
-    assert (together.clients, together.weight) == (alone.clients, alone.weight)
-    assert together.number("loss") == alone.number("loss")
+    assert torch.equal(together.sum("plain"), alone.sum("plain"))
+    assert (together.client_ids, together.weight) == (alone.client_ids, alone.weight)
+    assert together.scalar("loss") == alone.scalar("loss")
 
 
 # --- runs ---
@@ -83,10 +83,10 @@ class OneByOne:
         return [self._row(self._inner.local_update(server, self._own(client, i), round)) for i in range(n)]
 
     def finish_client(self, server, client, results, round):
-        self._sizes.append(len(results.clients))
+        self._sizes.append(len(results.client_ids))
         closed = [
             self._inner.finish_client(server, self._own(client, i), results.take([i]), round)
-            for i in range(len(results.clients))
+            for i in range(len(results.client_ids))
         ]
         shared = set(map(id, server.values()))
 
@@ -95,14 +95,16 @@ class OneByOne:
 
         states, uploads = zip(*closed, strict=True)
         weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.weighs else None
-        means, totals = (rows(parts) for parts in zip(*((u.mean, u.total) for u in uploads), strict=True))
+        means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
         return rows(states), fed.Upload(means, totals, weight=weight)
 
     def _own(self, client, i):
         return {name: t[i : i + 1] for name, t in client.items()}
 
     def _row(self, step):
-        vectors = {name: getattr(step, name) for name in ("q", "e", "mu", "s")}
+        vectors = {
+            name: getattr(step, name) for name in ("gradient_offset", "direction_vector", "dual", "server_perturbation")
+        }
         return replace(step, **{name: v[0] for name, v in vectors.items() if v is not None and v.dim() == 2})
 
 
@@ -163,7 +165,7 @@ class Radii(fed.FedSAM):
 
     def finish_client(self, server, client, results, round):
         _, upload = super().finish_client(server, client, results, round)
-        return {"radius": torch.tensor(results.clients) / 50}, upload
+        return {"radius": torch.tensor(results.client_ids) / 50}, upload
 
     def local_update(self, server, client, round):
         radii = client["radius"].tolist() if client else [0.05]
@@ -181,7 +183,7 @@ class Mixed(fed.FedAvg):
     """States that hold other things after other rounds: the clients of a group are then not alike."""
 
     def finish_client(self, server, client, results, round):
-        self.seen.append((sorted(client), len(results.clients)))
+        self.seen.append((sorted(client), len(results.client_ids)))
         kept = {name: t.clone() for name, t in client.items()} | {f"round {round.index}": results.delta}
         return kept, fed.Upload(mean={"delta": results.delta})
 
@@ -204,7 +206,7 @@ def test_some_of_a_group_have_memory_of_their_own():
     )
     moved.zero_(), mu.zero_(), results.losses.zero_()
     assert second.delta.tolist() == [[3, 4, 5]] and second.dual.tolist() == [[1, 1, 1]]
-    assert (second.clients, second.steps, second.samples, second.snapshots) == ([7], [3], [9], [{}])
+    assert (second.client_ids, second.num_steps, second.num_samples, second.snapshots) == ([7], [3], [9], [{}])
     assert second.losses.tolist() == [1.5] and second.gradient is None
 
 

@@ -104,9 +104,9 @@ class Raises(fed.Algorithm):
         self._look("finish_client", round.index)
         return {"k": client["k"] + 1}, fed.Upload(mean={"delta": results.delta})
 
-    def step_server(self, server, sums, round):
+    def step_server(self, server, aggregate, round):
         self._look("step_server", round.index)
-        return super().step_server(server, sums, round)
+        return super().step_server(server, aggregate, round)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ class Spoils(fed.Algorithm):
             k = torch.where(bad[:, None], self.value, k)
         return {"k": k}, fed.Upload(mean={"delta": results.delta})
 
-    def step_server(self, server, sums, round):
+    def step_server(self, server, aggregate, round):
         spoilt = self.whose == "server" and round.index == 1
         best = torch.full((), self.value) if spoilt else server["best"]
-        return {**super().step_server(server, sums, round), "best": best}
+        return {**super().step_server(server, aggregate, round), "best": best}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

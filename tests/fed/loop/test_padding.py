@@ -11,7 +11,7 @@ import torch
 
 from fastsam import fed
 from fastsam.arena import Layout
-from fastsam.fed.step.rows import Rows
+from fastsam.fed.step.parameter_layout import ParameterLayout
 from tests.helpers import oracle
 
 
@@ -26,12 +26,16 @@ class Noisy(fed.Algorithm):
         if not self.by_parameter:
             return torch.ones_like(like)
         row = torch.zeros_like(like)
-        for view in round.rows.unflatten(row).values():
+        for view in round.layout.unflatten(row).values():
             view.fill_(1.0)
         return row
 
     def local_update(self, server, client, round):
-        return fed.LocalUpdate(q=self.noise(server["w"], round)) if self.place == "step" else fed.LocalUpdate()
+        return (
+            fed.LocalUpdate(gradient_offset=self.noise(server["w"], round))
+            if self.place == "step"
+            else fed.LocalUpdate()
+        )
 
     def finish_client(self, server, client, results, round):
         delta, n = results.delta, len(results.clients)
@@ -40,8 +44,8 @@ class Noisy(fed.Algorithm):
         counts = torch.ones(n, 7)  # of another length: no row
         return client, fed.Upload(mean={"delta": delta, "counts": counts})
 
-    def step_server(self, server, sums, round):
-        after = super().step_server(server, sums, round)
+    def step_server(self, server, aggregate, round):
+        after = super().step_server(server, aggregate, round)
         return {"w": after["w"] + self.noise(after["w"], round)} if self.place == "server" else after
 
 
@@ -78,8 +82,8 @@ def test_a_client_that_diverges_is_still_excluded():
 def test_the_padding_of_a_row_is_what_no_parameter_has():
     model = oracle.smooth_model()
     layout = Layout.of(list(model.parameters()))
-    rows = Rows.of(model, layout)
-    assert int(rows.padding.sum()) == rows.length - sum(p.numel() for p in model.parameters()) > 0
+    rows = ParameterLayout.of(model, layout)
+    assert int(rows.padding.sum()) == rows.row_size - sum(p.numel() for p in model.parameters()) > 0
     row = rows.row(torch.ones(rows.numel))
     assert torch.equal(row == 0, rows.padding)
 
@@ -98,7 +102,9 @@ class Mixing(fed.Algorithm):
 
     def local_update(self, server: Any, client: Any, round: Any) -> fed.LocalUpdate:
         if self.how == "local_update":
-            return fed.LocalUpdate(q=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0))
+            return fed.LocalUpdate(
+                gradient_offset=0.1 / len(client["c"]) * torch.ones_like(client["c"]) * (server["w"] != 0)
+            )
         return fed.LocalUpdate()
 
     def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:

@@ -206,7 +206,7 @@ class Noisy(fed.FedAvg):
     def finish_client(self, server, client, results, round):
         state, upload = super().finish_client(server, client, results, round)
         noise = torch.zeros_like(results.delta)
-        for view in round.rows.unflatten(noise).values():
+        for view in round.layout.unflatten(noise).values():
             view.normal_()
         return state, Upload({"delta": upload.mean["delta"] + 0.01 * noise})
 

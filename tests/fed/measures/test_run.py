@@ -19,7 +19,7 @@ from fastsam.fed.measures import NAMES, Objective, Options, diagnostics, sharpne
 from fastsam.fed.measures.hook import RoundMeasures, accuracy, kept_steps
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import trainable
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 from tests.helpers import oracle, quadratic
 from tests.helpers.fed_measured import run
 from tests.helpers.places import ROOT
@@ -193,17 +193,17 @@ def results(scale=1.0):
 
 
 LINEAR = torch.nn.Linear(2, 1, bias=False).double()
-ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.Rows.of(LINEAR, Layout.of(trainable(LINEAR))))
+ABOUT = Round(0, 0.1, 1, 3, 3, 1.0, 0.1, fed.ParameterLayout.of(LINEAR, Layout.of(trainable(LINEAR))))
 
 
 def taken(measures, order, bad=None):
     """What a round records when the ends come in this order; `bad`: a client whose upload keeps it out of the sums."""
-    sums, w = RoundSums(3, 1), torch.zeros(256, dtype=torch.float64)
+    aggregate, w = FixedPointAggregate(3, 1), torch.zeros(256, dtype=torch.float64)
     for i in order:
         end = results()[i]
         upload = end.delta * (float("nan") if i == bad else 1)
-        sums.add_rows_([1], {"delta": upload}, {}, measures.clients({"w": w}, end, ABOUT))
-    return measures.round({"w": w}, {"w": w + sums.mean("delta")}, sums, ABOUT)
+        aggregate.add_rows_([1], {"delta": upload}, {}, measures.clients({"w": w}, end, ABOUT))
+    return measures.round({"w": w}, {"w": w + aggregate.mean("delta")}, aggregate, ABOUT)
 
 
 def test_the_order_of_the_clients_does_not_matter_to_the_last_bit():
@@ -242,8 +242,8 @@ class Own:
         assert all(torch.equal(kept[0].w, before["w"]) for kept in results.snapshots)
         return {"my steps": results.steps}
 
-    def round(self, before, after, sums, about):
-        return {"my_steps": sums.number("my steps")}
+    def round(self, before, after, aggregate, about):
+        return {"my_steps": aggregate.scalar("my steps")}
 
 
 def test_an_object_of_the_users_own():
@@ -319,7 +319,7 @@ def test_numbers_of_other_types_go_into_the_record(tmp_path):
     found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
     mine = own(
         clients=lambda b, results, r: {"k": torch.full((len(results.steps),), 2.0)},
-        round=lambda b, a, sums, r: {**found, "k": sums.number("k")},
+        round=lambda b, a, aggregate, r: {**found, "k": aggregate.scalar("k")},
     )
     result = run(measures=mine, rounds=1, run_dir=tmp_path / "run")
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text())

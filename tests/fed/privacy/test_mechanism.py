@@ -37,9 +37,9 @@ class Summed(fed.FedAvg):
 
     mean: torch.Tensor
 
-    def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-        type(self).mean = sums.mean("delta")
-        return super().step_server(server, sums, round)
+    def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+        type(self).mean = aggregate.mean("delta")
+        return super().step_server(server, aggregate, round)
 
 
 def total(cohort: list[int], **options: Any) -> torch.Tensor:
@@ -93,9 +93,9 @@ class ClientDeltas:
         self.deltas.setdefault(about.index, []).extend(results.delta.double())
         return {"one": [1.0] * len(results.delta)}
 
-    def round(self, before: Any, after: Any, sums: Any, about: Any) -> dict[str, float | None]:
-        self.means[about.index] = sums.mean("delta")
-        return {"measured_clients": sums.number("one")}
+    def round(self, before: Any, after: Any, aggregate: Any, about: Any) -> dict[str, float | None]:
+        self.means[about.index] = aggregate.mean("delta")
+        return {"measured_clients": aggregate.scalar("one")}
 
 
 def test_measures_read_what_has_no_noise_and_a_round_without_clients_has_no_measures() -> None:

@@ -82,10 +82,10 @@ def test_a_client_state_alone_is_refused() -> None:
 
 def test_a_server_that_asks_for_more_than_the_mean_is_told() -> None:
     class Curious(fed.FedAvg):
-        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-            return super().step_server(server, sums, round) if sums.number("loss") else server
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            return super().step_server(server, aggregate, round) if aggregate.scalar("loss") else server
 
-    with pytest.raises(fed.AlgorithmError, match="noisy mean of the displacements alone.*asked for sums.number"):
+    with pytest.raises(fed.AlgorithmError, match="only the noisy mean of the deltas.*asked for aggregate.scalar"):
         checks.run(algorithm=Curious())
 
 
@@ -94,12 +94,12 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
         told: ClassVar[set[int]] = set()
 
         def local_update(self, server: Any, client: Any, round: Any) -> Any:
-            self.told.add(round.active)
+            self.told.add(round.cohort_size)
             return super().local_update(server, client, round)
 
-        def step_server(self, server: Any, sums: Any, round: Any) -> Any:
-            self.told.update((round.active, sums.clients))
-            return super().step_server(server, sums, round)
+        def step_server(self, server: Any, aggregate: Any, round: Any) -> Any:
+            self.told.update((round.cohort_size, aggregate.num_clients))
+            return super().step_server(server, aggregate, round)
 
     came = [r["clients"] for r in checks.run(algorithm=Counted(), participation=0.5, rounds=4).history]
     assert len(set(came)) > 2 and Counted.told == {1, 4}  # 1: of the trial before the first round

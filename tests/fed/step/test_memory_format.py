@@ -145,7 +145,7 @@ def test_gradients_lie_in_the_order_of_the_flat_row(dtype):
     replica = Replica(model, layout, Arena(layout).field("w", dtype)[0])
     x, y = clients(dtype)[3]
     _, gradients = Passes(replica, layout, F.cross_entropy).run(x, y)
-    row = layout.gather(gradients.tensors, torch.zeros(layout.stride, dtype=dtype))
+    row = layout.gather(gradients.tensors, torch.zeros(layout.row_size, dtype=dtype))
     for g, segment in zip(gradients.tensors, layout.segments, strict=True):
         in_memory = g.as_strided((segment.length,), (1,))
         assert torch.equal(in_memory, row[segment.offset : segment.offset + segment.length])

@@ -37,7 +37,7 @@ class Own(fed.Algorithm):
         if made["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS):
             made["e"] = w
         if "rho_scale" in made:
-            made["rho_scale"] = round.rows.factors("rho_scale", made["rho_scale"], w)
+            made["rho_scale"] = round.layout.factors("rho_scale", made["rho_scale"], w)
         return fed.LocalUpdate(**made)
 
 
@@ -47,7 +47,7 @@ class Unfused(oracle.FedAvg):
 
     direction: Any
     rho: float
-    rho_end: float = 1.0
+    rho_end_factor: float = 1.0
     scale: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
 
     def steps(self, visit) -> int:
@@ -78,15 +78,15 @@ class Unfused(oracle.FedAvg):
         measured = [v for v, number in zip(measured, scale, strict=True) if number]
         d = [number * v for v, number in zip(d, scale, strict=True)]
         share = visit.steps / self.steps(visit)
-        rho = (1 - share) * self.rho + share * self.rho_end * self.rho
+        rho = (1 - share) * self.rho + share * self.rho_end_factor * self.rho
         return visit.gradient(add(w, scaled(rho / (norm(measured) + 1e-7), d)), x, y)
 
 
 FALLING = {
-    "falling": {"direction": D.GRADIENT, "rho": 0.4, "rho_end": 0.1},
-    "rising": {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.2, "rho_end": 3.0},
-    "to nothing": {"direction": D.GRADIENT_PLUS, "rho": 0.4, "rho_end": 0.0},
-    "along a path": {"direction": D.PATH, "drift": -1.0, "rho": 0.4, "rho_end": 0.1},
+    "falling": {"direction": D.GRADIENT, "rho": 0.4, "rho_end_factor": 0.1},
+    "rising": {"direction": D.ADAPTIVE_GRADIENT, "rho": 0.2, "rho_end_factor": 3.0},
+    "to nothing": {"direction": D.GRADIENT_PLUS, "rho": 0.4, "rho_end_factor": 0.0},
+    "along a path": {"direction": D.PATH, "drift": -1.0, "rho": 0.4, "rho_end_factor": 0.1},
 }
 
 
@@ -103,7 +103,7 @@ def compared(constants: dict[str, Any], unfused: Unfused, executor: str, **more:
 @pytest.mark.parametrize(("name", "executor"), one_in(2, FALLING, EXECUTORS))
 def test_the_radius_moves_on_a_line(name, executor):
     constants = FALLING[name]
-    made = {key: constants[key] for key in ("direction", "rho", "rho_end")}
+    made = {key: constants[key] for key in ("direction", "rho", "rho_end_factor")}
     assert compared(constants, Unfused(**made), executor) < 1e-12
 
 
@@ -138,11 +138,13 @@ def test_a_dual_follows_a_falling_radius():
 
     @dataclass(frozen=True)
     class Dual(fed.Algorithm):
-        rho_end: float = 1.0
+        rho_end_factor: float = 1.0
 
         def local_update(self, server, client, round):
             zero = torch.zeros_like(server["w"])
-            return fed.LocalUpdate(D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end=self.rho_end, mu=zero, s=zero)
+            return fed.LocalUpdate(
+                D.GRADIENT_MINUS_DUAL, rho=0.3, rho_end_factor=self.rho_end_factor, dual=zero, server_perturbation=zero
+            )
 
         def finish_client(self, server, client, results, round):
             lengths.append(float(torch.linalg.vector_norm(results.eps)))
@@ -161,7 +163,7 @@ SCALE = {"2": 0.0, "0.weight": 1.5, "2.b*": 0.5}
 BY_PARAMETER = (1.5, 1.0, 0.0, 0.5)
 DIRECTIONS = {
     D.GRADIENT: {},
-    D.ADAPTIVE_GRADIENT: {"rho_end": 0.5},
+    D.ADAPTIVE_GRADIENT: {"rho_end_factor": 0.5},
     D.GRADIENT_PLUS: {},
     D.GRADIENT_BY_DRIFT: {},
     D.PATH: {"drift": -1.0},
@@ -172,7 +174,7 @@ DIRECTIONS = {
 @pytest.mark.parametrize(("direction", "executor"), one_in(3, DIRECTIONS, EXECUTORS))
 def test_the_radius_of_each_parameter(direction, executor):
     constants = {"direction": direction, "rho": 0.4, "rho_scale": SCALE} | DIRECTIONS[direction]
-    unfused = Unfused(direction, 0.4, constants.get("rho_end", 1.0), BY_PARAMETER)
+    unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), BY_PARAMETER)
     assert compared(constants, unfused, executor) < 1e-12
 
 
@@ -195,15 +197,15 @@ def test_another_scale_is_noticed(wrong):
     assert compared(constants, Unfused(D.GRADIENT, 0.4, scale=wrong), "sequential") > 1e-5
 
 
-FALLS = {"rho_end": 0.1}
+FALLS = {"rho_end_factor": 0.1}
 SCALED = {"rho_scale": SCALE}
 
 
 @pytest.mark.parametrize(
     ("module", "function", "old", "new", "direction", "constants", "executor"),
     [
-        ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end) * k", "(1 - self.rho_end) * (k + 1)",
-            D.GRADIENT, FALLS, "sequential"),
+        ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
+            "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
         ("executors.kernel_calls", "Form.pace_", "self.hyper[:, 0, Column.RHO].copy_(radii)", "pass", D.GRADIENT,
             FALLS, "vmap"),
         ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
@@ -211,15 +213,17 @@ SCALED = {"rho_scale": SCALE}
             "sequential"),
         ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale.sign())", "d", D.PATH, SCALED, "sequential"),
         ("executors.kernel_calls", "Form._perturb_along", "d.mul_(scale)", "d", D.CONSTANT, SCALED, "vmap"),
-        ("executors.stacked_rows", "StackedRows.begin_", '("q", "mu", "s", *crews[0].kind.vectors)', '("q",)',
+        ("executors.stacked_rows", "StackedRows.begin_",
+            '("gradient_offset", "dual", "server_perturbation", *crews[0].kind.vectors)', '("gradient_offset",)',
             D.GRADIENT, SCALED, "vmap"),
-        ("step.rows", "Rows.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED, "sequential"),
+        ("step.parameter_layout", "ParameterLayout.factors", "view.fill_(1)", "view.fill_(0)", D.GRADIENT, SCALED,
+            "sequential"),
     ],
 )  # fmt: skip
 def test_a_wrong_step_is_noticed(module, function, old, new, direction, constants, executor):
     constants = {"direction": direction, "rho": 0.4} | constants
     scale = BY_PARAMETER if "rho_scale" in constants else (1.0,) * 4
-    unfused = Unfused(direction, 0.4, constants.get("rho_end", 1.0), scale)
+    unfused = Unfused(direction, 0.4, constants.get("rho_end_factor", 1.0), scale)
     with replaced(module, function, old, new):
         assert compared(constants, unfused, executor) > 1e-6
 
@@ -240,7 +244,7 @@ def test_every_client_has_its_own(executor):
             return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
         def finish_client(self, server, client, results, round):
-            made = [round.rows.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
+            made = [round.layout.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
             return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": results.delta})
 
     class UnfusedEach(Unfused):

@@ -15,8 +15,9 @@ D = fed.Direction
     # what does not go together is refused
     (lambda: fed.LocalUpdate(D.PATH), "'path' takes e of the vectors e, mu, s; e was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift=1.0), "drift belongs to the directions 'path' and 'gradient plus'"),
-    (lambda: fed.LocalUpdate(D.PATH, e=torch.zeros(3), remembers=True), "remembers to 'gradient plus'"),
-    (lambda: fed.LocalUpdate(D.PATH, e=torch.zeros(3), b=0.5), "the direction 'path' has one gradient only"),
+    (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), remembers=True), "remembers to 'gradient plus'"),
+    (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), clean_weight=0.5),
+     "the direction 'path' has one gradient only"),
     (lambda: fed.LocalUpdate(D.GRADIENT, pull=0.5), 'an anchor and a pull > 0 go together.*pull=0.5, no anchor'),
     (lambda: fed.LocalUpdate(D.GRADIENT, anchor=torch.zeros(3)),
      'an anchor and a pull > 0 go together.*pull=0.0, an anchor'),
@@ -24,15 +25,16 @@ D = fed.Direction
      "found by a first gradient.*the direction 'none'"),
     (lambda: fed.LocalUpdate(D.GRADIENT, anchor=torch.zeros(3), pull=1.5),
      'pull must be a finite number >= 0 and <= 1, got 1.5'),
-    (lambda: fed.LocalUpdate(D.PATH, e=torch.zeros(3), drift=float("nan")), 'drift must be a finite number'),
+    (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), drift=float("nan")),
+     'drift must be a finite number'),
     # what does not go together is refused
-    (lambda: fed.LocalUpdate(D.GRADIENT, rho_end=-0.1), 'rho_end must be a finite number >= 0, got -0.1'),
+    (lambda: fed.LocalUpdate(D.GRADIENT, rho_end_factor=-0.1), 'rho_end_factor must be a finite number >= 0, got -0.1'),
     (lambda: fed.LocalUpdate(rho_scale=torch.ones(3)),
      "rho_scale belongs to a perturbation without a dual; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(rho_end=0.5),
-     "rho_end belongs to directions with a perturbation of every step; the direction is 'none'"),
-    (lambda: fed.LocalUpdate(D.CONSTANT, e=torch.zeros(3), rho_end=0.5),
-     "the direction is 'constant', with rho_end=0.5"),
+    (lambda: fed.LocalUpdate(rho_end_factor=0.5),
+     "rho_end_factor belongs to directions with a perturbation of every step; the direction is 'none'"),
+    (lambda: fed.LocalUpdate(D.CONSTANT, direction_vector=torch.zeros(3), rho_end_factor=0.5),
+     "the direction is 'constant', with rho_end_factor=0.5"),
 )  # fmt: skip
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

@@ -1,4 +1,4 @@
-"""Sums that do not depend on the order: bits under permutation and grouping, and how exact they are."""
+"""Aggregate that do not depend on the order: bits under permutation and grouping, and how exact they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastsam import fed
-from fastsam.fed.sums.fixed_point import LIMIT, FixedPointSum, RoundSums
+from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointSum
 from fastsam.fed.sums.own_weights import OwnWeights, weighed
 from tests.helpers import oracle, rank_cases
 from tests.helpers.fed_runs import digest, run, same_bits
@@ -85,18 +85,18 @@ def test_many_small_terms_carry_into_the_high_limb():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e12, -1e12])
 def test_what_cannot_be_summed_is_refused_whole(bad):
-    sums = RoundSums(terms=4, heaviest=1)
+    aggregate = FixedPointAggregate(terms=4, heaviest=1)
     good = {"delta": torch.ones(3)}
-    assert sums.add_(1, good, {"count": torch.ones(2)}, {"loss": 1.0}) is None
+    assert aggregate.add_(1, good, {"count": torch.ones(2)}, {"loss": 1.0}) is None
     poison = torch.tensor([1.0, bad, 2.0])
-    assert "delta" in sums.add_(1, {"delta": poison}, {"count": torch.ones(2)}, {"loss": 1.0})
-    assert "count" in sums.add_(1, good, {"count": torch.tensor([0.0, bad])}, {"loss": 1.0})
+    assert "delta" in aggregate.add_(1, {"delta": poison}, {"count": torch.ones(2)}, {"loss": 1.0})
+    assert "count" in aggregate.add_(1, good, {"count": torch.tensor([0.0, bad])}, {"loss": 1.0})
     if not math.isfinite(bad):
-        assert "loss" in sums.add_(1, good, {"count": torch.ones(2)}, {"loss": bad})
-    assert sums.clients == 1
-    assert sums.mean("delta").tolist() == [1, 1, 1]
-    assert sums.total("count").tolist() == [1, 1]
-    assert sums.number("loss") == 1.0
+        assert "loss" in aggregate.add_(1, good, {"count": torch.ones(2)}, {"loss": bad})
+    assert aggregate.num_clients == 1
+    assert aggregate.mean("delta").tolist() == [1, 1, 1]
+    assert aggregate.sum("count").tolist() == [1, 1]
+    assert aggregate.scalar("loss") == 1.0
 
 
 def test_the_bound_keeps_the_limbs_from_wrapping():
@@ -110,25 +110,26 @@ def test_the_bound_keeps_the_limbs_from_wrapping():
 
 
 def test_weights_are_exact():
-    sums = RoundSums(terms=3, heaviest=1000)
+    aggregate = FixedPointAggregate(terms=3, heaviest=1000)
     weights, values = [1, 1000, 37], [0.1, -3.7, 1e-5]
     for w, v in zip(weights, values):
         assert (
-            sums.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v}) is None
+            aggregate.add_(w, {"x": torch.tensor([v], dtype=torch.float32)}, {"x": torch.tensor([v])}, {"loss": v})
+            is None
         )
     stored = [Fraction(torch.tensor(v).item()) for v in values]
     mean = sum(w * v for w, v in zip(weights, stored)) / sum(weights)
-    assert sums.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
-    assert sums.total("x").item() == pytest.approx(float(sum(stored)), rel=3e-16)
-    assert sums.number("loss") == math.fsum(values)
-    assert sums.number("nothing") == 0
+    assert aggregate.mean("x").item() == pytest.approx(float(mean), rel=3e-16)
+    assert aggregate.sum("x").item() == pytest.approx(float(sum(stored)), rel=3e-16)
+    assert aggregate.scalar("loss") == math.fsum(values)
+    assert aggregate.scalar("nothing") == 0
 
 
 def test_shapes_must_agree():
-    sums = RoundSums(2, 1)
-    sums.add_(1, {"x": torch.ones(3)}, {}, {})
+    aggregate = FixedPointAggregate(2, 1)
+    aggregate.add_(1, {"x": torch.ones(3)}, {}, {})
     with pytest.raises(ValueError, match=r"'x'.*\[4\] after \[3\]"):
-        sums.add_(1, {"x": torch.ones(4)}, {}, {})
+        aggregate.add_(1, {"x": torch.ones(4)}, {}, {})
 
 
 # --- Weights that clients send: means over them, exact as all sums.
@@ -175,19 +176,19 @@ def test_they_multiply_the_weights_of_the_run():
 
 def test_no_order_and_no_grouping_changes_a_bit():
     rows, weights = torch.randn(5, 7), torch.rand(5, dtype=torch.float64)
-    sums = []
+    aggregate = []
     for groups in ([[0, 1, 2, 3, 4]], [[3], [1, 4], [2, 0]]):
-        plain = RoundSums(5, 3)
+        plain = FixedPointAggregate(5, 3)
         for group in groups:
             numbers = {"loss": [0.0] * len(group)}
             plain.add_rows_([1 + i % 3 for i in group], weighed({"delta": rows[group]}, weights[group]), {}, numbers)
-        sums.append(OwnWeights(plain))
+        aggregate.append(OwnWeights(plain))
     factors = weights * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0], dtype=torch.float64)
     expected = (factors[:, None] * rows.double()).sum(0) / factors.sum()
-    assert torch.equal(sums[0].mean("delta"), sums[1].mean("delta"))
-    torch.testing.assert_close(sums[0].mean("delta"), expected, rtol=1e-14, atol=0)
+    assert torch.equal(aggregate[0].mean("delta"), aggregate[1].mean("delta"))
+    torch.testing.assert_close(aggregate[0].mean("delta"), expected, rtol=1e-14, atol=0)
     with pytest.raises(KeyError, match="no client sent 'gradient' for a mean"):
-        sums[0].mean("gradient")
+        aggregate[0].mean("gradient")
     assert digest(run(Weighed(), "sequential", **SHORT)) == digest(run(Weighed(), "threads", 2, **SHORT))
 
 
@@ -247,24 +248,24 @@ summands = st.floats(-1e15, 1e15).map(lambda v: v if abs(v) >= 1e-17 else 0.0)  
 @given(st.lists(st.lists(summands, max_size=6), min_size=1, max_size=4))
 def test_numbers_of_ranks_are_added_exactly_and_rounded_once(ranks: list[list[float]]) -> None:
     """Like those of one process, which is the sum of all without an error but its own rounding."""
-    alone, parts = RoundSums(24, 1), [RoundSums(24, 1) for _ in ranks]
-    for sums, values in zip(parts, ranks, strict=True):
-        for own in (sums, alone):
+    alone, parts = FixedPointAggregate(24, 1), [FixedPointAggregate(24, 1) for _ in ranks]
+    for aggregate, values in zip(parts, ranks, strict=True):
+        for own in (aggregate, alone):
             assert own.add_rows_([1] * len(values), {}, {}, {"x": values}) == {}
-    first, key = parts[0], ("number", "x")
-    shapes = {key: shape for sums in parts for key, shape in sums.shapes(rank_cases.W).items()}
-    for sums in parts[1:]:
-        first.limbs(key, (2,), rank_cases.W).add_(sums.limbs(key, (2,), rank_cases.W))
+    first, key = parts[0], ("scalar", "x")
+    shapes = {key: shape for aggregate in parts for key, shape in aggregate.shapes(rank_cases.W).items()}
+    for aggregate in parts[1:]:
+        first.limbs(key, (2,), rank_cases.W).add_(aggregate.limbs(key, (2,), rank_cases.W))
     first.become_(shapes, 0, 0, rank_cases.W)
-    assert first.number("x") == alone.number("x") == math.fsum(v for values in ranks for v in values)
+    assert first.scalar("x") == alone.scalar("x") == math.fsum(v for values in ranks for v in values)
 
 
 @given(st.lists(st.floats(-1e-9, 1e-9), min_size=1, max_size=6))
 def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> None:
-    sums = RoundSums(6, 1)
-    sums.add_rows_([1] * len(values), {}, {}, {"x": values})
+    aggregate = FixedPointAggregate(6, 1)
+    aggregate.add_rows_([1] * len(values), {}, {}, {"x": values})
     exact = sum(map(Fraction, values))
-    error = abs(Fraction(sums.number("x")) - exact)
+    error = abs(Fraction(aggregate.scalar("x")) - exact)
     assert error <= abs(exact) * Fraction(1, 2**53) + (len(values) + 1) * Fraction(1, 2**110)
 
 
@@ -273,10 +274,10 @@ def test_tiny_numbers_are_added_to_2_to_the_minus_110(values: list[float]) -> No
     [(math.nan, "is not finite"), (-math.inf, "is not finite"), (-1e19, r"is out of range \(-1e\+19, at")],
 )
 def test_numbers_that_cannot_be_summed_leave_their_client_out(bad: float, words: str) -> None:
-    sums = RoundSums(4, 1)
-    problems = sums.add_rows_([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
+    aggregate = FixedPointAggregate(4, 1)
+    problems = aggregate.add_rows_([1] * 3, {}, {}, {"x": [1.0, bad, 4e17], "y": [1.0, 1.0, 1.0]})
     assert list(problems) == [1] and re.search(f"the x {words}", problems[1])
-    assert sums.number("x") == 1.0 + 4e17 and sums.number("y") == sums.clients == 2
+    assert aggregate.scalar("x") == 1.0 + 4e17 and aggregate.scalar("y") == aggregate.num_clients == 2
 
 
 @pytest.fixture(scope="module")

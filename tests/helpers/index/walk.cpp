@@ -14,7 +14,7 @@ using namespace fastsam;
 // What can be wrong, beside the counts: where the first error is, in elements of the row.
 constexpr int64_t kFine = -1;
 
-// An element of a row: [rows][stride] counts, addressed at the segments' offsets.
+// An element of a row: [rows][row_size] counts, addressed at the segments' offsets.
 struct Counts {
   uint8_t* data;
   int64_t stride;
@@ -34,7 +34,7 @@ extern "C" {
 
 // The CUDA kernels: blocks of `threads` threads with `turns` packs of `width` elements, of which a chunk has one, or a
 // small segment a warp, in launches of at most 3 or 24 segments (`few`), the last segments first (`reversed`). table:
-// int64 [segments, 4] as in kernels/reference.py; counts: zeros [rows, stride]. Returns -1, or the place of an error:
+// int64 [segments, 4] as in kernels/reference.py; counts: zeros [rows, row_size]. Returns -1, or the place of an error:
 // an element outside, a pack that is not aligned (segments at multiples of `width` given), a piece that leaves its
 // chunk, a chunk whose number is not its place in the row, where its sum goes, a launch out of turn.
 int64_t walk_cuda(const int64_t* table, int64_t segments, int64_t rows, int width, int turns, int64_t enough, int few,

@@ -7,14 +7,15 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # the noise on the sum, its denominator, and that of the clients
-privacy.mechanism Privacy.sums: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier @
-    scales
-privacy.mechanism Privacy.sums: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier *
-    self.asked.clip_update ** 2 @ scales
-privacy.mechanism Privacy.sums: self.cohort or active => active @ scales
-privacy.mechanism Privacy.sums: self.cohort or active => active @ denominator
-privacy.private_sums PrivateSums.mean: self._std / self._cohort => self._std @ scales
-privacy.private_sums PrivateSums.mean: self._sums.share(DELTA, self._cohort) => self._sums.mean(DELTA) @ denominator
+privacy.mechanism Privacy.aggregate: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier
+    @ scales
+privacy.mechanism Privacy.aggregate: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier
+    * self.asked.clip_update ** 2 @ scales
+privacy.mechanism Privacy.aggregate: self.cohort or active => active @ scales
+privacy.mechanism Privacy.aggregate: self.cohort or active => active @ denominator
+privacy.private_aggregate PrivateAggregate.mean: self._std / self._cohort => self._std @ scales
+privacy.private_aggregate PrivateAggregate.mean: self._sums.share(DELTA, self._cohort) => self._sums.mean(DELTA) @
+    denominator
 privacy.mechanism Privacy.add_to_rows_: self.asked.noise_multiplier * clip => self.asked.noise_multiplier @ local_scale
 # all of them the same
 privacy.mechanism Privacy.add_to_rows_: normals(rows.shape[1], self.asked.seed, 'local noise', index, i) =>

@@ -7,9 +7,9 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # FedAvg: the server's step and the weights of clients
-algorithms.base Algorithm.step_server: {**server, 'w': moved(server['w'], round.server_lr * sums.mean('delta'))} =>
-    {**server, 'w': moved(server['w'], sums.mean('delta'))} @ fedavg
-algorithms.base moved: w.double() + by => w.double() - by @ fedavg
+algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
+algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => 1 @ fedavg momentum
 loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
@@ -38,18 +38,18 @@ algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square * (V - squar
 algorithms.fedyogi FedYogi.second_moment: (1 - self.beta2) * square => square @ fedyogi
 # FedAvgM, FedNova, FedExP
 algorithms.fedavgm FedAvgM.step_server: self.beta * server['m'].double() => server['m'].double() @ fedavgm
-algorithms.fedavgm FedAvgM.step_server: sums.mean('delta') => (1 - self.beta) * sums.mean('delta') @ fedavgm
+algorithms.fedavgm FedAvgM.step_server: aggregate.mean('delta') => (1 - self.beta) * aggregate.mean('delta') @ fedavgm
 algorithms.fedavgm FedAvgM.step_server: round.server_lr * m => m @ fedavgm
-algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => round.server_lr @ fednova
+algorithms.fednova FedNova.step_server: round.server_lr * aggregate.mean('a') => round.server_lr @ fednova
 algorithms.fednova FedNova.finish_client: results.delta / a => results.delta @ fednova
-algorithms.fednova FedNova.step_server: round.server_lr * sums.mean('a') => sums.mean('a') @ fednova
+algorithms.fednova FedNova.step_server: round.server_lr * aggregate.mean('a') => aggregate.mean('a') @ fednova
 algorithms.fednova weight_of_gradients: momentum * step + 1 => 1.0 @ fednova momentum
 algorithms.fednova weight_of_gradients: total += step => total = step @ fednova momentum
 loop.loop Loop._round: settings.momentum => 0.0 @ fednova momentum
-algorithms.fedexp FedExP.step_server: (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1) =>
-    (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=0) @ fedexp-last
-algorithms.fedexp FedExP.step_server: (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1) =>
-    (sums.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(max=1) @ fedexp
+algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
+    => (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=0) @ fedexp-last
+algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
+    => (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(max=1) @ fedexp
 algorithms.fedexp FedExP.step_server: 2 * (delta.square().sum() + self.eps) => 1 * (delta.square().sum() + self.eps) @
     fedexp
 algorithms.fedexp FedExP.step_server: delta.square().sum() + self.eps => delta.square().sum() @ fedexp
@@ -64,23 +64,23 @@ algorithms.control ControlVariates.finish_client: -round.lr => round.lr @ scaffo
 algorithms.control ControlVariates.finish_client: round.lr => round.first_lr @ scaffold
 algorithms.control ControlVariates.finish_client: -round.lr * K => -round.lr * round.local_epochs @ fedgamma
 algorithms.control ControlVariates.finish_client: results.delta / results.column((-round.lr * K for K in
-    results.steps)) -
-    server['c'] => results.delta / results.column((-round.lr * K for K in results.steps)) @ scaffold
+    results.num_steps)) - server['c'] => results.delta / results.column((-round.lr * K for K in results.num_steps)) @
+    scaffold
 algorithms.control ControlVariates.finish_client: {**state, 'c_i': client['c_i'] + change} => {**state, 'c_i': change} @
     scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
-    {**after, 'c': moved(server['c'], sums.total('dc') / round.active)} @ scaffold
-algorithms.control ControlVariates.step_server: {**after, 'c': moved(server['c'], sums.total('dc') / round.clients)} =>
-    {**after, 'c': moved(server['c'], 0 * sums.total('dc'))} @ fedlesam-s
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], aggregate.sum('dc') / round.cohort_size)} @ scaffold
+algorithms.control ControlVariates.step_server: {**after, 'c': apply_update(server['c'], aggregate.sum('dc') /
+    round.num_clients)} => {**after, 'c': apply_update(server['c'], 0 * aggregate.sum('dc'))} @ fedlesam-s
 algorithms.fedgamma FedGAMMA.local_update: self.correction(server, client) => None @ fedgamma
 algorithms.fedgamma FedGAMMA.local_update: rho=rho => rho=0.0 @ fedgamma
 algorithms.fedlesam_s FedLESAM_S.local_update: self.control_scale * self.correction(server, client) =>
     self.correction(server, client) @ fedlesam-s
 # FedCM, MoFedSAM
-algorithms.fedcm FedCM.local_update: a=self.alpha => a=1 - self.alpha @ fedcm
-algorithms.fedcm FedCM.local_update: a=self.alpha => a=1.0 @ fedcm
+algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1 - self.alpha @ fedcm
+algorithms.fedcm FedCM.local_update: perturbed_weight=self.alpha => perturbed_weight=1.0 @ fedcm
 algorithms.fedcm FedCM.local_update: (1 - self.alpha) * server['D'] => server['D'] @ fedcm
-algorithms.mofedsam MoFedSAM.local_update: a=self.beta => a=1.0 @ mofedsam
+algorithms.mofedsam MoFedSAM.local_update: perturbed_weight=self.beta => perturbed_weight=1.0 @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: (1 - self.beta) * server['D'] => server['D'] @ mofedsam
 algorithms.mofedsam MoFedSAM.local_update: rho=rho => rho=0.0 @ mofedsam
 algorithms.momentum ServerDirection.finish_client: -round.lr => round.lr @ fedcm
@@ -88,13 +88,13 @@ algorithms.momentum ServerDirection.finish_client: round.lr => round.first_lr @ 
 algorithms.momentum ServerDirection.finish_client: -round.lr * K => -round.lr @ fedcm
 algorithms.momentum ServerDirection.finish_client: self.momentum_K == 'steps' => self.momentum_K != 'steps' @
     fedcm-epochs
-algorithms.momentum ServerDirection.step_server: {**super().step_server(server, sums, round), 'D':
-    sums.mean('D').to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D': (sums.mean('D') +
-    server['D']).to(server['D'].dtype)} @ mofedsam
+algorithms.momentum ServerDirection.step_server: {**super().step_server(server, aggregate, round), 'D':
+    aggregate.mean('D').to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
+    (aggregate.mean('D') + server['D']).to(server['D'].dtype)} @ mofedsam
 # MimeLite
 algorithms.mimelite MimeLite.local_update: self._fresh => 1.0 @ mimelite
 algorithms.mimelite MimeLite.local_update: (1 - self.beta) * server['m'] => server['m'] @ mimelite
-algorithms.mimelite MimeLite.step_server: self._fresh * sums.mean('G') => sums.mean('G') @ mimelite
+algorithms.mimelite MimeLite.step_server: self._fresh * aggregate.mean('G') => aggregate.mean('G') @ mimelite
 algorithms.mimelite MimeLite.step_server: self._fresh => -self._fresh @ mimelite-heavy
 algorithms.mimelite MimeLite.step_server: 1 - self.beta => 0 @ mimelite
 algorithms.mimelite MimeLite._fresh: self.beta if self.momentum_form == 'convex' else 1.0 => self.beta @ mimelite-heavy
@@ -107,40 +107,45 @@ algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_
     'h_i': client['h_i'] - results.delta} @ feddyn
 algorithms.dynamic DynamicRegularizer.finish_client: {**state, 'h_i': client['h_i'] + results.delta} => {**state,
     'h_i': results.delta} @ fedlesam-d
-algorithms.dynamic DynamicRegularizer.step_server: round.clients => round.active @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: round.num_clients => round.cohort_size @ feddyn
 algorithms.dynamic DynamicRegularizer.step_server: server['H'] => 0 * server['H'] @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta'))} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta'))}
+    @ feddyn
 # the old H
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') + server['H'].double())} @ feddyn
-algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') +
-    H.double())} => {**after, 'H': H, 'w': moved(server['w'], sums.mean('delta') - H.double())} @ fedsmoo
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') +
+    server['H'].double())} @ feddyn
+algorithms.dynamic DynamicRegularizer.step_server: {**after, 'H': H, 'w': apply_update(server['w'],
+    aggregate.mean('delta') + H.double())} => {**after, 'H': H, 'w': apply_update(server['w'], aggregate.mean('delta') -
+    H.double())} @ fedsmoo
 algorithms.dynamic DynamicRegularizer.phi_of: decayed('phi', self.phi, 'phi_decay', self.phi_decay, round.index) =>
     self.phi @ feddyn-decay
 algorithms.dynamic DynamicRegularizer.phi_of: round.index => round.index + 1 @ feddyn-decay
-algorithms.feddyn FedDyn.local_update: phi=phi => phi=0.0 @ feddyn
-algorithms.fedlesam_d FedLESAM_D.local_update: phi=phi => phi=0.0 @ fedlesam-d
+algorithms.feddyn FedDyn.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ feddyn
+algorithms.fedlesam_d FedLESAM_D.local_update: proximal_coefficient=phi => proximal_coefficient=0.0 @ fedlesam-d
 algorithms.fedprox FedProx.local_update: -self.phi => self.phi @ fedprox
-algorithms.fedprox FedProx.local_update: phi=self.phi => phi=0.0 @ fedprox
-algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, a=self.alpha, b=1 - self.alpha, q=q,
-    phi=self.phi) => LocalUpdate(Direction.GRADIENT, rho=rho, a=1 - self.alpha, b=self.alpha, q=q, phi=self.phi) @
-    fedspeed
+algorithms.fedprox FedProx.local_update: proximal_coefficient=self.phi => proximal_coefficient=0.0 @ fedprox
+algorithms.fedspeed FedSpeed.local_update: LocalUpdate(Direction.GRADIENT, rho=rho, perturbed_weight=self.alpha,
+    clean_weight=1 - self.alpha, gradient_offset=q, proximal_coefficient=self.phi) => LocalUpdate(Direction.GRADIENT,
+    rho=rho, perturbed_weight=1 - self.alpha, clean_weight=self.alpha, gradient_offset=q, proximal_coefficient=self.phi)
+    @ fedspeed
 algorithms.fedspeed FedSpeed.local_update: 1 - self.alpha => 0.0 @ fedspeed
 algorithms.fedspeed FedSpeed.finish_client: client['h_i'] + results.delta => results.delta @ fedspeed
 algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta + client['h_i'] @ fedspeed
 algorithms.fedspeed FedSpeed.finish_client: results.delta + h_i => results.delta @ fedspeed
 # FedSWA, FedMoSWA, FedNSAM
 algorithms.fedswa FedSWA.local_update: self.rho => 1.0 @ fedswa
-algorithms.fedswa FedSWA.step_server: {**server, 'w': moved(server['w'], self.alpha * round.server_lr *
-    sums.mean('delta'))} => {**server, 'w': moved(server['w'], round.server_lr * sums.mean('delta'))} @ fedswa
-step.local_update LocalUpdate.pace: (1 - self.lr_end) * k => (1 - self.lr_end) * (k + 1) @ fedswa
-step.local_update paces: steps - 1 => steps @ fedmoswa
-algorithms.fedmoswa FedMoSWA.local_update: lr_end=self.rho =>  @ fedmoswa
+algorithms.fedswa FedSWA.step_server: {**server, 'w': apply_update(server['w'], self.alpha * round.server_lr *
+    aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], round.server_lr * aggregate.mean('delta'))} @
+    fedswa
+step.local_update LocalUpdate.pace: (1 - self.lr_end_factor) * k => (1 - self.lr_end_factor) * (k + 1) @ fedswa
+step.local_update lr_sum: steps - 1 => steps @ fedmoswa
+algorithms.fedmoswa FedMoSWA.local_update: lr_end_factor=self.rho =>  @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: client['c_i'] - server['c'] => client['c_i'] @ fedmoswa
 algorithms.fedmoswa FedMoSWA.finish_client: c_i - server['c'] => c_i @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: sums.clients => round.clients @ fedmoswa
-algorithms.fedmoswa FedMoSWA.step_server: self.gamma * sums.total('dc') => sums.total('dc') @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: aggregate.num_clients => round.num_clients @ fedmoswa
+algorithms.fedmoswa FedMoSWA.step_server: self.gamma * aggregate.sum('dc') => aggregate.sum('dc') @ fedmoswa
 algorithms.fedmoswa FedMoSWA.step_server: self.alpha * round.server_lr => round.server_lr @ fedmoswa
 algorithms.fednsam FedNSAM.local_update: self.gamma * server['m'] => server['m'] @ fednsam
 algorithms.fednsam FedNSAM.step_server: self.gamma * server['m'].double() => server['m'].double() @ fednsam
@@ -191,32 +196,34 @@ executors.gradient_passes Passes.run_taught: teacher.weight * check_scalar(teach
     check_scalar(teacher.compare(own, told, y)) @ fedgmt
 # FedWMSAM
 algorithms.fedwmsam FedWMSAM.local_update: drift=-1.0 => drift=1.0 @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=D_i,
-    drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho, a=alpha, q=(1 - alpha) * D_i, e=server['D'], drift=-1.0) @
-    fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: LocalUpdate(Direction.PATH, rho=rho, perturbed_weight=alpha,
+    gradient_offset=(1 - alpha) * D_i, direction_vector=D_i, drift=-1.0) => LocalUpdate(Direction.PATH, rho=rho,
+    perturbed_weight=alpha, gradient_offset=(1 - alpha) * D_i, direction_vector=server['D'], drift=-1.0) @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: (1 - alpha) * D_i => D_i @ fedwmsam
-algorithms.fedwmsam FedWMSAM.local_update: a=alpha => a=1.0 @ fedwmsam
+algorithms.fedwmsam FedWMSAM.local_update: perturbed_weight=alpha => perturbed_weight=1.0 @ fedwmsam
 algorithms.fedwmsam FedWMSAM.local_update: alpha / (1 - alpha) => alpha @ fedwmsam
 algorithms.fedwmsam FedWMSAM.finish_client: -round.lr => round.lr @ fedwmsam
-algorithms.fedwmsam FedWMSAM.step_server: 1 + sums.mean('cos') => 1 - sums.mean('cos') @ fedwmsam
-algorithms.fedwmsam FedWMSAM.step_server: (1 + sums.mean('cos')).clamp(LEAST, MOST) => 1 + sums.mean('cos') @ fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: 1 + aggregate.mean('cos') => 1 - aggregate.mean('cos') @ fedwmsam
+algorithms.fedwmsam FedWMSAM.step_server: (1 + aggregate.mean('cos')).clamp(LEAST, MOST) => 1 + aggregate.mean('cos') @
+    fedwmsam
 algorithms.fedwmsam FedWMSAM.step_server: (1 - self.alpha_rate) * server['alpha'] => server['alpha'] @ fedwmsam
-executors.kernel_calls Form.walk_: path.add_(self.vectors['e']) => pass @ fedwmsam
+executors.kernel_calls Form.walk_: path.add_(self.vectors['direction_vector']) => pass @ fedwmsam
 executors.kernel_calls Form._drifted: d.mul_(self.kind.drift) => d @ fedwmsam
 # FedTOGA
 algorithms.fedtoga FedTOGA.local_update: self.kappa * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: self.beta * D => D @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: remembers=True => remembers=False @ fedtoga
-algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, sums, round), 'D':
-    (-sums.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, sums, round), 'D':
-    sums.mean('delta').to(server['D'].dtype)} @ fedtoga
+algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate, round), 'D':
+    (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
+    aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
 executors.kernel_calls Form.begin_: self.field(name).zero_() => pass @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
 algorithms.fedgf FedGF.step_server: round.index % self.window => 0 @ fedgf
-algorithms.fedgf FedGF.step_server: sums.mean('length') > self.threshold => sums.mean('length') < self.threshold @ fedgf
+algorithms.fedgf FedGF.step_server: aggregate.mean('length') > self.threshold => aggregate.mean('length') <
+    self.threshold @ fedgf
 algorithms.fedgf FedGF.local_update: server['d'] => -server['d'] @ fedgf
 algorithms.fedgf FedGF.local_update: pull=c => pull=c / 2 @ fedgf
 algorithms.fedgf FedGF.step_server: server['w'].double() => 2 * server['w'].double() @ fedgf
@@ -343,7 +350,7 @@ algorithms.fedrep FedRep.local_update: epochs=self.head_epochs =>  @ fedrep
 executors.row Row._next_phase: task.begun + task.epochs => 0 @ fedrep
 executors.row Row._next_phase: self.start = first => pass @ fedrep
 algorithms.ditto Ditto.local_update: -self.lam => self.lam @ ditto
-algorithms.ditto Ditto.local_update: phi=self.lam =>  @ ditto
+algorithms.ditto Ditto.local_update: proximal_coefficient=self.lam =>  @ ditto
 algorithms.ditto Ditto.finish_client: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.local_update: client['v_i'] => server['w'] @ ditto
 algorithms.ditto Ditto.finish_client: results.delta => results.then.delta @ ditto
@@ -351,7 +358,7 @@ algorithms.pfedme pFedMe.local_update: self.eta * self.lam => self.eta @ pfedme
 algorithms.pfedme pFedMe.local_update: -self.lam => 0 @ pfedme
 algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w'] + results.delta @ pfedme
 algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
-executors.phases repeated: torch.mul(anchor, -task.step.phi, out=q) => pass @ pfedme
+executors.phases repeated: torch.mul(anchor, -task.step.proximal_coefficient, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
 executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
 algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl

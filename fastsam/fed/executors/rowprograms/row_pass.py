@@ -23,20 +23,20 @@ _SERVED = (Direction.NONE, Direction.GRADIENT, Direction.ADAPTIVE_GRADIENT, Dire
 
 class RowPass:
     """`f(*inputs) -> (losses, *gradients)` of any number of rows. The gradients are views of one field
-    `[rows, stride]`.
+    `[rows, row_size]`.
 
     others: tensors of the model that the program reads. slots: of the parameters that have a gradient.
     """
 
     def __init__(self, program: ops.RowProgram, others: Sequence[Tensor], layout: Layout, slots: Sequence[int]) -> None:
-        self.program, self.others, self.stride = program, others, layout.stride
+        self.program, self.others, self.row_size = program, others, layout.row_size
         self.segments = [layout.segments[i] for i in slots]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         out = self.program([*inputs, *self.others])
         rows, width = out.shape
         grads = (out.as_strided((rows, *s.shape), (width, *s.stride), s.offset) for s in self.segments)
-        return (out.select(1, self.stride), *grads)
+        return (out.select(1, self.row_size), *grads)
 
     def serves(self, crew: Crew) -> bool:
         """Whether the crew's steps are made of `norm_`, `perturb_`, `update_norm_` and `update_` on what can be
@@ -93,8 +93,8 @@ def row_pass(layout: Layout, device: torch.device, module: GraphModule, slots: S
     on `ROWS` rows; None where an operation has no form.
     """
     try:
-        written = Writer(module.graph, [layout.segments[i] for i in slots], layout.stride)
-        places, width = written.places, layout.stride + SHARED
+        written = Writer(module.graph, [layout.segments[i] for i in slots], layout.row_size)
+        places, width = written.places, layout.row_size + SHARED
         program = ops.row_program(written.instructions, places.inputs, places.scratch, width, device)
     except NoFormError:
         return None

@@ -40,14 +40,14 @@ _BINARY = {
 
 class Writer:
     """Of a graph over `ROWS` rows with losses and gradients of `segments` as outputs. The gradients are to lie in rows
-    of `stride` elements as the segments say, the loss behind them.
+    of `row_size` elements as the segments say, the loss behind them.
 
     Raises NoFormError where an operation has no form.
     """
 
-    def __init__(self, graph: Graph, segments: Sequence[Segment], stride: int) -> None:
+    def __init__(self, graph: Graph, segments: Sequence[Segment], row_size: int) -> None:
         self.places, self.instructions = Places(graph), list[Instruction]()
-        wanted = [(stride, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
+        wanted = [(row_size, 1, ()), *((s.offset, s.length, tuple(s.stride)) for s in segments)]
         results = list(zip(outputs(graph), wanted, strict=True))
         late = [
             (node, offset, strides)

@@ -16,7 +16,7 @@ from fastsam.fed.step.model_copy import copied, trainable
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ParameterLayout:
     """The layout of a run's flat rows.
 
     A row is private in two ways: between parameters there is padding, which is zero and stays zero, and a parameter's
@@ -24,44 +24,45 @@ class Rows:
     Whoever needs a parameter, a mask, a random number for each weight or torch's own vector asks here. Every function
     takes rows with any number of dimensions before the last.
 
-    names: of the trainable parameters, each once, in the order of `model.named_parameters()`. length: numbers in a row.
+    names: of the trainable parameters, each once, in the order of `model.named_parameters()`. row_size: numbers in a
+    row.
     numel: P, the parameters' elements.
     """
 
     names: tuple[str, ...]
     segments: tuple[Segment, ...]
-    length: int
+    row_size: int
     numel: int
     template: nn.Module = field(repr=False)  # the user's model
     buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # of the global model; None: the template's own
 
     @classmethod
-    def of(cls, model: nn.Module, layout: Layout) -> Rows:
+    def of(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
         """The rows of `layout`, made of `model` or of a copy in another memory format."""
         names = tuple(name for name, p in model.named_parameters() if p.requires_grad)
-        return cls(names, layout.segments, layout.stride, layout.numel, model)
+        return cls(names, layout.segments, layout.row_size, layout.numel, model)
 
-    def with_buffers(self, buffers: Sequence[Tensor]) -> Rows:
+    def with_buffers(self, buffers: Sequence[Tensor]) -> ParameterLayout:
         """The same, for a global model with these buffers."""
         return replace(self, buffers=buffers)
 
     @property
-    def plain(self) -> Rows:
+    def plain(self) -> ParameterLayout:
         """The same for vectors as torch makes them: no padding, every parameter in the order of its dimensions."""
         segments, offset = [], 0
         for s in self.segments:
             strides = torch.empty(s.shape, device="meta").stride()
             segments.append(Segment(offset, s.shape, strides, s.group))
             offset += s.length
-        return replace(self, segments=tuple(segments), length=offset)
+        return replace(self, segments=tuple(segments), row_size=offset)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Views by parameter of rows `[..., length]`, each `[..., *shape]`: writing into one writes the row, and
+        """Views by parameter of rows `[..., row_size]`, each `[..., *shape]`: writing into one writes the row, and
         nothing of its padding.
 
         Raises ValueError for a tensor of another length.
         """
-        self._check(row, self.length, "a row")
+        self._check(row, self.row_size, "a row")
         if row.stride(-1) != 1:
             row = row.contiguous()
         lead, strides, start = tuple(row.shape[:-1]), tuple(row.stride()[:-1]), row.storage_offset()
@@ -71,8 +72,8 @@ class Rows:
         }
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The rows `[..., length]` of tensors by parameter, each `[..., *shape]`; zero in the padding. The opposite of
-        `unflatten`.
+        """The rows `[..., row_size]` of tensors by parameter, each `[..., *shape]`; zero in the padding. The opposite
+        of `unflatten`.
 
         Raises ValueError for names that are not those of the parameters, and for other shapes.
         """
@@ -88,7 +89,7 @@ class Rows:
         for name, x in parameters.items():
             if x.shape != lead + shapes[name]:
                 raise ValueError(f"flatten: {name!r} must be {[*lead, *shapes[name]]}, got {list(x.shape)}")
-        row = torch.zeros(*lead, self.length, dtype=first.dtype, device=first.device)
+        row = torch.zeros(*lead, self.row_size, dtype=first.dtype, device=first.device)
         for name, view in self.unflatten(row).items():
             view.copy_(parameters[name])
         return row
@@ -106,14 +107,14 @@ class Rows:
         return self.flatten(self.plain.unflatten(vector))
 
     def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
-        """Which numbers of a row are parameters with such names, bool `[length]`, on the CPU; never the padding.
+        """Which numbers of a row are parameters with such names, bool `[row_size]`, on the CPU; never the padding.
 
         patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in
         file names: "head.*", "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that
         matches no trainable parameter, with their names.
         """
         found = {self.names[place] for place in self.places(what, patterns)}
-        row = torch.zeros(self.length, dtype=torch.bool)
+        row = torch.zeros(self.row_size, dtype=torch.bool)
         for name, view in self.unflatten(row).items():
             view.fill_(name in found)
         return row
@@ -132,13 +133,13 @@ class Rows:
         return tuple(place for place, name in enumerate(self.names) if name in found)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
-        """A row of one number for each parameter, for `LocalUpdate(rho_scale=...)`: `[length]`, in the dtype and on the
-        device of `like`.
+        """A row of one number for each parameter, for `LocalUpdate(rho_scale=...)`: `[row_size]`, in the dtype and on
+        the device of `like`.
 
         numbers: by patterns as in `mask`, of which the last one that matches counts; 1 where none does, 0 in the
         padding. Raises ValueError as `places` does, and for a number that is negative or not finite.
         """
-        row = torch.zeros(self.length, dtype=like.dtype)
+        row = torch.zeros(self.row_size, dtype=like.dtype)
         views = list(self.unflatten(row).values())
         for view in views:
             view.fill_(1)
@@ -150,14 +151,14 @@ class Rows:
 
     @property
     def padding(self) -> Tensor:
-        """Which numbers of a row belong to no parameter, bool `[length]`, on the CPU."""
+        """Which numbers of a row belong to no parameter, bool `[row_size]`, on the CPU."""
         return ~self.mask("rows", "*")
 
     def model(self, row: Tensor) -> nn.Module:
-        """A new copy of the user's model with these weights (`[length]`), in evaluation mode, in the memory format that
-        it had; its buffers are the global model's. Raises ValueError for another shape."""
+        """A new copy of the user's model with these weights (`[row_size]`), in evaluation mode, in the memory format
+        that it had; its buffers are the global model's. Raises ValueError for another shape."""
         if row.dim() != 1:
-            raise ValueError(f"a model takes one row, [{self.length}], got {list(row.shape)}")
+            raise ValueError(f"a model takes one row, [{self.row_size}], got {list(row.shape)}")
         made = copied(self.template).eval()
         with torch.no_grad():
             for parameter, value in zip(trainable(made), self.unflatten(row.detach()).values(), strict=True):

@@ -8,17 +8,17 @@ from functools import cached_property
 from torch import Tensor
 
 from fastsam.fed.aggregation.base import Rule
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 
 
-class RobustSums:
+class RobustAggregate:
     """The means are the rule's, over the rows of all clients, which are kept until the round ends; clients and numbers
     are those of the plain
     sums: of all that were not excluded, those that the rule left out too.
     """
 
-    def __init__(self, sums: RoundSums, rule: Rule) -> None:
-        self.rule, self._sums = rule, sums
+    def __init__(self, aggregate: FixedPointAggregate, rule: Rule) -> None:
+        self.rule, self._aggregate = rule, aggregate
         self._kept: dict[int, tuple[int, Tensor, dict[str, Tensor]]] = {}
 
     def keep(
@@ -29,30 +29,30 @@ class RobustSums:
         displacements: Tensor,
         mean: Mapping[str, Tensor],
     ) -> None:
-        """The rows at some places, those of clients that are not excluded: displacements `[n, stride]`, uploads
+        """The rows at some places, those of clients that are not excluded: displacements `[n, row_size]`, uploads
         `[n, ...]`. They are not copied."""
         for place in places:
             rows = {name: x[place].detach() for name, x in mean.items()}
             self._kept[clients[place]] = weights[place], displacements[place].detach(), rows
 
     @property
-    def clients(self) -> int:
-        """As of the plain sums."""
-        return self._sums.clients
+    def num_clients(self) -> int:
+        """See `Aggregate`."""
+        return self._aggregate.num_clients
 
     def mean(self, name: str) -> Tensor:
         """The rule's, float64. Raises KeyError for a name nobody sent."""
-        self._sums.mean(name)  # which says what was sent
+        self._aggregate.mean(name)  # which says what was sent
         chosen = [self._kept[i] for i in self._chosen if name in self._kept[i][2]]
         return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
 
-    def total(self, name: str) -> Tensor:
-        """As of the plain sums."""
-        return self._sums.total(name)
+    def sum(self, name: str) -> Tensor:
+        """See `Aggregate`."""
+        return self._aggregate.sum(name)
 
-    def number(self, name: str) -> float:
-        """As of the plain sums."""
-        return self._sums.number(name)
+    def scalar(self, name: str) -> float:
+        """See `Aggregate`."""
+        return self._aggregate.scalar(name)
 
     @cached_property
     def _chosen(self) -> list[int]:

@@ -58,7 +58,7 @@ def run(algorithm=None, measures=(), **options):
 @pytest.fixture
 def rows():
     model = small(torch.float64).to(memory_format=torch.channels_last)
-    return fed.Rows.of(model, Layout.of(trainable(model)))
+    return fed.ParameterLayout.of(model, Layout.of(trainable(model)))
 
 
 NUMEL = 3 * 4 * 6 + 4 + 4 + 4 + 20 + 5
@@ -74,7 +74,7 @@ def values(*lead):
 def test_rows_vectors_and_parameters_are_each_others_opposites(rows, lead):
     parts = values(*lead)
     row = rows.flatten(parts)
-    assert row.shape == (*lead, rows.length) and rows.length == 256 and rows.numel == NUMEL
+    assert row.shape == (*lead, rows.row_size) and rows.row_size == 256 and rows.numel == NUMEL
     views = rows.unflatten(row)
     assert list(views) == NAMES and all(torch.equal(views[name], parts[name]) for name in NAMES)
     vector = rows.vector(row)
@@ -84,11 +84,11 @@ def test_rows_vectors_and_parameters_are_each_others_opposites(rows, lead):
 
 
 def test_writing_into_views_leaves_the_padding_zero(rows):
-    row = torch.zeros(2, rows.length, dtype=torch.float64)
+    row = torch.zeros(2, rows.row_size, dtype=torch.float64)
     for view in rows.unflatten(row).values():
         view.normal_()
     assert int((row != 0).sum()) == 2 * NUMEL
-    turned = torch.zeros(rows.length, 2, dtype=torch.float64).t()  # not one after the other in memory: read as a copy
+    turned = torch.zeros(rows.row_size, 2, dtype=torch.float64).t()  # not one after the other in memory: read as a copy
     assert rows.unflatten(turned)["out.weight"].shape == (2, 5, 4)
 
 
@@ -122,21 +122,21 @@ class Accuracies:
         return (0,)
 
     def clients(self, before, results, about):
-        p = about.rows.numel
+        p = about.layout.numel
         assert before["w"].shape == (p,) and results.delta.shape == (len(results.clients), p)
         first = results.snapshots[0][0]
         assert torch.equal(first.w, before["w"]) and first.eps.shape == (p,)
-        self.seen.append(about.rows.unflatten(results.delta)["conv.weight"].clone())
-        return {"moved": results.delta.square().sum(1)}
+        self.seen.append(about.layout.unflatten(results.delta)["conv.weight"].clone())
+        return {"apply_update": results.delta.square().sum(1)}
 
-    def round(self, before, after, sums, about):
-        assert sums.mean("delta").shape == after["w"].shape == (about.rows.numel,)
-        assert torch.allclose(sums.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
+    def round(self, before, after, aggregate, about):
+        assert aggregate.mean("delta").shape == after["w"].shape == (about.layout.numel,)
+        assert torch.allclose(aggregate.mean("delta"), (after["w"] - before["w"]).double(), atol=1e-6)
         x, y = clients()[0]
-        model = about.rows.model(after["w"])
+        model = about.layout.model(after["w"])
         with torch.no_grad():
             mine = float(F.cross_entropy(model(x), y))
-            by_vector = about.rows.model(before["w"])  # with the buffers of after
+            by_vector = about.layout.model(before["w"])  # with the buffers of after
             vector_to_parameters(after["w"], [p for p in by_vector.parameters() if p.requires_grad])
             other = float(F.cross_entropy(by_vector(x), y))
         assert torch.equal(parameters_to_vector([p for p in model.parameters() if p.requires_grad]), after["w"])
@@ -165,8 +165,8 @@ class Noisy(fed.Algorithm):
 
     def local_update(self, server, client, round):
         q = torch.zeros_like(server["w"])
-        round.rows.unflatten(q)["conv.weight"][2] = 1.0
-        return fed.LocalUpdate(a=0.0, q=q)
+        round.layout.unflatten(q)["conv.weight"][2] = 1.0
+        return fed.LocalUpdate(perturbed_weight=0.0, gradient_offset=q)
 
 
 @pytest.mark.parametrize("format", ["auto", "preserve"])
@@ -183,7 +183,7 @@ def test_an_algorithm_reaches_a_parameter_by_name(format):
 @dataclass(frozen=True)
 class Writing(fed.Algorithm):
     def local_update(self, server, client, round):
-        round.rows.unflatten(server["w"])["out.bias"].zero_()
+        round.layout.unflatten(server["w"])["out.bias"].zero_()
         return fed.LocalUpdate()
 
 

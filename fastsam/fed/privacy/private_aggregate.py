@@ -6,30 +6,32 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from fastsam.fed.sums.fixed_point import RoundSums
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
 
 DELTA = "delta"  # the upload of `Algorithm.finish_client`
 
 
-class PrivateSums:
+class PrivateAggregate:
     """(sum of the clipped displacements + noise) / cohort.
 
     sums: of the round; None where nobody was sampled, which the server must not see, so there is noise alone. normals:
-    standard normal numbers, float64 `[stride]`, and places, 0 in the padding; std: of the noise on the sum. cohort:
+    standard normal numbers, float64 `[row_size]`, and places, 0 in the padding; std: of the noise on the sum. cohort:
     clients that are expected in a round: how many there were depends on who is among the clients.
     """
 
-    def __init__(self, sums: RoundSums | None, normals: Tensor, places: Tensor, std: float, cohort: float) -> None:
-        self._sums, self._normals, self._places = sums, normals, places
+    def __init__(
+        self, aggregate: FixedPointAggregate | None, normals: Tensor, places: Tensor, std: float, cohort: float
+    ) -> None:
+        self._sums, self._normals, self._places = aggregate, normals, places
         self._std, self._cohort = std, cohort
 
     @property
-    def clients(self) -> int:
+    def num_clients(self) -> int:
         """As many as are expected."""
         return max(1, round(self._cohort))
 
     def mean(self, name: str) -> Tensor:
-        """The noisy mean of the displacements, float64 `[stride]`. Raises ValueError for another name."""
+        """The noisy mean of the displacements, float64 `[row_size]`. Raises ValueError for another name."""
         if name != DELTA:
             self._refused(f"mean({name!r})")
         std = self._std / self._cohort
@@ -37,16 +39,16 @@ class PrivateSums:
             return self._normals * self._places * std
         return self._sums.share(DELTA, self._cohort).addcmul_(self._normals, self._places, value=std)
 
-    def total(self, name: str) -> Tensor:
+    def sum(self, name: str) -> Tensor:
         """Raises ValueError."""
-        self._refused(f"total({name!r})")
+        self._refused(f"sum({name!r})")
 
-    def number(self, name: str) -> float:
+    def scalar(self, name: str) -> float:
         """Raises ValueError."""
-        self._refused(f"number({name!r})")
+        self._refused(f"scalar({name!r})")
 
     def _refused(self, what: str) -> NoReturn:
         raise ValueError(
-            f"with noise_multiplier the server has the noisy mean of the displacements alone, sums.mean({DELTA!r}); it "
-            f"asked for sums.{what}"
+            f"with noise_multiplier the server has only the noisy mean of the deltas, aggregate.mean({DELTA!r}); "
+            f"it asked for aggregate.{what}"
         )
