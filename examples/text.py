@@ -74,7 +74,8 @@ def train(rounds: int = 30, texts: int = 48) -> fed.Result:
     clients = [write(texts, [i % TOPICS, (i + 1) % TOPICS], seed=i) for i in range(6)]
     return fed.run(
         Classifier(), clients, fed.FedSAM(rho=0.05), rounds=rounds, participation=1.0, batch_size=8, lr=0.1,
-        collate=pad, loss=fed.BatchLoss(loss, predict), test=write(200, list(range(TOPICS)), seed=99), validation="iid",
+        collate=pad, loss=fed.BatchLoss(loss, predict), test=write(200, list(range(TOPICS)), seed=99),
+        client_test_split="iid",
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from fastsam.fed import algorithms, callbacks
 from fastsam.fed.algorithms import *  # noqa: F403 - the built-in algorithms, and what an own one is made of
 from fastsam.fed.callbacks import Callback, CallbackError, Stop
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.lazy import Lazy
-from fastsam.fed.clients.own_tests import PerClient
+from fastsam.fed.clients.client_test_sets import ClientTestSets
+from fastsam.fed.clients.lazy import LazyClients
 from fastsam.fed.executors import ClientError
 from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
@@ -46,9 +46,9 @@ __all__ = [
     "FederatedData",
     "Envelope",
     "InputMap",
-    "Lazy",
+    "LazyClients",
     "Mixture",
-    "PerClient",
+    "ClientTestSets",
     "Pilot",
     "RankError",
     "Result",

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastsam.fed.algorithms.fedavg import FedAvg
 from fastsam.fed.clients.batch_loss import BatchLoss
-from fastsam.fed.clients.lazy import Lazy
+from fastsam.fed.clients.lazy import LazyClients
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.prepare import prepare
 from fastsam.fed.clients.samples import Collate
@@ -89,7 +89,7 @@ def _classifies(result: Result) -> bool:
 def _each(clients: Any, population: Population) -> Iterator[Sequence[Any]]:
     """Yield each client as a federation of one."""
     for i in range(len(clients)):
-        if isinstance(clients, Lazy):
+        if isinstance(clients, LazyClients):
             yield [clients.load(i)]
         elif population.augment is not None:
             yield replace(clients, clients=[clients[i]], priors=None, domains=None)

@@ -35,7 +35,7 @@ TIMES = 20  # calls of a trial that share its process
 # What a run takes, and what is next to it. Not: what compiles, or fetches.
 PLAUSIBLE: dict[str, list[Any]] = {
     "rounds": [1, 2], "local_epochs": [1, 2], "local_steps": [1, 3],
-    "personal": ["2", ["0.*", "2.bias"], "head"],
+    "local_parameters": ["2", ["0.*", "2.bias"], "head"],
     "batch_size": [1, 3, 10**6],
     "lr": [0.1, 1e-300, 1e30, 0.0, "linear(0.1, 0, 2)", lambda t: 0.1 / t],
     "lr_decay": [0.5, 1e-200],
@@ -46,7 +46,8 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "momentum": [0.9, 5.0], "weight_decay": [0.1, 1e20], "clip_norm": [1e-30, 1.0, 1e30],
     "clip_scope": ["linear"], "server_lr": [0.0, 0.5, 1e20], "seed": [-1, 2**63 - 1],
     "loss": ["cross_entropy", "nll_loss", "mse_loss", "relu"],
-    "validation": ["all", "equal"], "eval_every": [1, 7], "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
+    "client_test_split": ["all", "equal"], "eval_every": [1, 7],
+    "measures": [["sharpness"], ["drifts", "consistency"], ["x"]],
     "measure_options": [{}, {"x": 1}], "metrics": [{"x": len}, {}], "target": [0.5], "buffers": ["average", "keep"],
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
     "slots": [1, 3, 10**6],

@@ -20,14 +20,14 @@ _BLOCK = 2**16  # columns that are looked at together: what a rule needs beside 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """weighs: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves whole
-    clients out.
+    """supports_weights: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves
+    whole clients out.
 
     Both functions get the rows of the n clients that were not excluded, n >= 1.
     """
 
     name: ClassVar[str]
-    weighs: ClassVar[bool] = False
+    supports_weights: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:

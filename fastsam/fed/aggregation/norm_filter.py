@@ -29,7 +29,7 @@ class NormFilter(Rule):
     """
 
     name: ClassVar[str] = "norm_filter"
-    weighs: ClassVar[bool] = True
+    supports_weights: ClassVar[bool] = True
     chooses: ClassVar[bool] = True
 
     factor: float = 10.0

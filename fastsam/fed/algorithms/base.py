@@ -71,7 +71,7 @@ class Upload:
     `[n, ...]`.
 
     weight: `[n]`, by which the run's weights are multiplied in all means, those of averaged buffers too; finite and not
-    negative. An algorithm that sends them says so (`Algorithm.weighs`).
+    negative. An algorithm that sends them says so (`Algorithm.sends_weights`).
     """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
@@ -97,27 +97,29 @@ class Aggregate(Protocol):
 
 
 class Algorithm:
-    """Federated averaging, to be overridden.
+    """Federated averaging, the base class of all algorithms.
 
-    `down` and `up` are the traffic of one client in one round in units of P parameters, `server_vectors` and
-    `client_vectors` what is kept between the rounds in the same unit. For reports: `working_vectors` is what a local
-    step needs beyond the weights and one gradient, `backward_passes` the back-propagations of a step; `pools_data`
-    says that the method is no federated one and trains on everybody's data (see `fastsam.fed.loop.pooled_data`).
-    `uses_sums` says that the server keeps the sum of what its clients keep (`Upload(sum=...)`), which no robust rule
-    can stand in for; `weighs` that every upload has a weight of the client's own (`Upload(weight=...)`). `own_buffers`
-    says that the model's buffers stay with the clients, as with the run's `buffers="local"`; `own_models` that the
-    algorithm keeps a model of its own for every client (`own_model`).
+    Attributes:
+        download_vectors, upload_vectors: traffic of one client in one round, in units of the P parameters.
+        server_vectors, client_vectors: memory kept between rounds, in the same unit.
+        working_vectors: memory of a local step beyond the weights and one gradient, in the same unit; for reports.
+        backward_passes: backward passes of one local step; for reports.
+        pools_data: the method is not federated and trains on all clients' data (`fastsam.fed.loop.pooled_data`).
+        uses_sums: the server needs the plain sum of an upload (`Upload(sum=...)`), which no robust rule can replace.
+        sends_weights: every upload has a weight for each client (`Upload(weight=...)`).
+        own_buffers: the model's buffers stay with the clients, as with the run's `buffers="local"`.
+        own_models: the algorithm keeps a private model for every client (`own_model`).
     """
 
-    down: ClassVar[float] = 1
-    up: ClassVar[float] = 1
+    download_vectors: ClassVar[float] = 1
+    upload_vectors: ClassVar[float] = 1
     server_vectors: ClassVar[float] = 1
     client_vectors: ClassVar[float] = 0
     working_vectors: ClassVar[float] = 0
     backward_passes: ClassVar[int] = 1
     pools_data: ClassVar[bool] = False
     uses_sums: ClassVar[bool] = False
-    weighs: ClassVar[bool] = False
+    sends_weights: ClassVar[bool] = False
     own_buffers: ClassVar[bool] = False
     own_models: ClassVar[bool] = False
 
@@ -134,7 +136,7 @@ class Algorithm:
 
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
         """Names or patterns of the parameters of the user's model that stay with the clients, as with the run's
-        `personal`."""
+        `local_parameters`."""
         return ()
 
     def init_server(self, w0: Tensor) -> State:

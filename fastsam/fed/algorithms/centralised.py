@@ -18,8 +18,8 @@ class Centralised_SGD(FedAvg):
     Nothing is sent. State: w. One back-propagation a step.
     """
 
-    down: ClassVar[float] = 0
-    up: ClassVar[float] = 0
+    download_vectors: ClassVar[float] = 0
+    upload_vectors: ClassVar[float] = 0
     pools_data: ClassVar[bool] = True
 
 
@@ -30,6 +30,6 @@ class Centralised_SAM(FedSAM):
     Nothing is sent. State: w. Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 0
-    up: ClassVar[float] = 0
+    download_vectors: ClassVar[float] = 0
+    upload_vectors: ClassVar[float] = 0
     pools_data: ClassVar[bool] = True

@@ -17,8 +17,8 @@ class ControlVariates(Algorithm):
     Per round and client 2 P down (w, c) and 2 P up (the displacement, the change of c_i).
     """
 
-    down: ClassVar[float] = 2
-    up: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
+    upload_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     client_vectors: ClassVar[float] = 1
     working_vectors: ClassVar[float] = 1

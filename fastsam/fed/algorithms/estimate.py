@@ -23,42 +23,42 @@ from fastsam.fed.common.checks import choice
 class LocalEstimate(Algorithm):
     """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient.
 
-    first: what a client does that has no w_old yet. "origin": the paper's w_old = 0, so eps points from w^t to the
-    origin; "none": no perturbation, as the authors' code does in round 0.
-    ref: "client": w_old is the model that this client received last (the paper); "last_round": w^{t-1} for everybody
-    (the authors' code), which the server sends too, 1 P more down.
+    initial_perturbation: what a client does that has no w_old yet. "origin": the paper's w_old = 0, so eps points from
+    w^t to the origin; "none": no perturbation, as the authors' code does in round 0.
+    reference: "client": w_old is the model that this client received last (the paper); "last_round": w^{t-1} for
+    everybody (the authors' code), which the server sends too, 1 P more down.
     """
 
     rho: Scheduled
-    first: str
-    ref: str
+    initial_perturbation: str
+    reference: str
 
     @property
-    def down(self) -> float:  # type: ignore[override]
+    def download_vectors(self) -> float:  # type: ignore[override]
         """Vectors to a client: those of the method without perturbation, and w^{t-1} where the server sends it."""
-        return super().down + (self.ref == "last_round")
+        return super().download_vectors + (self.reference == "last_round")
 
     @property
     def server_vectors(self) -> float:  # type: ignore[override]
         """Vectors that the server keeps."""
-        return super().server_vectors + (self.ref == "last_round")
+        return super().server_vectors + (self.reference == "last_round")
 
     @property
     def client_vectors(self) -> float:  # type: ignore[override]
         """Vectors that a client keeps."""
-        return super().client_vectors + (self.ref == "client")
+        return super().client_vectors + (self.reference == "client")
 
     def check_estimate(self) -> None:
         """Raises ValueError for options outside their range."""
         check_scheduled("rho", self.rho)
-        choice("first", self.first, ("origin", "none"))
-        choice("ref", self.ref, ("client", "last_round"))
+        choice("initial_perturbation", self.initial_perturbation, ("origin", "none"))
+        choice("reference", self.reference, ("client", "last_round"))
 
     def estimate_step(self, server: State, client: State, round: Round, **constants: Any) -> LocalUpdate:
         """The local step with this perturbation and the other constants given."""
-        old = client.get("w_old_i") if self.ref == "client" else server.get("w_old")
+        old = client.get("w_old_i") if self.reference == "client" else server.get("w_old")
         rho = value_at("rho", self.rho, round)
-        if old is None and self.first == "none":
+        if old is None and self.initial_perturbation == "none":
             return LocalUpdate(**constants)
         e = -server["w"] if old is None else old - server["w"]
         return LocalUpdate(Direction.CONSTANT, rho=rho, direction_vector=e, **constants)
@@ -66,8 +66,8 @@ class LocalEstimate(Algorithm):
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
         state, upload = super().finish_client(server, client, results, round)
         # The model itself, not a copy: clients of one round share it.
-        return ({**state, "w_old_i": server["w"]} if self.ref == "client" else state), upload
+        return ({**state, "w_old_i": server["w"]} if self.reference == "client" else state), upload
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
         after = super().step_server(server, aggregate, round)
-        return {**after, "w_old": server["w"]} if self.ref == "last_round" else after
+        return {**after, "w_old": server["w"]} if self.reference == "last_round" else after

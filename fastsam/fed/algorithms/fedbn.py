@@ -22,7 +22,8 @@ class FedBN(Algorithm):
 
     The paper has BatchNorm; the layers may also be those of GroupNorm, InstanceNorm, LayerNorm and RMSNorm. A model
     without any is refused, a run with `buffers="average"` or `"keep"` too. Around another algorithm: its run with
-    `personal=` (those parameters) and `buffers="local"`. Per round and client 1 P down and 1 P up, less what stays;
+    `local_parameters=` (those parameters) and `buffers="local"`. Per round and client 1 P down and 1 P up, less what
+    stays;
     state: w, and these layers on every client.
     """
 

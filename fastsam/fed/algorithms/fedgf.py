@@ -39,7 +39,7 @@ class FedGF(Algorithm):
     numbers. Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2

@@ -32,7 +32,7 @@ class FedGMT(DynamicRegularizer):
     further forward pass a step.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 2
 

@@ -29,8 +29,8 @@ class FedLESAM(LocalEstimate):
     working_vectors: ClassVar[float] = 1
 
     rho: Scheduled = 0.01
-    first: str = "origin"
-    ref: str = "client"
+    initial_perturbation: str = "origin"
+    reference: str = "client"
 
     def __post_init__(self) -> None:
         self.check_estimate()

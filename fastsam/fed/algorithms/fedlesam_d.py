@@ -28,8 +28,8 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
 
     rho: Scheduled = 0.1
     phi: float = 0.1
-    first: str = "origin"
-    ref: str = "client"
+    initial_perturbation: str = "origin"
+    reference: str = "client"
     phi_decay: float = 1.0
 
     def __post_init__(self) -> None:

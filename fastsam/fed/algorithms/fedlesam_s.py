@@ -28,8 +28,8 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
     """
 
     rho: Scheduled = 0.1
-    first: str = "origin"
-    ref: str = "client"
+    initial_perturbation: str = "origin"
+    reference: str = "client"
     control_scale: float = 1.0
 
     def __post_init__(self) -> None:

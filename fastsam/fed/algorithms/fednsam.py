@@ -43,7 +43,7 @@ class FedNSAM(Algorithm):
         choice("perturb", self.perturb, ("gradient", "momentum"))
 
     @property
-    def down(self) -> float:  # type: ignore[override]
+    def download_vectors(self) -> float:  # type: ignore[override]
         """Vectors that a client receives in a round."""
         return 2 if self.perturb == "momentum" else 1
 

@@ -44,11 +44,11 @@ class FedSCAM(Algorithm):
     up, and a number; state: w, u = w^t - w^{t-1}. Two back-propagations a step, and one more for each pilot.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
-    weighs: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
 
     rho: Scheduled = 0.05
     alpha: float = 1.0

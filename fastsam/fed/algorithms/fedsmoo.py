@@ -44,8 +44,8 @@ class FedSMOO(DynamicRegularizer):
     Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
-    up: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
+    upload_vectors: ClassVar[float] = 2
     backward_passes: ClassVar[int] = 2
 
     rho: Scheduled = 0.1

@@ -29,7 +29,7 @@ class FedTOGA(DynamicRegularizer):
     client. Two back-propagations a step.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 5
     backward_passes: ClassVar[int] = 2

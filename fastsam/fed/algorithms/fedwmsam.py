@@ -37,7 +37,7 @@ class FedWMSAM(ControlVariates):
     c_i on every client. One back-propagation a step.
     """
 
-    down: ClassVar[float] = 3
+    download_vectors: ClassVar[float] = 3
     server_vectors: ClassVar[float] = 3
     working_vectors: ClassVar[float] = 6
 

@@ -30,8 +30,8 @@ class MimeLite(Algorithm):
     one more pass over the data per round.
     """
 
-    down: ClassVar[float] = 2
-    up: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
+    upload_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
 

@@ -20,7 +20,7 @@ class ServerDirection(Algorithm):
     Per round and client 2 P down (w, D) and 1 P up: the server makes both means of the one vector.
     """
 
-    down: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
     server_vectors: ClassVar[float] = 2
     working_vectors: ClassVar[float] = 1
 

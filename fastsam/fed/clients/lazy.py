@@ -20,7 +20,7 @@ from fastsam.fed.common.checks import integer
 _INSTANT = 1e-3  # seconds: what loads faster is not loaded ahead
 
 
-class Lazy:
+class LazyClients:
     """`clients` clients for `fed.run`, of which `load(i)` gives the data of client i, all that a client may be, when it
     trains.
 
@@ -43,13 +43,15 @@ class Lazy:
         sizes: Sequence[int] | None = None,
         ahead: int | None = None,
     ) -> None:
-        self.clients = integer("Lazy: clients", clients, at_least=1)
+        self.clients = integer("LazyClients: clients", clients, at_least=1)
         if not callable(load):
-            raise ValueError(f"Lazy: load must be a function client id -> data, got {load!r}")
-        self.load, self.ahead = load, None if ahead is None else integer("Lazy: ahead", ahead, at_least=0)
-        self.sizes = None if sizes is None else [integer(f"Lazy: sizes[{i}]", n, 1) for i, n in enumerate(sizes)]
+            raise ValueError(f"LazyClients: load must be a function client id -> data, got {load!r}")
+        self.load, self.ahead = load, None if ahead is None else integer("LazyClients: ahead", ahead, at_least=0)
+        self.sizes = None if sizes is None else [integer(f"LazyClients: sizes[{i}]", n, 1) for i, n in enumerate(sizes)]
         if self.sizes is not None and len(self.sizes) != clients:
-            raise ValueError(f"Lazy: sizes must have a number for each of the {clients} clients, got {len(self.sizes)}")
+            raise ValueError(
+                f"LazyClients: sizes must have a number for each of the {clients} clients, got {len(self.sizes)}"
+            )
 
     def __len__(self) -> int:
         return self.clients
@@ -77,12 +79,12 @@ class LazySizes(Sequence[int]):
         return self.known[client]
 
 
-class LazyClients(BatchedClients):
-    """The clients of a `Lazy`. Nothing of a client is kept but its number of samples and a digest, by which other data
-    are noticed."""
+class LazyClientData(BatchedClients):
+    """The clients of a `LazyClients`. Nothing of a client is kept but its number of samples and a digest, by which
+    other data are noticed."""
 
     def __init__(
-        self, lazy: Lazy, whole: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
+        self, lazy: LazyClients, whole: bool, collate: Collate | None, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Loads client 0. Raises ValueError, naming the client, for data that cannot be read."""
         self.lazy, self.whole, self.collate, self.dtype, self.device = lazy, whole, collate, dtype, device

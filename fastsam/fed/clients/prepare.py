@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.clients.batched import Held, check_kind
-from fastsam.fed.clients.lazy import Lazy, LazyClients
-from fastsam.fed.clients.own_tests import PerClient
+from fastsam.fed.clients.client_test_sets import ClientTestSets
+from fastsam.fed.clients.lazy import LazyClientData, LazyClients
 from fastsam.fed.clients.pairs import Pair, checked_pair, is_array
 from fastsam.fed.clients.population import Population
 from fastsam.fed.clients.reading import LARGEST_READ, Source, as_samples, read, source
@@ -32,8 +32,8 @@ def prepare(
     collate: Collate | None = None,
     watched: Watched = iter,
 ) -> Population:
-    """Checks `clients` (a sequence of what a client may be, a `Lazy`, or a FederatedData) and `test` (what a client may
-    be, a `PerClient`, or
+    """Checks `clients` (a sequence of what a client may be, a `LazyClients`, or a FederatedData) and `test` (what a
+    client may be, a `ClientTestSets`, or
     None: the data's).
 
     Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels
@@ -42,11 +42,11 @@ def prepare(
     Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples,
     NaN or infinity in x.
     """
-    own_tests: list[int] | None = None
-    if isinstance(test, PerClient):
-        test, own_tests = test.joined(len(clients), dtype, device)
-    if isinstance(clients, Lazy):
-        return replace(_lazy(clients, test, collate, dtype, device, whole), test_sizes=own_tests)
+    test_sizes: list[int] | None = None
+    if isinstance(test, ClientTestSets):
+        test, test_sizes = test.joined(len(clients), dtype, device)
+    if isinstance(clients, LazyClients):
+        return replace(_lazy(clients, test, collate, dtype, device, whole), test_sizes=test_sizes)
     if (
         isinstance(clients, (str, bytes, Tensor, dict))
         or not hasattr(clients, "__len__")
@@ -64,7 +64,7 @@ def prepare(
         "classes": getattr(clients, "classes", None),
         "priors": None if priors is None else np.asarray(priors),
         "augment": getattr(clients, "augment", None),
-        "test_sizes": own_tests,
+        "test_sizes": test_sizes,
     }
     made = None if whole or collate is not None else _together(given, dtype, device)
     if made is not None and (test is None or _is_pair(test)):
@@ -86,10 +86,10 @@ def prepare(
 
 
 def _lazy(
-    clients: Lazy, test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device, whole: bool
+    clients: LazyClients, test: Any, collate: Collate | None, dtype: torch.dtype, device: torch.device, whole: bool
 ) -> Population:
     tested = _read([], test, collate, dtype, device)[1]
-    samples = LazyClients(clients, whole, collate, dtype, device)
+    samples = LazyClientData(clients, whole, collate, dtype, device)
     return Population([], None, None, None, samples=samples, test_samples=_test_samples(tested, whole), place=device)
 
 

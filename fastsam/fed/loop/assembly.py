@@ -61,7 +61,7 @@ def assemble(
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
     metrics = resolve(settings.metrics)
     evaluator = Evaluator(
-        loss, population, tried.classifies, settings.validation, settings.seed, metrics, settings.batch_size
+        loss, population, tried.classifies, settings.client_test_split, settings.seed, metrics, settings.batch_size
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
@@ -138,8 +138,8 @@ def _check_inputs(
         return
     if isinstance(personal, Personal) and len(personal.places):
         raise ValueError(
-            f"personal= serves no algorithm with a teacher, whose personal parameters would be those of the start, and "
-            f"{name} has one"
+            f"local_parameters= serves no algorithm with a teacher, and {name} has one: the teacher's local parameters "
+            "would be those of the initial model"
         )
     if tried.example is not None:
         w = step.teacher.rows[0]
@@ -166,7 +166,8 @@ def _check_sizes(population: Population, settings: Settings, measures: Sequence[
     wanting = [what for what, needed in needs.items() if needed]
     if wanting and not population.sized:
         raise ValueError(
-            f"{wanting[0]}: the clients' sizes must be known before they are loaded; say fed.Lazy(n, load, sizes=[...])"
+            f"{wanting[0]}: the clients' sizes must be known before they are loaded. Pass them: "
+            "fed.LazyClients(n, load, sizes=[...])"
         )
 
 

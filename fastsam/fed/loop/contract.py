@@ -52,7 +52,9 @@ def check_algorithm(algorithm: object) -> None:
     if isinstance(algorithm, type):
         raise ValueError(f"algorithm must be an instance: write {algorithm.__name__}(...), not {algorithm.__name__}")
     missing = [m for m in _METHODS if not callable(getattr(algorithm, m, None))]
-    missing += [a for a in ("down", "up") if not isinstance(getattr(algorithm, a, None), (int, float))]
+    missing += [
+        a for a in ("download_vectors", "upload_vectors") if not isinstance(getattr(algorithm, a, None), (int, float))
+    ]
     if missing:
         raise ValueError(
             f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
@@ -75,7 +77,7 @@ def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: 
         )
     if getattr(algorithm, "uses_sums", False):
         raise no_sums(rule, name)
-    if getattr(algorithm, "weighs", False):
+    if getattr(algorithm, "sends_weights", False):
         raise ValueError(
             f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
             f"weights of their own "
@@ -110,7 +112,7 @@ def no_sums(rule: Rule, name: str) -> ValueError:
 def _compared(algorithm: Algorithm) -> bool:
     """Whether whole models of its clients can be compared, and means are all that its server reads."""
     stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.uses_sums or algorithm.weighs or algorithm.pools_data or stays)
+    return not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
@@ -252,16 +254,16 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
     return state, upload
 
 
-def own_weights_of(upload: Upload, weighs: bool, n: int, device: torch.device) -> Tensor | None:
+def own_weights_of(upload: Upload, sends_weights: bool, n: int, device: torch.device) -> Tensor | None:
     """The weights that n clients send, float64 `[n]`; None for an algorithm whose clients send none.
 
     Raises ValueError for weights that do not belong to what the algorithm says of itself, are not n, or negative.
     """
-    if (upload.weight is not None) != weighs:
+    if (upload.weight is not None) != sends_weights:
         raise ValueError(
-            "finish_client must return an Upload with a weight in every round where the class says weighs = True, and "
-            "nowhere else; got "
-            f"{'none with' if weighs else 'one without'} weighs = True"
+            "finish_client must return an Upload with a weight in every round if the class says sends_weights = True, "
+            "and never otherwise; got "
+            f"{'none with' if sends_weights else 'one without'} sends_weights = True"
         )
     if upload.weight is None:
         return None

@@ -269,5 +269,5 @@ class Loop:
         """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are
         averaged."""
         buffers = sum(b.nbytes for b in self.view.buffers) if self.settings.buffers == "average" else 0
-        ways = {"down": self.algorithm.down, "up": self.algorithm.up}
+        ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
         return {f"megabytes_{way}": active * (n * self.view.nbytes + buffers) / 1e6 for way, n in ways.items()}

@@ -88,8 +88,8 @@ class Settings:
         "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or "
         "your own, "
         "in a config its import path; fed.BatchLoss(f) takes f(model, batch)")
-    validation: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an equal "
-                                      "slice", choices=VALIDATION)
+    client_test_split: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an "
+        "equal slice", choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
     measures: Sequence[str] | Measures = option((), f"what else to measure: {', '.join(NAMES)}; in Python also an "
                                                     f"object of your own", free=True)
@@ -99,7 +99,7 @@ class Settings:
     metrics: Mapping[str, Any] | None = option(None,
         "functions (outputs, labels) -> number of the test set, over all and over clients, by name; in a config their "
         "import paths", free=True)
-    personal: str | Sequence[str] | None = option(None,
+    local_parameters: str | Sequence[str] | None = option(None,
         "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are "
         "then of the clients' own models")
     target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
@@ -142,12 +142,13 @@ class Settings:
             raise ValueError(
                 f"local_steps={self.local_steps} stands in place of local_epochs={self.local_epochs}; name one of them"
             )
-        names = [self.personal] if isinstance(self.personal, str) else self.personal
+        names = [self.local_parameters] if isinstance(self.local_parameters, str) else self.local_parameters
         if names is not None and not (
             isinstance(names, list) and names and all(n and isinstance(n, str) for n in names)
         ):
             raise ValueError(
-                f"personal must be a parameter's name or pattern such as 'head.*', or a list of them, got {names!r}"
+                f"local_parameters must be a parameter's name or a pattern such as 'head.*', or a list of them; "
+                f"got {names!r}"
             )
         self._check_rates()
         if self.cohort is not None and self.participation != table(Settings)["participation"].default:
@@ -163,7 +164,7 @@ class Settings:
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
         rule = self.rule
-        if rule is not None and not rule.weighs and self.weighting != "uniform":
+        if rule is not None and not rule.supports_weights and self.weighting != "uniform":
             raise ValueError(
                 f"weighting={self.weighting!r} has no meaning with aggregation={self.aggregation!r}, in which one "
                 f"client counts like another; "

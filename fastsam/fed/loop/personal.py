@@ -70,17 +70,17 @@ class Personal:
     def __init__(
         self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
-        self.inner, self.mask = inner, layout.mask("personal", patterns)
+        self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
         self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
         if own == layout.numel:
             raise ValueError(
-                f"personal={patterns!r} are all parameters of the model, and nothing would be learnt together"
+                f"local_parameters={patterns!r} are all parameters of the model, and nothing would be learnt together"
             )
         shared = 1 - own / layout.numel
-        self.down, self.up = inner.down * shared, inner.up * shared
-        self.weighs = getattr(inner, "weighs", False)
+        self.download_vectors, self.upload_vectors = inner.download_vectors * shared, inner.upload_vectors * shared
+        self.sends_weights = getattr(inner, "weighs", False)
         self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
@@ -126,11 +126,13 @@ class Personal:
     def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
-                f"personal= serves no algorithm with a start of its own, and {type(self.inner).__name__} has one"
+                f"local_parameters= serves no algorithm with a start of its own, and {type(self.inner).__name__} has "
+                "one"
             )
         if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
-                f"personal= serves no algorithm that trains two models a client, as {type(self.inner).__name__} does"
+                "local_parameters= serves no algorithm that trains two models a client, as "
+                f"{type(self.inner).__name__} does"
             )
         q = step.gradient_offset
         if q is not None and step.proximal_coefficient:  # the constant half of phi*(w - start)
@@ -179,7 +181,7 @@ def personal_of(
 
     buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
     """
-    asked = settings.personal
+    asked = settings.local_parameters
     patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
     patterns += getattr(algorithm, "own_parameters", lambda model: ())(layout.template)
     local = settings.buffers == "local"
@@ -189,7 +191,7 @@ def personal_of(
         return None
     name, rule = type(algorithm).__name__, settings.rule
     if asked is not None:
-        what = f"personal={asked!r}"
+        what = f"local_parameters={asked!r}"
     else:
         what = f"{name}, whose parameters stay with the clients," if patterns else "buffers='local'"
     if getattr(algorithm, "pools_data", False):
@@ -207,7 +209,9 @@ def _kept(
     """Of an algorithm that keeps them. Raises ValueError for a run that cannot have them."""
     name = type(algorithm).__name__
     if patterns:
-        raise ValueError(f"personal={settings.personal!r}: clients of {name} have whole models of their own already")
+        raise ValueError(
+            f"local_parameters={settings.local_parameters!r}: clients of {name} have whole models of their own already"
+        )
     if ranks > 1:
         raise ValueError(
             f"{name} is served in one process, where all clients' models can be evaluated; got {ranks} processes"

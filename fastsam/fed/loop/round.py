@@ -87,7 +87,7 @@ class Cohort:
             self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
         else:
             self.weights = {i: weights[i] for i in active}
-        self.weighs = bool(getattr(algorithm, "weighs", False))
+        self.sends_weights = bool(getattr(algorithm, "weighs", False))
         self._looked = about.index > 0  # at what the algorithm makes of rows
         own = about.index == 0 and row_contract.is_own(algorithm)
         self._second = row_contract.copied(algorithm) if own else None  # whose rows are compared
@@ -226,7 +226,7 @@ class Cohort:
         mean = dict(upload.mean)
         if self.settings.buffers == "average" and results.buffers is not None:
             mean[BUFFERS] = results.buffers
-        own_weights = own_weights_of(upload, self.weighs, len(states), server["w"].device)
+        own_weights = own_weights_of(upload, self.sends_weights, len(states), server["w"].device)
         if own_weights is not None:
             mean = weighed(mean, own_weights)
         numbers: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
@@ -322,7 +322,7 @@ class Cohort:
     def server_aggregate(self) -> Aggregate:
         """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own
         weights, make of the rows."""
-        if self.weighs:
+        if self.sends_weights:
             return OwnWeights(self.aggregate)
         return self.aggregate if self.robust is None else self.robust
 

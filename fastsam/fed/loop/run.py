@@ -79,10 +79,10 @@ def run(
     test: Any = None,
     collate: Collate | None = None,
     loss: str | Loss | BatchLoss = "cross_entropy",
-    validation: str = "prior",
+    client_test_split: str = "prior",
     eval_every: int = 1,
     metrics: Mapping[str, Any] | None = None,
-    personal: str | Sequence[str] | None = None,
+    local_parameters: str | Sequence[str] | None = None,
     target: float | None = None,
     buffers: str | None = None,
     device: torch.device | str | None = None,
@@ -112,7 +112,7 @@ def run(
     model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not
         changed: the result has another, in the same memory format.
     clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`.
-        test: one of these, or `fed.PerClient`, one for each client; default that of the FederatedData. collate: a
+        test: one of these, or `fed.ClientTestSets`, one for each client; default that of the FederatedData. collate: a
         function of a list of samples that makes a batch, default torch's `default_collate`.
     algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
 

@@ -35,7 +35,7 @@ class Asked(Protocol):
     @property
     def aggregation(self) -> str: ...
     @property
-    def personal(self) -> Any: ...
+    def local_parameters(self) -> Any: ...
     @property
     def buffers(self) -> str | None: ...
     @property
@@ -66,10 +66,10 @@ def check_options(asked: Asked) -> None:
             f"bounded by clip_update; use "
             "aggregation='mean', or noise='local', which is on every displacement before a rule sees it"
         )
-    if asked.personal is not None:
+    if asked.local_parameters is not None:
         raise ValueError(
-            f"personal={asked.personal!r} with noise_multiplier: what stays with a client depends on the rounds in "
-            f"which it took part, which "
+            f"local_parameters={asked.local_parameters!r} with noise_multiplier: what stays with a client depends on "
+            f"the rounds in which it took part, which "
             "no accountant's law has; leave out personal, and use fed.finetune(...) after the run"
         )
     if asked.delta is not None and asked.delta >= 1:

@@ -60,14 +60,14 @@ class Result:
         return self._own is not None
 
     def client_model(self, client: int) -> nn.Module:
-        """A copy of the client's own model: with its own parameters and buffers (`personal`, FedBN, FedRep), or all its
-        own (Ditto, pFedMe, APFL).
+        """A copy of the client's own model: with its own parameters and buffers (`local_parameters`, FedBN, FedRep),
+        or all its own (Ditto, pFedMe, APFL).
 
         Raises ValueError for a run in which clients have none, and for a client that the run does not have.
         """
         if self._own is None:
             raise ValueError(
-                "clients have models of their own where parameters stay with them: fed.run(..., personal='head.*')"
+                "clients have models of their own if parameters stay with them: fed.run(..., local_parameters='head.*')"
             )
         return self._own(client)
 

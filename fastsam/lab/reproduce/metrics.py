@@ -61,7 +61,7 @@ def _until(key: str) -> Number:
 def _stored_vectors(run: FinishedRun, target: float | None) -> float:
     """Vectors of the model's size that a client receives or keeps between the rounds, as declared."""
     made = registry[run.algorithm](**run.summary["hyperparameters"])
-    return made.down + made.client_vectors
+    return made.download_vectors + made.client_vectors
 
 
 METRICS: Mapping[str, Metric] = {

@@ -84,7 +84,7 @@ WHOLE = [made for made in fed.algorithms.registry.values() if made.own_parameter
 SERVED = sorted(
     made.__name__
     for name, made in fed.algorithms.registry.items()
-    if not (made().uses_sums or made.weighs or name.startswith("centralised") or made in (fed.FedBN, fed.FedRep))
+    if not (made().uses_sums or made.sends_weights or name.startswith("centralised") or made in (fed.FedBN, fed.FedRep))
 )
 
 
@@ -98,7 +98,7 @@ def test_every_algorithm_is_served_or_refused_by_name(name: type[fed.Algorithm])
     words = rf"server of {name.__name__} .*one of {', '.join(SERVED)}$"
     if name.__name__.startswith("Centralised"):
         words = "has none"
-    elif name.weighs:
+    elif name.sends_weights:
         words = f"those of {name.__name__} send weights of their own"
     with pytest.raises(ValueError, match=words):
         fed_runs.run(name(), "sequential", aggregation="median")

@@ -60,7 +60,11 @@ def test_the_table_says_what_the_class_declares(name):
     made = fed.algorithms.registry[name]()
     _, _, _, _, _, server, client, down, up, passes, memory, _ = ROWS[name]
     assert ROWS[name][0] == f"`{made!r}`"
-    assert (down, up, memory) == (f"{made.down:g} P", f"{made.up:g} P", f"{made.working_vectors:g} P")
+    assert (down, up, memory) == (
+        f"{made.download_vectors:g} P",
+        f"{made.upload_vectors:g} P",
+        f"{made.working_vectors:g} P",
+    )
     assert passes == str(made.backward_passes)
     assert made.server_vectors == len(vectors(server)) and made.client_vectors == len(vectors(client))
 
@@ -92,7 +96,7 @@ def test_the_table_says_what_the_class_does(name):
     assert step.backward_passes + beside == watched.backward_passes
     active, size = result.history[-1]["clients"], 10 * 4 / 1e6
     stays = type(watched._inner).own_parameters is not fed.Algorithm.own_parameters
-    assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watched.down * size)
+    assert stays or result.history[-1]["megabytes_down"] == pytest.approx(active * watched.download_vectors * size)
 
 
 @pytest.mark.parametrize("name", list(fed.algorithms.registry))

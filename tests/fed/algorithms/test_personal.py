@@ -82,7 +82,7 @@ def test_fedbn_is_two_options_of_a_run():
     model = normalised()
     options = batch_of(OPTIONS, 6)
     one = ran(model, fed.FedBN(), options)
-    other = ran(model, fed.FedAvg(), options, personal="1", buffers="local")
+    other = ran(model, fed.FedAvg(), options, local_parameters="1", buffers="local")
     assert all(apart(one.client_model(i), other.client_model(i)) == 0 for i in range(5))
     assert {k: v for k, v in one.history[-1].items() if "seconds" not in k} == {
         k: v for k, v in other.history[-1].items() if "seconds" not in k
@@ -297,7 +297,7 @@ some = pytest.mark.parametrize("name", sometimes(ALL, lambda name: name in ("Fed
 def test_accuracies_are_those_of_the_clients_models(name):
     made, algorithm = ALL[name]
     options = oracle.Options(**{**vars(batch_of(OPTIONS, 6)), "shuffle": False})
-    result = ran(made(), algorithm, options, test=TEST, validation="shared")
+    result = ran(made(), algorithm, options, test=TEST, client_test_split="shared")
     models = [result.client_model(i).eval() for i in range(5)]
     found = [(model(TEST[0]).argmax(1) == TEST[1]).double().mean().item() for model in models]
     assert result.history[-1]["client_accuracy_mean"] == pytest.approx(sum(found) / 5)
@@ -357,7 +357,8 @@ def test_a_phase_that_comes_later_is_not_overlooked():
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        (fed.Ditto(), {"personal": "2"}, "personal='2': clients of Ditto have whole models of their own already"),
+        (fed.Ditto(), {"local_parameters": "2"},
+         "local_parameters='2': clients of Ditto have whole models of their own already"),
         (fed.Ditto(), {"model": normalised, "buffers": "average"},
             "Ditto trains two models a client, and buffers='average' are those of one"),
         (fed.Ditto(), {"measures": ["drifts"]}, "the measures drifts look at the run's local steps .* those of Ditto "
@@ -384,7 +385,7 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.LocalUpdate(fed.Direction.GRADIENT, beside=torch.ones(3), mixture=fed.Mixture(torch.ones(1))), {},
             "got the direction 'gradient'"),
     ],
-    ids=["personal", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
+    ids=["local_parameters", "buffers", "measures", "no such head", "all head", "robust", "no name", "no epochs",
         "no own epochs", "repelled",
          "nothing", "no term", "no steps", "no K", "full gradient", "two buffers", "too much", "away", "no vector",
          "uphill", "no mixture", "sharp"],

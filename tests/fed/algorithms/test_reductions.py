@@ -86,7 +86,7 @@ FIRST = {
     "FedGAMMA": lambda r, p: (fed.FedGAMMA(rho=r), fed.FedSAM(rho=r)),
     "FedLESAM_S": lambda r, p: (fed.FedLESAM_S(rho=r), fed.FedLESAM(rho=r)),
     "FedSMOO's first step": lambda r, p: (fed.FedSMOO(rho=r, dyn=False, alpha=p), fed.FedSAM(rho=r)),
-    "FedLESAM without a past": lambda r, p: (fed.FedLESAM(rho=r, first="none"), fed.FedAvg()),
+    "FedLESAM without a past": lambda r, p: (fed.FedLESAM(rho=r, initial_perturbation="none"), fed.FedAvg()),
 }
 
 
@@ -108,10 +108,14 @@ def test_the_first_round_is_that_of_the_base(pair, rho, phi, options):
 def test_with_everybody_there_the_last_round_is_the_clients_last_model(method, first):
     made = getattr(fed, method)
     options = {"rounds": 4, "participation": 1.0, "weight_decay": 0.05}
-    a, b = (final(made(rho=0.2, first=first, ref=ref), **options) for ref in ("client", "last_round"))
+    a, b = (
+        final(made(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
+    )
     assert same_bits(a, b)
     options["participation"] = 0.4
-    a, b = (final(made(rho=0.2, first=first, ref=ref), **options) for ref in ("client", "last_round"))
+    a, b = (
+        final(made(rho=0.2, initial_perturbation=first, reference=ref), **options) for ref in ("client", "last_round")
+    )
     assert not same_bits(a, b)
 
 

@@ -11,10 +11,10 @@ from tests.helpers.fed_watch import Watched
 
 # Of those whose parameters stay with the clients fed.loop.personal keeps them, and counts what is sent.
 CASES = [made() for made in fed.algorithms.registry.values() if made.own_parameters is fed.Algorithm.own_parameters] + [
-    fed.FedLESAM(ref="last_round"),
-    fed.FedLESAM_S(ref="last_round"),
-    fed.FedLESAM_D(ref="last_round"),
-    fed.FedLESAM(first="none"),
+    fed.FedLESAM(reference="last_round"),
+    fed.FedLESAM_S(reference="last_round"),
+    fed.FedLESAM_D(reference="last_round"),
+    fed.FedLESAM(initial_perturbation="none"),
     fed.FedSMOO(dyn=False),
     fed.FedSMOO(s_rule="mu_all"),
     fed.FedSMOO(dyn=False, s_rule="mu_all"),
@@ -46,8 +46,8 @@ def test_states_are_as_large_as_declared(algorithm):
         assert sum(t.shape == w.shape for t in state.values()) == algorithm.client_vectors
     size = sum(p.numel() * 4 for p in result.model.parameters()) / 1e6
     for record in result.history:
-        assert record["megabytes_down"] == pytest.approx(record["clients"] * algorithm.down * size)
-        assert record["megabytes_up"] == pytest.approx(record["clients"] * algorithm.up * size)
+        assert record["megabytes_down"] == pytest.approx(record["clients"] * algorithm.download_vectors * size)
+        assert record["megabytes_up"] == pytest.approx(record["clients"] * algorithm.upload_vectors * size)
         # one pass over the data of all three clients, or over as many batches as there are
         extra = 2 + 2 + 1 if isinstance(algorithm, (fed.MimeLite, fed.FedSCAM)) else 0
         assert record["backprops"] == record["steps"] * algorithm.backward_passes + extra

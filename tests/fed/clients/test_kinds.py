@@ -242,7 +242,9 @@ def test_the_bits_are_those_of_columns_in_memory(tmp_path: Path, large: None, ex
     clients, plain = in_files(tmp_path), run(pairs(), executor="sequential")
     assert torch.equal(weights(run(clients, executor=executor)), weights(plain))
     assert all(max(x.taken) <= 5 < len(x) for x, _ in clients), "a batch at a time"
-    assert torch.equal(weights(run(fed.Lazy(len(clients), clients.__getitem__), executor=executor)), weights(plain))
+    assert torch.equal(
+        weights(run(fed.LazyClients(len(clients), clients.__getitem__), executor=executor)), weights(plain)
+    )
 
 
 def test_a_look_reads_only_the_first_samples(tmp_path: Path, large: None) -> None:

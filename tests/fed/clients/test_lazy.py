@@ -22,9 +22,11 @@ SIZES = [10, 11, 12, 13]
 @pytest.mark.parametrize("sizes", [None, SIZES])
 def test_the_bits_are_those_of_clients_that_are_there(executor: str, sizes: list[int] | None) -> None:
     plain = run(pairs(), executor="sequential", local_steps=5)
-    made = run(fed.Lazy(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
+    made = run(fed.LazyClients(4, pairs().__getitem__, sizes), executor=executor, local_steps=5)
     assert torch.equal(weights(made), weights(plain))
-    read = run(fed.Lazy(4, lambda i: Rows(*pairs()[i])), executor=executor, collate=in_another_collate, local_steps=5)
+    read = run(
+        fed.LazyClients(4, lambda i: Rows(*pairs()[i])), executor=executor, collate=in_another_collate, local_steps=5
+    )
     assert torch.equal(weights(read), weights(plain))
     assert made.history[-1]["samples"] == plain.history[-1]["samples"]
 
@@ -43,7 +45,7 @@ def test_a_client_is_loaded_when_it_is_sampled_and_forgotten_when_it_has_trained
         alive.add(x)
         return x, torch.arange(5) % 3
 
-    made = run(fed.Lazy(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
+    made = run(fed.LazyClients(100_000, load), participation=5e-5, rounds=3, executor="sequential", sampler="fixed")
     trained = 3 * 5
     assert sum(line["clients"] for line in made.history) == trained
     assert len(loads) == trained + 2, "and the first client twice before the run, for the trial"
@@ -55,12 +57,12 @@ def test_random_data_are_functions_of_the_client() -> None:
         return torch.randn(8, 6) + random.random(), torch.arange(8) % 3
 
     state = torch.get_rng_state()
-    first = run(fed.Lazy(4, load))
+    first = run(fed.LazyClients(4, load))
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(9)
-    assert torch.equal(weights(run(fed.Lazy(4, load))), weights(first))
+    assert torch.equal(weights(run(fed.LazyClients(4, load))), weights(first))
     with pytest.raises(ValueError, match="reading a batch draws random numbers"):
-        run(fed.Lazy(4, load), executor="threads")
+        run(fed.LazyClients(4, load), executor="threads")
 
 
 def test_other_data_at_a_later_call_are_noticed() -> None:
@@ -73,12 +75,12 @@ def test_other_data_at_a_later_call_are_noticed() -> None:
         return (x + 1e-3 * (calls > 2), y)
 
     with pytest.raises(fed.ClientError, match=r"client 2 failed in round 3.*load\(2\) gives other data"):
-        run(fed.Lazy(4, load), rounds=4)
+        run(fed.LazyClients(4, load), rounds=4)
     g = torch.Generator()
     with pytest.raises(ValueError, match=r"client 0: load\(0\) gives other data than at its first call"):
-        run(fed.Lazy(4, lambda i: (torch.randn(8, 6, generator=g), torch.arange(8) % 3)))
+        run(fed.LazyClients(4, lambda i: (torch.randn(8, 6, generator=g), torch.arange(8) % 3)))
     with pytest.raises(ValueError, match="client 3.*: it has 13 samples, sizes says 14"):
-        run(fed.Lazy(4, pairs().__getitem__, [10, 11, 12, 14]))
+        run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 14]))
 
 
 def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
@@ -90,14 +92,14 @@ def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
     words = r"^client 2 failed in round 1, local step 0: ValueError: load\(2\) failed: OSError: no such disk$"
     for executor in ("sequential", "threads"):
         with pytest.raises(fed.ClientError, match=words):
-            run(fed.Lazy(4, load), executor=executor)
-        made = run(fed.Lazy(4, load), executor=executor, on_client_error="exclude")
+            run(fed.LazyClients(4, load), executor=executor)
+        made = run(fed.LazyClients(4, load), executor=executor, on_client_error="exclude")
         assert [[e["client"] for e in line["excluded"]] for line in made.history] == [[2], [2]]
         assert "client 2" not in made.history[0]["excluded"][0]["reason"]
     with pytest.raises(ValueError, match=r"client 0: load\(0\) failed: ZeroDivisionError"):
-        run(fed.Lazy(4, lambda i: 1 / 0))
+        run(fed.LazyClients(4, lambda i: 1 / 0))
     with pytest.raises(fed.ClientError, match="client 1 failed .*: a batch has .*that of client 0"):
-        run(fed.Lazy(2, lambda i: pairs()[i] if i == 0 else (pairs()[i][0], pairs()[i][1].float())))
+        run(fed.LazyClients(2, lambda i: pairs()[i] if i == 0 else (pairs()[i][0], pairs()[i][1].float())))
 
 
 class Slow:
@@ -118,9 +120,9 @@ def test_the_next_clients_are_loaded_while_others_train(executor: str) -> None:
     """Also those of the next round; each once for every round, as without."""
     options: dict[str, Any] = {"rounds": 3, "participation": 0.5, "sampler": "fixed", "executor": executor}
     plain, ahead, none = run(pairs(), **options), Slow(), Slow()
-    made = run(fed.Lazy(4, ahead), **options)
+    made = run(fed.LazyClients(4, ahead), **options)
     assert torch.equal(weights(made), weights(plain)) and made.history[-1]["samples"] == plain.history[-1]["samples"]
-    assert torch.equal(weights(run(fed.Lazy(4, none, ahead=0), **options)), weights(plain))
+    assert torch.equal(weights(run(fed.LazyClients(4, none, ahead=0), **options)), weights(plain))
     assert sorted(i for i, _ in ahead.calls) == sorted(i for i, _ in none.calls)
     others = [main for _, main in ahead.calls[2:]]
     assert ahead.calls[:2] == [(0, True)] * 2 and others.count(False) >= 2, (
@@ -136,7 +138,10 @@ def test_what_loads_at_once_or_draws_is_loaded_when_it_trains() -> None:
         x, y = drawn(i)
         return x + torch.rand(()), y
 
-    for lazy, calls in ((fed.Lazy(4, quick), quick.calls), (fed.Lazy(4, draws, ahead=2), drawn.calls)):
+    for lazy, calls in (
+        (fed.LazyClients(4, quick), quick.calls),
+        (fed.LazyClients(4, draws, ahead=2), drawn.calls),
+    ):
         run(lazy, executor="sequential")
         assert len(calls) > 4 and all(main for _, main in calls)
 
@@ -177,10 +182,10 @@ def test_what_a_load_raises_comes_out_where_its_client_is_asked_for() -> None:
 def test_weights_by_samples_and_a_resume(tmp_path: Any) -> None:
     options: dict[str, Any] = {"weighting": "samples", "executor": "sequential"}
     plain = run(pairs(), rounds=3, **options)
-    lazy = fed.Lazy(4, pairs().__getitem__, SIZES)
+    lazy = fed.LazyClients(4, pairs().__getitem__, SIZES)
     run(lazy, rounds=1, run_dir=tmp_path / "run", **options)
     made = run(lazy, rounds=3, run_dir=tmp_path / "run", resume=True, **options)
     assert torch.equal(weights(made), weights(plain))
-    other = fed.Lazy(4, lambda i: (pairs()[i][0] * 2, pairs()[i][1]), SIZES)
+    other = fed.LazyClients(4, lambda i: (pairs()[i][0] * 2, pairs()[i][1]), SIZES)
     with pytest.raises(fed.RunDirectoryError, match="data"):
         run(other, rounds=4, run_dir=tmp_path / "run", resume=True, model=model(), **options)

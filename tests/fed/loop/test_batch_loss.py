@@ -45,7 +45,7 @@ def test_it_gives_the_bits_and_records_of_the_loss_of_outputs() -> None:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-6) if isinstance(ours[key], float) else True, key
     assert made.history[-1]["client_accuracy_std"] == plain.history[-1]["client_accuracy_std"]
     own = [
-        run(pairs(), **kept, personal="2.bias").history[-1]
+        run(pairs(), **kept, local_parameters="2.bias").history[-1]
         for kept in ({}, {"loss": fed.BatchLoss(cross_entropy, predict)})
     ]
     assert own[0]["client_accuracy_mean"] == own[1]["client_accuracy_mean"] is not None

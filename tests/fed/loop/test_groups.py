@@ -94,7 +94,7 @@ class OneByOne:
             return {n: x if id(x) in shared else torch.cat([part[n] for part in own]) for n, x in own[0].items()}
 
         states, uploads = zip(*closed, strict=True)
-        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.weighs else None
+        weight = torch.cat([torch.as_tensor(u.weight) for u in uploads]) if self._inner.sends_weights else None
         means, totals = (rows(parts) for parts in zip(*((u.mean, u.sum) for u in uploads), strict=True))
         return rows(states), fed.Upload(means, totals, weight=weight)
 

@@ -128,7 +128,11 @@ def test_functions_and_objects_are_over_all_and_over_clients():
         return labels.double().mean()
 
     result = run(
-        "cross_entropy", 2, metrics={"error": Accumulated(), "ones": share_of_class_1}, validation="iid", eval_every=4
+        "cross_entropy",
+        2,
+        metrics={"error": Accumulated(), "ones": share_of_class_1},
+        client_test_split="iid",
+        eval_every=4,
     )
     last, first = result.history[-1], result.history[0]
     assert last["test_error"] == pytest.approx(1 - last["test_accuracy"])
@@ -140,7 +144,7 @@ def test_functions_and_objects_are_over_all_and_over_clients():
         and first["client_error_mean"] is None
         and result.history[3]["test_error"] is not None
     )
-    plain = run("cross_entropy", 2, validation="iid", eval_every=4)
+    plain = run("cross_entropy", 2, client_test_split="iid", eval_every=4)
     assert all(
         np.array_equal(a.detach(), b.detach())
         for a, b in zip(result.model.parameters(), plain.model.parameters(), strict=True)
@@ -157,7 +161,7 @@ def test_a_metric_of_a_regression_has_no_clients_of_their_own_classes():
     result = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options)
     assert result.history[-1]["test_mae"] == pytest.approx(F.l1_loss(result.model(x[20:]), y[20:]).item())
     assert result.history[-1]["client_mae_mean"] is None
-    sliced = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options, validation="iid").history[-1]
+    sliced = fed.run(torch.nn.Linear(5, 1), data, fed.FedAvg(), **options, client_test_split="iid").history[-1]
     assert sliced["client_mae_mean"] == pytest.approx(sliced["test_mae"]) and sliced["client_mae_std"] > 0
 
 

@@ -66,7 +66,9 @@ def heads_of_their_own(phi: float, server_lr: float) -> tuple[nn.Module, list[nn
 )
 def test_every_client_has_a_head_of_its_own(algorithm, phi):
     begin = oracle.smooth_model()
-    result = fed.run(begin, oracle.ragged_clients(sizes=SIZES), algorithm, personal="2", server_lr=0.7, **OPTIONS)
+    result = fed.run(
+        begin, oracle.ragged_clients(sizes=SIZES), algorithm, local_parameters="2", server_lr=0.7, **OPTIONS
+    )
     assert same_bits(result.model[2], begin[2]), "the global head stays as it was"
     if phi is None:
         return
@@ -80,8 +82,8 @@ def test_every_client_has_a_head_of_its_own(algorithm, phi):
 @pytest.mark.parametrize("validation", ["shared", "iid"])
 def test_accuracies_over_clients_are_those_of_their_own_models(validation):
     clients = oracle.ragged_clients(sizes=SIZES)
-    options = {**OPTIONS, "validation": validation}
-    result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), personal=["2.weight", "2.bias"], **options)
+    options = {**OPTIONS, "client_test_split": validation}
+    result = fed.run(oracle.smooth_model(), clients, fed.FedSAM(), local_parameters=["2.weight", "2.bias"], **options)
     record = result.history[-1]
     if validation == "shared":
         found = [
@@ -96,7 +98,7 @@ def test_accuracies_over_clients_are_those_of_their_own_models(validation):
 
 
 def test_only_what_is_shared_is_sent():
-    plain, own = start_small(), start_small(personal="2.*")
+    plain, own = start_small(), start_small(local_parameters="2.*")
     parts = {name: p.numel() for name, p in plain.model.named_parameters()}
     share = (parts["0.weight"] + parts["0.bias"]) / sum(parts.values())
     for way in ("megabytes_up", "megabytes_down"):
@@ -108,14 +110,14 @@ def test_only_what_is_shared_is_sent():
 
 TUNED: dict[str, Any] = {
     "test": TEST,
-    "validation": "shared",
+    "client_test_split": "shared",
     "lr": 0.3,
     "batch_size": 5,
     "shuffle": False,
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"personal": "2.*"}], ids=["global model", "client models"])
+@pytest.mark.parametrize("options", [{}, {"local_parameters": "2.*"}], ids=["global model", "client models"])
 def test_each_client_trains_alone(options: dict[str, Any]) -> None:
     """As one round of federated averaging with only this client, from the model that it has at the end."""
     clients = oracle.ragged_clients()
@@ -149,8 +151,8 @@ def test_every_kind_of_data() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     result = fed.run(model, data, fed.FedAvg(), rounds=1, participation=1.0)
     tuned = fed.finetune(result, data)
-    lazy = fed.Lazy(3, data.__getitem__)
-    result = fed.run(model, lazy, fed.FedAvg(), rounds=1, participation=1.0, test=data.test, validation="shared")
+    lazy = fed.LazyClients(3, data.__getitem__)
+    result = fed.run(model, lazy, fed.FedAvg(), rounds=1, participation=1.0, test=data.test, client_test_split="shared")
     again = fed.finetune(result, lazy, test=data.test)
     assert all(0 < one["after"] <= 1 for one in (*tuned, *again)) and len(again) == 3
 

@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
     ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
     ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
-    ({"personal": "bias"}, "personal='bias' with noise_multiplier.*leave out personal"),
+    ({"local_parameters": "bias"}, "local_parameters='bias' with noise_multiplier.*leave out local_parameters"),
     ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of "
                                     ".*FedSAM"),
     ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),

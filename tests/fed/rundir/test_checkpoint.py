@@ -194,7 +194,7 @@ def wider():
         ({"batch_size": 4}, "batch_size"),
         ({"weighting": "samples"}, "weighting"),
         ({"aggregation": "median"}, "aggregation"),
-        ({"personal": "2.*"}, "personal"),
+        ({"local_parameters": "2.*"}, "local_parameters"),
         ({"clip_norm": 10.0}, "clip_norm"),
         ({"sampler": lambda t, g: [0]}, "sampler"),
         ({"loss": F.nll_loss}, "loss"),

@@ -142,7 +142,7 @@ SHORT: dict[str, Any] = {"rounds": 2, "sizes": (7, 12, 1, 5, 9)}
 class Weighed(fed.FedAvg):
     """Weighs clients by their samples: the run's weighting="samples" by another way."""
 
-    weighs: ClassVar[bool] = True
+    sends_weights: ClassVar[bool] = True
     scale: float = 1.0
 
     def finish_client(self, server, client, results, round):
@@ -150,14 +150,14 @@ class Weighed(fed.FedAvg):
         return client, fed.Upload({"delta": results.delta}, weight=weight)
 
 
-def weighing(made, weighs=True):
+def weighing(made, sends_weights=True):
     """FedAvg whose clients send `made(ends)`."""
 
     class Sent(fed.FedAvg):
         def finish_client(self, server, client, results, round):
             return client, fed.Upload({"delta": results.delta}, weight=made(results))
 
-    Sent.weighs = weighs
+    Sent.sends_weights = sends_weights
     return Sent()
 
 
@@ -216,7 +216,7 @@ def test_a_weight_that_is_not_finite_excludes_its_client():
 
 
 def test_personal_parameters_keep_the_weights():
-    own, plain = (run(a, "sequential", personal=["0.*"], **SHORT | o)
+    own, plain = (run(a, "sequential", local_parameters=["0.*"], **SHORT | o)
                   for a, o in ((Weighed(), {}), (fed.FedAvg(), {"weighting": "samples"})))  # fmt: skip
     assert oracle.movement(own.model, plain.model) < 1e-6
 
@@ -227,8 +227,8 @@ def test_personal_parameters_keep_the_weights():
         (weighing(lambda e: [-1.0] * len(e.clients)), {},
             r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
         (weighing(lambda e: [1.0, 2.0]), {}, r"each of the 1 clients, \[1\]; got \[2\]"),
-        (weighing(lambda e: None), {}, "got none with weighs = True"),
-        (weighing(lambda e: [1.0] * len(e.clients), False), {}, "got one without weighs = True"),
+        (weighing(lambda e: None), {}, "got none with sends_weights = True"),
+        (weighing(lambda e: [1.0] * len(e.clients), False), {}, "got one without sends_weights = True"),
         (Weighed(), {"aggregation": "median"}, "send weights of their own .* use aggregation='mean'"),
         (Weighed(), {"noise_multiplier": 1.0, "clip_update": 1.0}, "its clients send or keep more than"),
     ],

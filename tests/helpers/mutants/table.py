@@ -292,14 +292,14 @@ fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
 algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
 algorithms.estimate LocalEstimate.estimate_step: -server['w'] => server['w'] @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => True @ fedlesam
-algorithms.estimate LocalEstimate.estimate_step: self.first == 'none' => False @ fedlesam-none
+algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => True @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: self.initial_perturbation == 'none' => False @ fedlesam-none
 algorithms.estimate LocalEstimate.finish_client: {**state, 'w_old_i': server['w']} => {**state, 'w_old_i': server['w'] +
     results.delta} @ fedlesam
 algorithms.estimate LocalEstimate.step_server: {**after, 'w_old': server['w']} => {**after, 'w_old': after['w']} @
     fedlesam-last-round
-algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.ref == 'client' else server.get('w_old')
-    => False or server.get('w_old') @ fedlesam
+algorithms.estimate LocalEstimate.estimate_step: client.get('w_old_i') if self.reference == 'client' else
+    server.get('w_old') => False or server.get('w_old') @ fedlesam
 executors.kernel_calls Form.shift_: self.z.copy_(begin) => self.z.sub_(p) @ fedlesam
 executors.kernel_calls Form.shift_: phi if self.sumsq_v is not None else phi + decay => phi @ fedlesam
 executors.kernel_calls Form.shift_: -inside.to(p.dtype) => inside.to(p.dtype) @ fedlesam-d

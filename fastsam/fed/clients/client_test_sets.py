@@ -11,9 +11,9 @@ from torch import Tensor
 from fastsam.fed.clients.pairs import Pair, checked_pair
 
 
-class PerClient:
+class ClientTestSets:
     """A test set for each client, in their order, None for one without:
-    `fed.run(..., test=fed.PerClient([(x0, y0), None, ...]))`.
+    `fed.run(..., test=fed.ClientTestSets([(x0, y0), None, ...]))`.
 
     Each is a pair (x, y) of tensors or arrays, all of samples of one shape. The global model is tested on all of them
     together; accuracies and metrics of a client are those on its own, and the records have them client by client.
@@ -24,10 +24,10 @@ class PerClient:
     def __init__(self, tests: Sequence[Any]) -> None:
         if not isinstance(tests, (list, tuple)):
             raise ValueError(
-                f"PerClient takes a list with a test set (x, y) or None for each client, got {type(tests).__name__}"
+                f"ClientTestSets takes a list of test sets (x, y), or None, one per client; got {type(tests).__name__}"
             )
         if all(one is None for one in tests):
-            raise ValueError("PerClient: no client has a test set; leave test= out, or give one of them some")
+            raise ValueError("ClientTestSets: no client has a test set; leave test= out, or give one of them some")
         self.tests = list(tests)
 
     def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
@@ -35,7 +35,7 @@ class PerClient:
         for a bad one."""
         if len(self.tests) != clients:
             raise ValueError(
-                f"PerClient must have a test set, or None, for each of the {clients} clients, got {len(self.tests)}"
+                f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"
             )
         found = {
             i: checked_pair(one, f"the test set of client {i}", dtype, device)

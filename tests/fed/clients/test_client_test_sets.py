@@ -26,7 +26,7 @@ TESTS = [data(n, 10 + i) if n else None for i, n in enumerate(SIZES)]
 
 def start(clients: Any = CLIENTS, tests: Any = TESTS, **options: Any) -> fed.Result:
     torch.manual_seed(0)
-    test = fed.PerClient(tests) if tests is not None else None
+    test = fed.ClientTestSets(tests) if tests is not None else None
     return fed.run(
         nn.Linear(4, 3), clients, fed.FedAvg(), **{"rounds": 2, "participation": 1.0, "test": test, **options}
     )
@@ -45,7 +45,7 @@ def test_each_client_is_tested_on_its_own(kind: str) -> None:
     """Whatever the clients are: all of them in memory, loaded, or read in batches."""
     clients: Any = CLIENTS
     if kind == "lazy":
-        clients = fed.Lazy(4, CLIENTS.__getitem__)
+        clients = fed.LazyClients(4, CLIENTS.__getitem__)
     if kind == "batches":
         clients = [{"x": x, "y": y} for x, y in CLIENTS]
     loss: Any = "cross_entropy"
@@ -76,7 +76,7 @@ def test_rounds_without_evaluation_have_the_keys_too() -> None:
 
 
 def test_own_models_are_tested_on_own_test_sets() -> None:
-    made = start(personal="bias")
+    made = start(local_parameters="bias")
     own = [None if one is None else accuracy(made.client_model(i), one) for i, one in enumerate(TESTS)]
     assert made.history[-1]["client_accuracy_each"] == own
 
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
-        (dict(enumerate(TESTS)), "PerClient takes a list .* got dict"),
+        (dict(enumerate(TESTS)), "ClientTestSets takes a list .* got dict"),
         ([None] * 4, "no client has a test set"),
         (TESTS[:3], "None, for each of the 4 clients, got 3"),
         ([*TESTS[:3], 5], "the test set of client 3 must be a pair"),
