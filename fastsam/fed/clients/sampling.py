@@ -23,7 +23,7 @@ NAMES = ("bernoulli", "fixed", "shuffled", "simulator")
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
 
-def make(sampler: str | Sampler, clients: int, participation: float, redraws: bool = True) -> Sampler:
+def make(sampler: str | Sampler | None, clients: int, participation: float, redraws: bool = True) -> Sampler:
     """The sampler of that name over `clients` clients, or the callable itself (`participation` has no meaning for it).
 
     "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does
@@ -127,7 +127,7 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
     return ordered
 
 
-def check_available(available: Any, sampler: str | Sampler) -> None:
+def check_available(available: Any, sampler: str | Sampler | None) -> None:
     """Raises ValueError unless it is a function, beside a sampler that it can tell whom to draw from; or None."""
     if available is None:
         return
@@ -179,7 +179,7 @@ def draw_present(
     return [here[i] for i in draw(make(sampler, len(here), share_of(len(here))), round, len(here), seed)]
 
 
-def likely(sampler: str | Sampler, clients: int, participation: float) -> int:
+def likely(sampler: str | Sampler | None, clients: int, participation: float) -> int:
     """How many clients a round has at most, in all but a few rounds: all of them for a callable."""
     if callable(sampler):
         return clients

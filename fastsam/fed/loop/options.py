@@ -55,7 +55,7 @@ class Settings:
     participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
     cohort: int | None = option(None, "number of clients that are active in a round, in place of participation",
         at_least=1)
-    sampler: str | Sampler = option(None,
+    sampler: str | Sampler | None = option(None,
         "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without "
         "replacement), "
         "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), "
