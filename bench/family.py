@@ -31,7 +31,7 @@ from bench.timing import Machine, interleave
 from bench.whole_steps import Fleet
 from fastsam import SAM, FusedSAM, variants
 
-STEPS = 10  # of a sample, at least: two intervals of SAM, every=5, one of the others
+STEPS = 10  # of a sample, at least: two intervals of SAM, interval=5, one of the others
 GPU_SIZES, GPU_ROUNDS = ("50k", "resnet18", "100m"), 11
 VIEWS = (
     "as_strided", "view", "detach", "slice", "select", "reshape", "alias", "unbind", "split", "empty", "result_type",
@@ -53,8 +53,8 @@ class Entry:
 ENTRIES: dict[str, Entry] = {
     "SAM": Entry(SAM(RHO), FLOOR_BYTES, "SAM"),
     "ASAM": Entry(SAM(RHO, adaptive=True), FLOOR_BYTES + 4, "SAM", {"adaptive": True}),
-    "SAM, every=5": Entry(SAM(RHO, every=5), (FLOOR_BYTES + 4 * 20) / 5),
-    "LESAM": Entry(SAM(RHO, radius=variants.LESAM(0.01)), FLOOR_BYTES),
+    "SAM, interval=5": Entry(SAM(RHO, interval=5), (FLOOR_BYTES + 4 * 20) / 5),
+    "LESAM": Entry(SAM(RHO, rho_fn=variants.LESAM(0.01)), FLOOR_BYTES),
     "GSAM": Entry(variants.GSAM(RHO), 60),
     "WSAM": Entry(variants.WSAM(RHO), 64, "WSAM"),
     "WSAM, coupled": Entry(variants.WSAM(RHO, decouple=False), 52, "WSAM", {"decouple": False}),
@@ -75,11 +75,11 @@ class Ours(OptimizerStepper):
         still: dict[str, Any] = {"rho": 0.0} if isinstance(entry.sam, variants.SAMON) else {}
         flat = [p for p in self.parameters if p.dim() == 1]
         groups = [{"params": flat}, {"params": [p for p in self.parameters if p.dim() != 1], **still}]
-        self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, sam=entry.sam, **SGD_OPTIONS)
+        self.optimizer = FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, variant=entry.sam, **SGD_OPTIONS)
 
     def phases(self) -> Sequence[Callable[[], object]]:
         optimizer = self.optimizer
-        return (optimizer.first_step, optimizer.step) if optimizer.two_passes else (optimizer.step,)
+        return (optimizer.first_step, optimizer.step) if optimizer.perturbs else (optimizer.step,)
 
 
 class Theirs(OptimizerStepper):

@@ -16,7 +16,7 @@ from bench.contenders import Contender, Stepper
 from bench.problem import LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import sgd
 
 STEPS = 2  # the second step is the first that shows what momentum kept
@@ -52,32 +52,32 @@ class Reference:
         layout = Layout.of(self.weights)
         self.table = layout.table
         arena = Arena(layout, device=self.weights[0].device)
-        self.origin, self.momentum = arena.field("origin", torch.float64), arena.field("momentum", torch.float64)
-        self.origins, self.momenta = arena.views("origin"), arena.views("momentum")
+        self.backup, self.momentum = arena.field("backup", torch.float64), arena.field("momentum", torch.float64)
+        self.origins, self.momenta = arena.views("backup"), arena.views("momentum")
         self.sumsq = torch.zeros(1, dtype=torch.float64, device=arena.device)
-        self.hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=arena.device)
-        constants = ((Column.RHO, RHO), (Column.NU, NU), (Column.A, 1.0), (Column.LR, LR), (sgd.MOMENTUM, MOMENTUM))
-        for column, value in (*constants, (Column.DECAY, WEIGHT_DECAY)):
-            self.hyper[0, 0, column] = value
+        self.hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=arena.device)
+        constants = ((HParam.RHO, RHO), (HParam.NU, NU), (HParam.A, 1.0), (HParam.LR, LR), (sgd.MOMENTUM, MOMENTUM))
+        for column, value in (*constants, (HParam.DECAY, WEIGHT_DECAY)):
+            self.hparams[0, 0, column] = value
         self.steps = 0
 
     def first(self, gradients: Sequence[Tensor]) -> None:
         doubles = [g.double() for g in gradients]
-        reference.norm_(self.sumsq, doubles, [], self.table, self.hyper)
-        reference.perturb_(self.weights, self.origin, doubles, self.table, self.hyper, self.sumsq, save=True)
+        reference.norm_(self.sumsq, doubles, [], self.table, self.hparams)
+        reference.perturb_(self.weights, self.backup, doubles, self.table, self.hparams, self.sumsq, save=True)
 
     def second(self, gradients: Sequence[Tensor]) -> None:
         doubles, first_ever = [g.double() for g in gradients], self.steps == 0
         reference.update_(
-            self.weights, self.origin, doubles, self.table, self.hyper, "sgd", [self.momentum], first=first_ever
+            self.weights, self.backup, doubles, self.table, self.hparams, "sgd", [self.momentum], first=first_ever
         )
         self.steps += 1
 
     def perturbation_error(self, before: Sequence[Tensor], got: Sequence[Tensor], norm_error: float) -> str | None:
         """Return where the perturbation leaves the tolerance; None if it is within."""
 
-        def compare(w: Tensor, z: Tensor, expected: Tensor, origin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            w, e = w.double(), expected - origin
+        def compare(w: Tensor, z: Tensor, expected: Tensor, backup: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            w, e = w.double(), expected - backup
             return z - w, e, (w.abs() + e.abs()).mul_(EPS).add_(e.abs(), alpha=norm_error)
 
         return excess(compare, before, got, self.weights, self.origins)

@@ -32,7 +32,7 @@ ROUNDS = 7
 _WATCHED = SimpleNamespace(watched=lambda: True)  # a watched call is never replaced by the direct way
 WAYS: dict[str, Callable[..., Any]] = {
     "ops": lambda *operands: _WATCHED,
-    "direct": lambda z, origin, table, hyper, apart=None: CudaCalls(z, origin, table, hyper),
+    "direct": lambda params, backup, table, hparams, apart=None: CudaCalls(params, backup, table, hparams),
 }
 
 

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from bench.problem import SIZES, Shapes, Size
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import adam, sgd
 
-LISTS = ("z", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
+LISTS = ("params", "grads")  # the user's own tensors: scattered, or one field; all other operands are fields
 LONGS = ("high", "low")  # fields of int64
 LAYOUTS = ("scattered", "flat")
 PENALTY = 0.5
 
 
 class Operands(dict[str, Any]):
-    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hyper`,
+    """The operands of one call by name: list operands as lists of tensors, fields and `sumsq`, `table`, `hparams`,
     `steps` as tensors."""
 
 
@@ -54,42 +54,42 @@ class Op:
 
 
 def _norm(k: Any, o: Operands) -> None:
-    k.norm_(o["sumsq"], o["grads"], [], o["table"], o["hyper"])
+    k.norm_(o["sumsq"], o["grads"], [], o["table"], o["hparams"])
 
 
 def _perturb(save: bool) -> Callable[[Any, Operands], None]:
     def call(k: Any, o: Operands) -> None:
-        k.perturb_(o["z"], o["origin"], o["grads"], o["table"], o["hyper"], o["radius"], save)
+        k.perturb_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], o["radius"], save)
 
     return call
 
 
 def _restore(k: Any, o: Operands) -> None:
-    k.restore_(o["z"], o["origin"], o["table"])
+    k.restore_(o["params"], o["backup"], o["table"])
 
 
 def _update(keep: bool) -> Callable[[Any, Operands], None]:
     def call(k: Any, o: Operands) -> None:
-        k.update_(o["z"], o["origin"], o["grads"], o["table"], o["hyper"], "sgd", [o["momentum"]], keep=keep)
+        k.update_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], "sgd", [o["momentum"]], keep=keep)
 
     return call
 
 
 def _update_norm(k: Any, o: Operands) -> None:
-    k.update_norm_(o["sumsq"], o["z"], o["origin"], o["grads"], o["table"], o["hyper"], g1=o["g1"], q=o["q"])
+    k.update_norm_(o["sumsq"], o["params"], o["backup"], o["grads"], o["table"], o["hparams"], g1=o["g1"], q=o["q"])
 
 
 def _adam(k: Any, o: Operands) -> None:
     moments = [o["exp_avg"], o["exp_avg_sq"]]
-    k.update_(o["z"], o["origin"], o["grads"], o["table"], o["hyper"], "adam", moments, steps=o["steps"])
+    k.update_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], "adam", moments, steps=o["steps"])
 
 
 def _dual_norm(k: Any, o: Operands) -> None:
-    k.dual_norm_(o["sumsq"], o["grads"], o["mu"], o["s"], o["table"], o["hyper"])
+    k.dual_norm_(o["sumsq"], o["grads"], o["mu"], o["s"], o["table"], o["hparams"])
 
 
 def _dual_perturb(k: Any, o: Operands) -> None:
-    k.dual_perturb_(o["z"], o["origin"], o["mu"], o["grads"], o["s"], o["table"], o["hyper"], o["radius"])
+    k.dual_perturb_(o["params"], o["backup"], o["mu"], o["grads"], o["s"], o["table"], o["hparams"], o["radius"])
 
 
 def _inner(k: Any, o: Operands) -> None:
@@ -104,17 +104,17 @@ OPS: dict[str, Op] = {
     op.name: op
     for op in (
         Op("norm", "norm_", ("grads",), (), _norm, sums=True),
-        Op("perturb", "perturb_", ("z", "grads"), ("z", "origin"), _perturb(True)),
-        Op("update", "update_", ("origin", "grads", "momentum"), ("z", "momentum"), _update(False)),
-        Op("perturb_separate", "perturb_", ("origin", "grads"), ("z",), _perturb(False)),
-        Op("update_keep", "update_", ("origin", "grads", "momentum"), ("z", "origin", "momentum"), _update(True)),
-        Op("restore", "restore_", ("origin",), ("z",), _restore),
-        Op("update_adam", "update_", ("origin", "grads", "exp_avg", "exp_avg_sq"), ("z", "exp_avg", "exp_avg_sq"),
+        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), _perturb(True)),
+        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _update(False)),
+        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), _perturb(False)),
+        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _update(True)),
+        Op("restore", "restore_", ("backup",), ("params",), _restore),
+        Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
            _adam, adam=True),
         # With CLIP_FULL, so that the weights belong to what is clipped.
-        Op("update_norm", "update_norm_", ("origin", "grads", "g1", "q"), (), _update_norm, sums=True),
+        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), _update_norm, sums=True),
         Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), _dual_norm, sums=True),
-        Op("dual_perturb", "dual_perturb_", ("origin", "mu", "grads", "s"), ("z", "mu"), _dual_perturb),
+        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"), _dual_perturb),
         Op("inner", "inner_", ("grads", "g1"), (), _inner, sums=True),
         Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), _accumulate, whole=True),
     )
@@ -183,14 +183,14 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
         yield from (KernelCase(op, size, layout) for size in whole for op in others)
 
 
-def hyper_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
+def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
     """`[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
-    common = {Column.RHO: radius, Column.NU: 1e-12, Column.LR: 0.1, Column.DECAY: 1e-4, Column.A: 1.0}
-    common |= {Column.B: 0.5, Column.PHI: 0.25, Column.CLIP_FULL: float(op.name == "update_norm")}
-    of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, Column.LR: 1e-3, Column.DECOUPLED: 1.0}
-    columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, Column.PENALTY: PENALTY})
-    hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
+    common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
+    of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}
+    columns = common | (of_adam if op.adam else {sgd.MOMENTUM: 0.9, HParam.PENALTY: PENALTY})
+    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
     for column, value in columns.items():
-        hyper[:, 0, column] = value
-    hyper[:, 0, Column.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)
-    return hyper.to(device)
+        hparams[:, 0, column] = value
+    hparams[:, 0, HParam.LR] *= torch.linspace(1.0, 0.5, rows, dtype=torch.float64)
+    return hparams.to(device)

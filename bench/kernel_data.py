@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.gate import excess
-from bench.kernel_cases import LISTS, LONGS, KernelCase, Operands, hyper_of
+from bench.kernel_cases import LISTS, LONGS, KernelCase, Operands, hparams_of
 from bench.timing import ROTATION
 from fastsam.arena import Layout
 from fastsam_kernels import reference
@@ -18,7 +18,7 @@ from fastsam_kernels import reference
 # where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
 # holds these
 MAX_SETS = 64
-SCALE = {"z": 0.05, "origin": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
+SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
 # Of an element: a handful of float32 operations on operands of the tensor's scale. Of a sum: partial sums in float32,
 # added up in float64.
@@ -50,14 +50,14 @@ class Operator:
             else:
                 field = self._random((rows, self.layout.row_size), name, generator)
                 found[name] = [field] if listed else field
-        if "z" not in found:
+        if "params" not in found:
             # asked for by the schema, never read
-            found["z"] = [found["origin"]] if "origin" in found else found.get("grads", [])
+            found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])
         per_row = sum(case.size.lengths)
         double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
         found |= {"sumsq": torch.zeros(rows, **double), "products": torch.zeros(rows, 2, **double)}
         found["radius"] = torch.full((rows,), per_row * SCALE["grads"] ** 2, **double)
-        found["hyper"] = hyper_of(case.op, rows, self.device, 0.05 * per_row**0.5)
+        found["hparams"] = hparams_of(case.op, rows, self.device, 0.05 * per_row**0.5)
         found["steps"] = torch.ones(rows, len(self.table), device=self.device)
         return found
 

@@ -35,7 +35,7 @@ class Training:
     def __init__(self, model: nn.Module, batch: torch.Tensor, sam: SAM | None) -> None:
         self.model, self.batch = copy.deepcopy(model), batch
         params = list(self.model.parameters())
-        ours = sam and FusedSAM(params, torch.optim.SGD, sam=sam, **OPTIONS)
+        ours = sam and FusedSAM(params, torch.optim.SGD, variant=sam, **OPTIONS)
         self.optimizer = ours or torch.optim.SGD(params, fused=True, **OPTIONS)
         first = (ours.first_step,) if ours and type(sam) is SAM else ()
         self.phases: tuple[Callable[[], object], ...] = (*first, self.optimizer.step)

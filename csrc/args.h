@@ -38,23 +38,23 @@ inline Type compute_type(Type type) { return type == Type::f64 ? Type::f64 : Typ
 
 // `device`: that of the other tensors; the table is on the CPU.
 inline Call call_of(const Tensor& table, int64_t rows, int device, std::optional<int64_t> groups = std::nullopt,
-                    const double* hyper = nullptr) {
+                    const double* hparams = nullptr) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 &&
                       table.is_contiguous() && table.is_cpu(),
                   "table must be int64 [segments, 4] on the CPU");
   check_place(table, -1, "table");
   const auto segments = static_cast<const Segment*>(table.data_ptr());
   check_table(segments, table.size(0), rows, groups);
-  return call_of(segments, table.size(0), rows, groups.value_or(0), hyper, device);
+  return call_of(segments, table.size(0), rows, groups.value_or(0), hparams, device);
 }
 
-inline Call call_of(const Tensor& table, const Tensor& hyper) {
-  STD_TORCH_CHECK(
-      hyper.scalar_type() == ScalarType::Double && hyper.dim() == 3 && hyper.size(2) == kWidth && hyper.is_contiguous(),
-      "hyper must be float64 [rows, groups, ", kWidth, "]");
-  check_place(hyper, device_of(hyper), "hyper");
-  const auto columns = static_cast<const double*>(hyper.data_ptr());
-  return call_of(table, hyper.size(0), device_of(hyper), hyper.size(1), columns);
+inline Call call_of(const Tensor& table, const Tensor& hparams) {
+  STD_TORCH_CHECK(hparams.scalar_type() == ScalarType::Double && hparams.dim() == 3 && hparams.size(2) == kWidth &&
+                      hparams.is_contiguous(),
+                  "hparams must be float64 [rows, groups, ", kWidth, "]");
+  check_place(hparams, device_of(hparams), "hparams");
+  const auto columns = static_cast<const double*>(hparams.data_ptr());
+  return call_of(table, hparams.size(0), device_of(hparams), hparams.size(1), columns);
 }
 
 inline void check_rows(const Tensor& tensor, const Call& call, int64_t length, const char* name) {
@@ -129,18 +129,18 @@ inline double* sums_of(const Tensor& tensor, const Call& call, const char* name)
   return static_cast<double*>(tensor.data_ptr());
 }
 
-inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& origin) {
-  if (!weights.empty()) call.weight = type_of(weights[0], "z");
-  call.origin_type = origin.has_value() ? type_of(*origin, "origin") : call.weight;
+inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& backup) {
+  if (!weights.empty()) call.weight = type_of(weights[0], "params");
+  call.backup_type = backup.has_value() ? type_of(*backup, "backup") : call.weight;
   // Without segments there may be no weights either, whose dtype would say what the others must be.
   STD_TORCH_CHECK(
-      call.segments == 0 || call.origin_type == call.weight || call.origin_type == compute_type(call.weight),
-      "origin must have the dtype of the weights, or float32 for half-precision weights");
+      call.segments == 0 || call.backup_type == call.weight || call.backup_type == compute_type(call.weight),
+      "backup must have the dtype of the weights, or float32 for half-precision weights");
 }
 
 inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tensors& weights, const Tensor& table,
-                          const Tensor& hyper, bool accumulate) {
-  NormArgs args{call_of(table, hyper)};
+                          const Tensor& hparams, bool accumulate) {
+  NormArgs args{call_of(table, hparams)};
   set_types(args.call, grads, std::nullopt);
   args.grads = list_of(grads, args.call, "grads");
   args.weights = list_of(weights, args.call, "weights", Use::may_be_empty);
@@ -150,14 +150,14 @@ inline NormArgs norm_args(const Tensor& sumsq, const Tensors& grads, const Tenso
   return args;
 }
 
-inline PerturbArgs perturb_args(const Tensors& z, const Tensor& origin, const Tensors& grads, const Tensor& table,
-                                const Tensor& hyper, const Tensor& sumsq, bool save, const OptionalTensor& seed) {
-  PerturbArgs args{call_of(table, hyper)};
-  set_types(args.call, z, origin);
-  args.z = list_of(z, args.call, "z", Use::written);
+inline PerturbArgs perturb_args(const Tensors& params, const Tensor& backup, const Tensors& grads, const Tensor& table,
+                                const Tensor& hparams, const Tensor& sumsq, bool save, const OptionalTensor& seed) {
+  PerturbArgs args{call_of(table, hparams)};
+  set_types(args.call, params, backup);
+  args.params = list_of(params, args.call, "params", Use::written);
   args.grads = list_of(grads, args.call, "grads");
-  check_order(z, grads, args.call, "z and grads");
-  args.origin = field_of(origin, args.call, args.call.origin_type, "origin", save);
+  check_order(params, grads, args.call, "params and grads");
+  args.backup = field_of(backup, args.call, args.call.backup_type, "backup", save);
   args.sumsq = sums_of(sumsq, args.call, "sumsq");
   args.save = save;
   if (seed.has_value()) {
@@ -169,37 +169,37 @@ inline PerturbArgs perturb_args(const Tensors& z, const Tensor& origin, const Te
   return args;
 }
 
-inline RestoreArgs restore_args(const Tensors& z, const Tensor& origin, const Tensor& table) {
-  STD_TORCH_CHECK(origin.dim() == 2, "origin must be a field [rows, stride]");
-  RestoreArgs args{call_of(table, origin.size(0), device_of(origin))};
+inline RestoreArgs restore_args(const Tensors& params, const Tensor& backup, const Tensor& table) {
+  STD_TORCH_CHECK(backup.dim() == 2, "backup must be a field [rows, stride]");
+  RestoreArgs args{call_of(table, backup.size(0), device_of(backup))};
   Call& call = args.call;
-  set_types(call, z, origin);
-  args.z = list_of(z, call, "z", Use::written);
-  args.origin = field_of(origin, call, call.origin_type, "origin");
+  set_types(call, params, backup);
+  args.params = list_of(params, call, "params", Use::written);
+  args.backup = field_of(backup, call, call.backup_type, "backup");
   return args;
 }
 
 // update_norm_ and update_: the local update rule.
-inline UpdateArgs form_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads, const Tensor& table,
-                            const Tensor& hyper, const Tensors& g1, const OptionalTensor& q,
+inline UpdateArgs form_args(const Tensors& params, const OptionalTensor& backup, const Tensors& grads,
+                            const Tensor& table, const Tensor& hparams, const Tensors& g1, const OptionalTensor& q,
                             const OptionalTensor& grad_scale, bool writes, bool keep) {
-  UpdateArgs args{call_of(table, hyper)};
-  set_types(args.call, z, origin);
-  args.z = list_of(z, args.call, "z", writes ? Use::written : Use::read);
+  UpdateArgs args{call_of(table, hparams)};
+  set_types(args.call, params, backup);
+  args.params = list_of(params, args.call, "params", writes ? Use::written : Use::read);
   args.grads = list_of(grads, args.call, "grads");
-  args.origin = field_of(origin, args.call, args.call.origin_type, "origin", keep);
+  args.backup = field_of(backup, args.call, args.call.backup_type, "backup", keep);
   args.g1 = list_of(g1, args.call, "g1", Use::may_be_empty);
-  check_order(z, grads, args.call, "z and grads");
-  check_order(z, g1, args.call, "z and g1");
+  check_order(params, grads, args.call, "params and grads");
+  check_order(params, g1, args.call, "params and g1");
   args.q = field_of(q, args.call, compute_type(args.call.weight), "q");
   args.grad_scale = scalar_of(grad_scale, args.call, "grad_scale");
   return args;
 }
 
-inline UpdateArgs update_norm_args(const Tensor& sumsq, const Tensors& z, const OptionalTensor& origin,
-                                   const Tensors& grads, const Tensor& table, const Tensor& hyper, const Tensors& g1,
+inline UpdateArgs update_norm_args(const Tensor& sumsq, const Tensors& params, const OptionalTensor& backup,
+                                   const Tensors& grads, const Tensor& table, const Tensor& hparams, const Tensors& g1,
                                    const OptionalTensor& q, const OptionalTensor& grad_scale, bool accumulate) {
-  UpdateArgs args = form_args(z, origin, grads, table, hyper, g1, q, grad_scale, false, false);
+  UpdateArgs args = form_args(params, backup, grads, table, hparams, g1, q, grad_scale, false, false);
   args.sumsq = sums_of(sumsq, args.call, "sumsq");
   args.accumulate = accumulate;
   return args;
@@ -226,13 +226,13 @@ inline void set_rule(UpdateArgs& args, const std::string& name, const std::array
   args.slots = steps->size(1);
 }
 
-inline UpdateArgs update_args(const Tensors& z, const OptionalTensor& origin, const Tensors& grads, const Tensor& table,
-                              const Tensor& hyper, const std::string& rule,
+inline UpdateArgs update_args(const Tensors& params, const OptionalTensor& backup, const Tensors& grads,
+                              const Tensor& table, const Tensor& hparams, const std::string& rule,
                               const std::array<OptionalTensor, kMostState>& state, const OptionalTensor& steps,
                               const Tensors& g1, const OptionalTensor& q, const OptionalTensor& sumsq_v,
                               const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool first, bool keep,
                               const OptionalTensor& shift) {
-  UpdateArgs args = form_args(z, origin, grads, table, hyper, g1, q, grad_scale, true, keep);
+  UpdateArgs args = form_args(params, backup, grads, table, hparams, g1, q, grad_scale, true, keep);
   set_rule(args, rule, state, steps);
   if (sumsq_v.has_value()) args.sumsq = sums_of(*sumsq_v, args.call, "sumsq_v");
   args.found_inf = scalar_of(found_inf, args.call, "found_inf");

@@ -5,13 +5,14 @@
 
 namespace fastsam {
 
-inline DualArgs dual_args(const Tensors& weights, const OptionalTensor& origin, const Tensors& grads, const Tensor& mu,
-                          const Tensor& s, const Tensor& table, const Tensor& hyper, const Tensor& sumsq, bool writes) {
-  DualArgs args{call_of(table, hyper)};
+inline DualArgs dual_args(const Tensors& weights, const OptionalTensor& backup, const Tensors& grads, const Tensor& mu,
+                          const Tensor& s, const Tensor& table, const Tensor& hparams, const Tensor& sumsq,
+                          bool writes) {
+  DualArgs args{call_of(table, hparams)};
   Call& call = args.call;
-  set_types(call, weights, origin);
+  set_types(call, weights, backup);
   args.grads = list_of(grads, call, "grads");
-  args.origin = field_of(origin, call, call.origin_type, "origin");
+  args.backup = field_of(backup, call, call.backup_type, "backup");
   args.mu = field_of(mu, call, compute_type(call.weight), "mu", writes);
   args.s = field_of(s, call, compute_type(call.weight), "s");
   args.sumsq = sums_of(sumsq, call, "sumsq");
@@ -19,18 +20,18 @@ inline DualArgs dual_args(const Tensors& weights, const OptionalTensor& origin, 
 }
 
 inline DualArgs dual_norm_args(const Tensor& sumsq, const Tensors& grads, const Tensor& mu, const Tensor& s,
-                               const Tensor& table, const Tensor& hyper, bool accumulate) {
-  DualArgs args = dual_args(grads, std::nullopt, grads, mu, s, table, hyper, sumsq, false);
+                               const Tensor& table, const Tensor& hparams, bool accumulate) {
+  DualArgs args = dual_args(grads, std::nullopt, grads, mu, s, table, hparams, sumsq, false);
   args.accumulate = accumulate;
   return args;
 }
 
-inline DualArgs dual_perturb_args(const Tensors& z, const Tensor& origin, const Tensor& mu, const Tensors& grads,
-                                  const Tensor& s, const Tensor& table, const Tensor& hyper, const Tensor& sumsq,
+inline DualArgs dual_perturb_args(const Tensors& params, const Tensor& backup, const Tensor& mu, const Tensors& grads,
+                                  const Tensor& s, const Tensor& table, const Tensor& hparams, const Tensor& sumsq,
                                   const OptionalTensor& eps) {
-  DualArgs args = dual_args(z, origin, grads, mu, s, table, hyper, sumsq, true);
-  args.z = list_of(z, args.call, "z", Use::written);
-  check_order(z, grads, args.call, "z and grads");
+  DualArgs args = dual_args(params, backup, grads, mu, s, table, hparams, sumsq, true);
+  args.params = list_of(params, args.call, "params", Use::written);
+  check_order(params, grads, args.call, "params and grads");
   args.eps = field_of(eps, args.call, compute_type(args.call.weight), "eps", true);
   return args;
 }

@@ -67,8 +67,8 @@ inline void check_order(const Tensors& a, const Tensors& b, const Call& call, co
   }
 }
 
-// The segments lie where segments can lie, name groups that `hyper` has (nullopt: the op takes no hyper), and share no
-// element.
+// The segments lie where segments can lie, name groups that `hparams` has (nullopt: the op takes no hparams), and share
+// no element.
 inline void check_table(const Segment* table, int64_t segments, int64_t rows, std::optional<int64_t> groups) {
   const int64_t most = (int64_t{1} << 62) / std::max<int64_t>(rows, 1);
   std::vector<std::pair<int64_t, int64_t>> found;  // begin and end of those with elements
@@ -79,7 +79,7 @@ inline void check_table(const Segment* table, int64_t segments, int64_t rows, st
                     "table has offset ", s.offset, ", length ", s.length, ", group ", s.group, " and slot ", s.slot,
                     " for segment ", i, "; they are counted from 0");
     STD_TORCH_CHECK(!groups || s.group < *groups, "table names parameter group ", s.group,
-                    ", counted from 0, but hyper has ", groups.value_or(0), " groups");
+                    ", counted from 0, but hparams has ", groups.value_or(0), " groups");
     if (s.length > 0) found.emplace_back(s.offset, s.offset + s.length);
   }
   if (!std::is_sorted(found.begin(), found.end())) std::sort(found.begin(), found.end());

@@ -32,13 +32,13 @@ struct Field {
 // What every op has; `call_of` makes it.
 struct Call {
   int64_t rows = 0, segments = 0, groups = 0;
-  const Segment* table = nullptr;  // host memory
-  const double* hyper = nullptr;   // [rows, groups, kWidth], on the device of the tensors
-  std::vector<int64_t> prefix;     // prefix[i]: chunks of a row before segment i; prefix[segments]: all of them
-  int64_t end = 0, slots = 0;      // of the table: where its last segment ends, and one more than its largest slot
-  int device = -1;                 // the index of a GPU, -1: the CPU
-  Type weight = Type::f32;         // of z, the gradients and g1
-  Type origin_type = Type::f32;    // of origin: `weight`, or the compute type (a master copy)
+  const Segment* table = nullptr;   // host memory
+  const double* hparams = nullptr;  // [rows, groups, kWidth], on the device of the tensors
+  std::vector<int64_t> prefix;      // prefix[i]: chunks of a row before segment i; prefix[segments]: all of them
+  int64_t end = 0, slots = 0;       // of the table: where its last segment ends, and one more than its largest slot
+  int device = -1;                  // the index of a GPU, -1: the CPU
+  Type weight = Type::f32;          // of params, the gradients and g1
+  Type backup_type = Type::f32;     // of backup: `weight`, or the compute type (a master copy)
   int64_t chunks() const { return prefix.back(); }
   int64_t elements() const {
     int64_t n = 0;
@@ -47,13 +47,13 @@ struct Call {
   }
 };
 
-// Of `rows` rows with these segments, which lie where segments can lie; the types are still to be set. groups, hyper:
+// Of `rows` rows with these segments, which lie where segments can lie; the types are still to be set. groups, hparams:
 // 0 and nullptr for an op without hyper-parameters.
-inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hyper,
+inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hparams,
                     int device) {
   Call call;
   call.rows = rows, call.segments = segments, call.groups = groups;
-  call.table = table, call.hyper = hyper, call.device = device;
+  call.table = table, call.hparams = hparams, call.device = device;
   call.prefix.assign(segments + 1, 0);
   for (int64_t i = 0; i < segments; ++i) {
     call.prefix[i + 1] = call.prefix[i] + chunks_of(table[i].length);
@@ -63,10 +63,10 @@ inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_
   return call;
 }
 
-// f(W{}, O{}) for the types of the weights and of origin.
+// f(W{}, O{}) for the types of the weights and of backup.
 template <class F>
 inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call, F&& f) {
-  const bool master = call.origin_type != call.weight;
+  const bool master = call.backup_type != call.weight;
   switch (call.weight) {
     case Type::f64:
       return f(double{}, double{});
@@ -88,8 +88,8 @@ struct NormArgs {
 
 struct PerturbArgs {
   Call call;
-  List z, grads;
-  Field origin;
+  List params, grads;
+  Field backup;
   const double* sumsq = nullptr;
   const int64_t* seed = nullptr;  // [rows]: half-precision weights are rounded stochastically
   bool save = true;
@@ -97,15 +97,15 @@ struct PerturbArgs {
 
 struct RestoreArgs {
   Call call;
-  List z;
-  Field origin;
+  List params;
+  Field backup;
 };
 
 // dual_norm_ and dual_perturb_.
 struct DualArgs {
   Call call;
-  List z, grads;
-  Field origin;
+  List params, grads;
+  Field backup;
   Field mu, s, eps;         // in the compute type
   double* sumsq = nullptr;  // dual_norm_: written; dual_perturb_: read
   bool accumulate = false;
@@ -148,8 +148,8 @@ struct UpdateRule;
 // The operands of the local update rule, of update_norm_ and update_.
 struct UpdateArgs {
   Call call;
-  List z, grads, g1;
-  Field origin, q, shift;
+  List params, grads, g1;
+  Field backup, q, shift;
   const UpdateRule* rule = nullptr;     // update_
   std::array<Field, kMostState> state;  // of the rule, in the compute type
   float* steps = nullptr;               // [rows, slots]: where the rule counts them

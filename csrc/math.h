@@ -8,8 +8,8 @@
 
 namespace fastsam {
 
-// The columns of `hyper`, as in kernels/columns.py; from kOwn on they are the update rule's own (rules/*.h).
-enum Column : int {
+// The columns of `hparams`, as in kernels/columns.py; from kOwn on they are the update rule's own (rules/*.h).
+enum HParam : int {
   RHO = 0,
   NU = 1,
   ADAPTIVE = 2,

@@ -6,39 +6,39 @@
 namespace fastsam {
 namespace {
 
-void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper,
+void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hparams,
           bool accumulate) {
-  const NormArgs args = norm_args(sumsq, grads, weights, table, hyper, accumulate);
+  const NormArgs args = norm_args(sumsq, grads, weights, table, hparams, accumulate);
   for (int64_t i = 0; i < args.call.rows * args.call.groups; ++i) {
-    STD_TORCH_CHECK(args.call.hyper[i * kWidth + ADAPTIVE] == 0.0 || args.weights.given() || args.call.segments == 0,
+    STD_TORCH_CHECK(args.call.hparams[i * kWidth + ADAPTIVE] == 0.0 || args.weights.given() || args.call.segments == 0,
                     "weights are needed when a group is adaptive");
   }
   run_norm(args);
 }
 
-void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+void perturb(const Tensors params, const Tensor backup, const Tensors grads, const Tensor table, const Tensor hparams,
              const Tensor sumsq, bool save, const OptionalTensor seed) {
-  run_perturb(perturb_args(z, origin, grads, table, hyper, sumsq, save, seed));
+  run_perturb(perturb_args(params, backup, grads, table, hparams, sumsq, save, seed));
 }
 
-void restore(const Tensors z, const Tensor origin, const Tensor table) {
-  const RestoreArgs args = restore_args(z, origin, table);
-  const bool stream = streams(args.call, size_of(args.call.weight) + size_of(args.call.origin_type));
+void restore(const Tensors params, const Tensor backup, const Tensor table) {
+  const RestoreArgs args = restore_args(params, backup, table);
+  const bool stream = streams(args.call, size_of(args.call.weight) + size_of(args.call.backup_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { restore_range(args, stream, begin, end); });
 }
 
 void dual_norm(const Tensor sumsq, const Tensors grads, const Tensor mu, const Tensor s, const Tensor table,
-               const Tensor hyper, bool accumulate) {
-  const DualArgs args = dual_norm_args(sumsq, grads, mu, s, table, hyper, accumulate);
+               const Tensor hparams, bool accumulate) {
+  const DualArgs args = dual_norm_args(sumsq, grads, mu, s, table, hparams, accumulate);
   std::vector<double> partials(args.call.rows * args.call.chunks());
   over_chunks(args.call, [&](int64_t begin, int64_t end) { dual_norm_range(args, partials.data(), begin, end); });
   reduce(args.call, partials, args.sumsq, accumulate);
 }
 
-void dual_perturb(const Tensors z, const Tensor origin, const Tensor mu, const Tensors grads, const Tensor s,
-                  const Tensor table, const Tensor hyper, const Tensor sumsq, const OptionalTensor eps) {
-  const DualArgs args = dual_perturb_args(z, origin, mu, grads, s, table, hyper, sumsq, eps);
-  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 3 * size_of(args.call.origin_type));
+void dual_perturb(const Tensors params, const Tensor backup, const Tensor mu, const Tensors grads, const Tensor s,
+                  const Tensor table, const Tensor hparams, const Tensor sumsq, const OptionalTensor eps) {
+  const DualArgs args = dual_perturb_args(params, backup, mu, grads, s, table, hparams, sumsq, eps);
+  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + 3 * size_of(args.call.backup_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { dual_perturb_range(args, stream, begin, end); });
 }
 
@@ -59,21 +59,21 @@ void accumulate(const Tensor high, const Tensor low, const Tensor x, double fact
   run_accumulate(fixed_point_args(high, low, x, factor, base, largest));
 }
 
-void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
-                 const Tensor table, const Tensor hyper, const Tensors g1, const OptionalTensor q,
+void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor backup, const Tensors grads,
+                 const Tensor table, const Tensor hparams, const Tensors g1, const OptionalTensor q,
                  const OptionalTensor grad_scale, bool accumulate) {
-  const UpdateArgs args = update_norm_args(sumsq, z, origin, grads, table, hyper, g1, q, grad_scale, accumulate);
+  const UpdateArgs args = update_norm_args(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate);
   std::vector<double> partials(args.call.rows * args.call.chunks());
   over_chunks(args.call, [&](int64_t begin, int64_t end) { update_norm_range(args, partials.data(), begin, end); });
   reduce(args.call, partials, args.sumsq, accumulate);
 }
 
-void update(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
-            const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
+void update(const Tensors params, const OptionalTensor backup, const Tensors grads, const Tensor table,
+            const Tensor hparams, const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
             const OptionalTensor state2, const OptionalTensor steps, const Tensors g1, const OptionalTensor q,
             const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first,
             bool keep, const OptionalTensor shift) {
-  run_update(update_args(z, origin, grads, table, hyper, rule, {state0, state1, state2}, steps, g1, q, sumsq_v,
+  run_update(update_args(params, backup, grads, table, hparams, rule, {state0, state1, state2}, steps, g1, q, sumsq_v,
                          grad_scale, found_inf, first, keep, shift));
 }
 
@@ -82,27 +82,31 @@ void update(const Tensors z, const OptionalTensor origin, const Tensors grads, c
 
 STABLE_TORCH_LIBRARY(fastsam, m) {
   m.def(
-      "norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hyper, bool accumulate=False) -> "
+      "norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor[] weights, Tensor table, Tensor hparams, bool accumulate=False) "
+      "-> "
       "()");
   m.def(
-      "perturb_(Tensor(a!)[] z, Tensor(b!) origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor sumsq, bool "
+      "perturb_(Tensor(a!)[] params, Tensor(b!) backup, Tensor[] grads, Tensor table, Tensor hparams, Tensor sumsq, "
+      "bool "
       "save, Tensor? seed=None) -> ()");
-  m.def("restore_(Tensor(a!)[] z, Tensor origin, Tensor table) -> ()");
+  m.def("restore_(Tensor(a!)[] params, Tensor backup, Tensor table) -> ()");
   m.def(
-      "dual_norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hyper, bool "
+      "dual_norm_(Tensor(a!) sumsq, Tensor[] grads, Tensor mu, Tensor s, Tensor table, Tensor hparams, bool "
       "accumulate=False) -> ()");
   m.def(
-      "dual_perturb_(Tensor(a!)[] z, Tensor origin, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor "
-      "hyper, Tensor sumsq, Tensor(c!)? eps=None) -> ()");
+      "dual_perturb_(Tensor(a!)[] params, Tensor backup, Tensor(b!) mu, Tensor[] grads, Tensor s, Tensor table, Tensor "
+      "hparams, Tensor sumsq, Tensor(c!)? eps=None) -> ()");
   m.def("inner_(Tensor(a!) out, Tensor[] x, Tensor[] y, Tensor table, bool accumulate=False) -> ()");
   m.def(
       "accumulate_(Tensor(a!) high_, Tensor(b!) low_, Tensor x, float factor, Tensor? base=None, Tensor(c!)? "
       "largest_=None) -> ()");
   m.def(
-      "update_norm_(Tensor(a!) sumsq, Tensor[] z, Tensor? origin, Tensor[] grads, Tensor table, Tensor hyper, Tensor[] "
+      "update_norm_(Tensor(a!) sumsq, Tensor[] params, Tensor? backup, Tensor[] grads, Tensor table, Tensor hparams, "
+      "Tensor[] "
       "g1, Tensor? q=None, Tensor? grad_scale=None, bool accumulate=False) -> ()");
   m.def(
-      "update_(Tensor(a!)[] z, Tensor(b!)? origin, Tensor[] grads, Tensor table, Tensor hyper, str rule, Tensor(c!)? "
+      "update_(Tensor(a!)[] params, Tensor(b!)? backup, Tensor[] grads, Tensor table, Tensor hparams, str rule, "
+      "Tensor(c!)? "
       "state0, Tensor(d!)? state1, Tensor(e!)? state2, Tensor(f!)? steps, Tensor[] g1, Tensor? "
       "q=None, Tensor? sumsq_v=None, Tensor? grad_scale=None, Tensor? found_inf=None, bool first=False, bool "
       "keep=False, Tensor? shift=None) -> ()");

@@ -15,10 +15,10 @@ namespace fastsam {
 enum Word : int {
   SEGMENTS,
   TABLE,
-  HYPER,
+  HPARAMS,
   WEIGHT,  // a Type: of the weights and the gradients
-  STORED,  // a Type: of origin
-  ORIGIN,
+  STORED,  // a Type: of backup
+  BACKUP,
   LAUNCH,   // the address of what CUDA needs besides, 64-bit words in the order of LaunchWord
   WEIGHTS,  // the first of the addresses
 };
@@ -37,9 +37,9 @@ T* pointer(int64_t word) {
 
 inline Call call_of(const int64_t* frame) {
   const auto table = pointer<const Segment>(frame[TABLE]);
-  Call call = call_of(table, frame[SEGMENTS], 1, 1, pointer<const double>(frame[HYPER]), -1);
+  Call call = call_of(table, frame[SEGMENTS], 1, 1, pointer<const double>(frame[HPARAMS]), -1);
   call.weight = static_cast<Type>(frame[WEIGHT]);
-  call.origin_type = static_cast<Type>(frame[STORED]);
+  call.backup_type = static_cast<Type>(frame[STORED]);
   return call;
 }
 
@@ -48,30 +48,30 @@ inline List list_of(const int64_t* addresses, const Call& call) {
   return List{std::vector<void*>(first, first + call.segments), std::vector<int64_t>(call.segments)};
 }
 
-// The operand in origin's place where that has the dtype of the weights and is no field: the table's offsets count from
+// The operand in backup's place where that has the dtype of the weights and is no field: the table's offsets count from
 // its first address.
-inline List list_in_origin(const int64_t* frame, const Call& call) {
+inline List list_in_backup(const int64_t* frame, const Call& call) {
   List list{std::vector<void*>(call.segments), std::vector<int64_t>(call.segments)};
-  const auto size = static_cast<int64_t>(size_of(call.origin_type));
+  const auto size = static_cast<int64_t>(size_of(call.backup_type));
   for (int64_t i = 0; i < call.segments; ++i) {
-    list.start[i] = pointer<char>(frame[ORIGIN]) + call.table[i].offset * size;
+    list.start[i] = pointer<char>(frame[BACKUP]) + call.table[i].offset * size;
   }
   return list;
 }
 
 inline PerturbArgs perturb_of(const int64_t* frame, const int64_t* grads, const double* sumsq, bool save) {
   PerturbArgs args{call_of(frame)};
-  args.z = list_of(frame + WEIGHTS, args.call);
+  args.params = list_of(frame + WEIGHTS, args.call);
   args.grads = list_of(grads, args.call);
-  args.origin = Field{pointer<void>(frame[ORIGIN]), 0};
+  args.backup = Field{pointer<void>(frame[BACKUP]), 0};
   args.sumsq = sumsq;
   args.save = save;
   return args;
 }
 
-// The norm of the perturbation. That of an adaptive group is of the weights, which without `save` are in origin.
+// The norm of the perturbation. That of an adaptive group is of the weights, which without `save` are in backup.
 inline NormArgs norm_of(const int64_t* frame, const PerturbArgs& args, double* sumsq, bool adaptive) {
-  const List weights = !adaptive ? List{} : args.save ? args.z : list_in_origin(frame, args.call);
+  const List weights = !adaptive ? List{} : args.save ? args.params : list_in_backup(frame, args.call);
   return NormArgs{args.call, args.grads, weights, sumsq, false};
 }
 
@@ -79,9 +79,9 @@ inline NormArgs norm_of(const int64_t* frame, const PerturbArgs& args, double* s
 inline UpdateArgs update_of(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                             bool first, bool keep) {
   UpdateArgs args{call_of(frame)};
-  args.z = list_of(frame + WEIGHTS, args.call);
+  args.params = list_of(frame + WEIGHTS, args.call);
   args.grads = list_of(grads, args.call);
-  args.origin = Field{pointer<void>(frame[ORIGIN]), 0};
+  args.backup = Field{pointer<void>(frame[BACKUP]), 0};
   args.rule = static_cast<const UpdateRule*>(rule);
   for (int i = 0; i < kMostState; ++i) args.state[i] = Field{state[i], 0};
   args.steps = static_cast<float*>(state[kMostState]);

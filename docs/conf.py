@@ -29,6 +29,7 @@ myst_heading_anchors = 4  # GitHub's, which the pages link to
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning"]  # the base of `SAMCallback`
 python_maximum_signature_line_length = 100
 
 html_theme = "furo"
@@ -68,7 +69,9 @@ def with_algorithms(text: str) -> str:
     return text.replace(ALGORITHMS, f"```{{eval-rst}}\n{classes}\n```")
 
 
-_NAMED = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")  # "rho, eta: what they are", as docstrings list arguments
+_SECTION = re.compile("(Args|Returns|Raises|Note):")
+# "rho, eta: what they are" and "rho (float): what it is", as docstrings list arguments
+_NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, [a-z_]\w*)*)( \([^)]*\))?: (.*)")
 
 
 def as_rst(lines: list[str]) -> list[str]:
@@ -79,6 +82,13 @@ def as_rst(lines: list[str]) -> list[str]:
     literal = False
     for paragraph in _paragraphs(lines):
         base = _indent(paragraph[0])
+        if _SECTION.fullmatch(paragraph[0].strip()) and len(paragraph) > 1:
+            made += [" " * base + f"**{paragraph[0].strip()}**", ""]
+            inner = [line[_indent(paragraph[1]) - base :] for line in paragraph[1:]]
+            named = all(_NAMED.fullmatch(line.strip()) for line in inner if _indent(line) == base)
+            made += [*(_items(inner, base) if named else _prose(inner)), ""]
+            outside, literal = base, False
+            continue
         equation = outside is not None and base > outside
         if equation and not literal:
             made += [" " * (outside or 0) + "::", ""]
@@ -103,7 +113,7 @@ def _items(paragraph: list[str], base: int) -> Iterator[str]:
     """Named values as a list."""
     for line in paragraph:
         named = _NAMED.fullmatch(line.strip()) if _indent(line) == base else None
-        text = f"- ``{named[1]}``: {_escaped(named[2])}" if named else f"  {_escaped(line.strip())}"
+        text = f"- ``{named[1]}``{named[2] or ''}: {_escaped(named[3])}" if named else f"  {_escaped(line.strip())}"
         yield " " * base + text
 
 

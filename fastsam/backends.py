@@ -24,23 +24,23 @@ class Kernels(Protocol):
         grads: Sequence[Tensor],
         weights: Sequence[Tensor],
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         accumulate: bool = False,
     ) -> None: ...
 
     def perturb_(
         self,
-        z: Sequence[Tensor],
-        origin: Tensor,
+        params: Sequence[Tensor],
+        backup: Tensor,
         grads: Sequence[Tensor],
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         sumsq: Tensor,
         save: bool,
         seed: Tensor | None = None,
     ) -> None: ...
 
-    def restore_(self, z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None: ...
+    def restore_(self, params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None: ...
 
     def dual_norm_(
         self,
@@ -49,19 +49,19 @@ class Kernels(Protocol):
         mu: Tensor,
         s: Tensor,
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         accumulate: bool = False,
     ) -> None: ...
 
     def dual_perturb_(
         self,
-        z: Sequence[Tensor],
-        origin: Tensor,
+        params: Sequence[Tensor],
+        backup: Tensor,
         mu: Tensor,
         grads: Sequence[Tensor],
         s: Tensor,
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         sumsq: Tensor,
         eps: Tensor | None = None,
     ) -> None: ...
@@ -84,21 +84,21 @@ class Kernels(Protocol):
     def update_norm_(
         self,
         sumsq: Tensor,
-        z: Sequence[Tensor],
-        origin: Tensor | None,
+        params: Sequence[Tensor],
+        backup: Tensor | None,
         grads: Sequence[Tensor],
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         **options: Any,
     ) -> None: ...
 
     def update_(
         self,
-        z: Sequence[Tensor],
-        origin: Tensor | None,
+        params: Sequence[Tensor],
+        backup: Tensor | None,
         grads: Sequence[Tensor],
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         rule: str,
         state: Sequence[Tensor | None] = (),
         **options: Any,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastsam_kernels.columns import Column
+from fastsam_kernels.columns import HParam
 
 
 class Direction(Enum):
@@ -41,12 +41,12 @@ class Direction(Enum):
         return 1 if self in (Direction.NONE, Direction.CONSTANT, Direction.PATH) else 2
 
 
-def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[Column, Any]]:
+def perturbation(direction: Direction, rho: Any, eta: Any, nu: float) -> Iterator[tuple[HParam, Any]]:
     """The device scalars of a perturbation: Python numbers, or one-element tensors where they were given."""
-    yield Column.RHO, rho
-    yield Column.NU, nu
-    yield Column.ADAPTIVE, float(direction is Direction.ADAPTIVE_GRADIENT)
-    yield Column.ETA, eta
+    yield HParam.RHO, rho
+    yield HParam.NU, nu
+    yield HParam.ADAPTIVE, float(direction is Direction.ADAPTIVE_GRADIENT)
+    yield HParam.ETA, eta
 
 
 def _is_finite(number: float) -> bool:
@@ -89,18 +89,18 @@ class Mix:
         """Whether the update reads the first gradient too."""
         return bool(self.b or self.surrogate_gap or self.sharpness)
 
-    def columns(self, sign: float = 1.0) -> Iterator[tuple[Column, float]]:
+    def columns(self, sign: float = 1.0) -> Iterator[tuple[HParam, float]]:
         """The device scalars; of a surrogate gap those of no overlap, `weigh_` does the rest. sign: -1 where the
         objective is maximised."""
-        yield Column.A, sign * self.a
-        yield Column.B, sign * (-self.surrogate_gap or self.b)
+        yield HParam.A, sign * self.a
+        yield HParam.B, sign * (-self.surrogate_gap or self.b)
 
 
-def weigh_(hyper: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
+def weigh_(hparams: Tensor, inner: Tensor, sign: Tensor | float = 1.0) -> None:
     """A surrogate gap's weight of g2, `sign*(1 + alpha*cc)`, without waiting for the device.
 
-    hyper: float64 `[rows, groups, WIDTH]`, whose column B is `-sign*alpha`; its column A is written. inner: float64
+    hparams: float64 `[rows, groups, WIDTH]`, whose column B is `-sign*alpha`; its column A is written. inner: float64
     `[rows, 2]`, `<g1, g2>` and `||g2||^2` of `inner_`. sign: a number, or `[rows or 1, groups]`.
     """
     overlap = inner[:, :1] / (inner[:, 1:] + torch.finfo(torch.float64).tiny)
-    hyper[:, :, Column.A] = sign - hyper[:, :, Column.B] * overlap
+    hparams[:, :, HParam.A] = sign - hparams[:, :, HParam.B] * overlap

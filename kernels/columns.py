@@ -1,6 +1,6 @@
 """The device scalars of a step: one row of `WIDTH` float64 numbers per arena row and parameter group.
 
-They live in one tensor `hyper` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a
+They live in one tensor `hparams` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a
 captured CUDA graph follows a schedule. `csrc/math.h` declares the same columns in the same order; a test compares the
 two.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Column(IntEnum):
+class HParam(IntEnum):
     """What the columns hold that every op reads alike. From `OWN` on they are the update rule's own, see `rules`."""
 
     RHO = 0  # radius of the perturbation; negative when the objective is maximised

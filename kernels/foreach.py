@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import reference, rules
-from .columns import Column
+from .columns import HParam
 from .conventions import CLIP_EPS, refuse_freed
 from .lists import Lists, Plan, Tensors, plan_of
 from .reference import accumulate_ as accumulate_
@@ -35,13 +35,13 @@ WRITES_IN_PARTS = torch.float16, torch.bfloat16  # as the reference does, from w
 CHUNK = 16_384
 
 
-def _serves(hyper: Tensor, *operands: Sequence[Tensor] | None) -> bool:
+def _serves(hparams: Tensor, *operands: Sequence[Tensor] | None) -> bool:
     """Whether all these operands are of one dtype that torch's functions compute in, where the host may read the
     scalars."""
     dtypes = {tensor.dtype for operand in operands if operand for tensor in operand[:1]}
     return (
         dtypes in ({torch.float32}, {torch.float64})
-        and hyper.device.type == "cpu"
+        and hparams.device.type == "cpu"
         and not torch.compiler.is_compiling()
     )
 
@@ -94,71 +94,71 @@ def norm_(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     accumulate: bool = False,
 ) -> None:
     """See `reference.norm_`."""
-    if not _serves(hyper, grads, weights):
-        return reference.norm_(sumsq, grads, weights, table, hyper, accumulate)
+    if not _serves(hparams, grads, weights):
+        return reference.norm_(sumsq, grads, weights, table, hparams, accumulate)
     plan = plan_of(table)
     lists = plan.lists(len(sumsq), grads, weights or None)
     directions = lists[0] or []
     if weights:
         directions = []
-        for _, h, (g, w) in plan.parts(hyper, lists):
-            if h[Column.ADAPTIVE]:
-                g = torch._foreach_mul(_adaptive(w, h[Column.ETA]), g)
+        for _, h, (g, w) in plan.parts(hparams, lists):
+            if h[HParam.ADAPTIVE]:
+                g = torch._foreach_mul(_adaptive(w, h[HParam.ETA]), g)
             directions += g
     _put(sumsq, directions, plan.longest, accumulate)
 
 
 @torch.no_grad()
 def perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
+    params: Sequence[Tensor],
+    backup: Tensor,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     sumsq: Tensor,
     save: bool,
     seed: Tensor | None = None,
 ) -> None:
     """See `reference.perturb_`."""
-    if not _serves(hyper, z, [origin], grads):
-        return reference.perturb_(z, origin, grads, table, hyper, sumsq, save, seed)
+    if not _serves(hparams, params, [backup], grads):
+        return reference.perturb_(params, backup, grads, table, hparams, sumsq, save, seed)
     plan, norms = plan_of(table), sumsq.sqrt().tolist()
-    lists = plan.lists(len(norms), z, [origin], grads)
-    perturb_lists_(plan, hyper, lists, norms, save)
+    lists = plan.lists(len(norms), params, [backup], grads)
+    perturb_lists_(plan, hparams, lists, norms, save)
 
 
-def perturb_lists_(plan: Plan, hyper: Tensor, lists: Lists, norms: Sequence[float], save: bool) -> None:
-    """`perturb_` of the lists z, origin and grads, with the norm of each row."""
-    z_, o_, _ = lists
+def perturb_lists_(plan: Plan, hparams: Tensor, lists: Lists, norms: Sequence[float], save: bool) -> None:
+    """`perturb_` of the lists params, backup and grads, with the norm of each row."""
+    params_, o_, _ = lists
     if save:
-        _copy_(o_, z_)
+        _copy_(o_, params_)
     else:
-        _copy_(z_, o_)
-    for row, h, (w_, _, g) in plan.parts(hyper, lists):
+        _copy_(params_, o_)
+    for row, h, (w_, _, g) in plan.parts(hparams, lists):
         if norms[row] > 0 and norms[row] < math.inf:
-            if h[Column.ADAPTIVE]:
-                t = _adaptive(w_, h[Column.ETA])
+            if h[HParam.ADAPTIVE]:
+                t = _adaptive(w_, h[HParam.ETA])
                 torch._foreach_mul_(t, t)
                 g = torch._foreach_mul(t, g)
-            torch._foreach_add_(w_, g, alpha=h[Column.RHO] / (norms[row] + h[Column.NU]))
+            torch._foreach_add_(w_, g, alpha=h[HParam.RHO] / (norms[row] + h[HParam.NU]))
 
 
 @torch.no_grad()
-def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
+def restore_(params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None:
     """See `reference.restore_`."""
-    _copy_(*plan_of(table).lists(len(origin), z, [origin]))
+    _copy_(*plan_of(table).lists(len(backup), params, [backup]))
 
 
 def _linear(h: Sequence[float], g2: Tensors, g1: Tensors | None, q: Tensors | None, scale: float) -> Tensors:
     """`v = a*g2/scale + b*g1 + q` of the local update rule; `g2` itself where that is all."""
     v = g2 if scale == 1 else torch._foreach_div(g2, scale)
-    if h[Column.A] != 1:
-        v = torch._foreach_mul(v, h[Column.A])
-    for term, factor in ((g1, h[Column.B]), (q, 1.0)):
+    if h[HParam.A] != 1:
+        v = torch._foreach_mul(v, h[HParam.A])
+    for term, factor in ((g1, h[HParam.B]), (q, 1.0)):
         if term is None:
             continue
         if v is g2:
@@ -171,26 +171,26 @@ def _linear(h: Sequence[float], g2: Tensors, g1: Tensors | None, q: Tensors | No
 @torch.no_grad()
 def update_norm_(
     sumsq: Tensor,
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     g1: Sequence[Tensor] | None = None,
     q: Tensor | None = None,
     grad_scale: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
     """See `reference.update_norm_`."""
-    if not _serves(hyper, z, _field(origin), grads):
-        return reference.update_norm_(sumsq, z, origin, grads, table, hyper, g1, q, grad_scale, accumulate)
+    if not _serves(hparams, params, _field(backup), grads):
+        return reference.update_norm_(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate)
     plan, scale = plan_of(table), 1.0 if grad_scale is None else grad_scale.item()
     found: list[Tensor] = []
     for _, h, (w, g, g1_, q_) in plan.parts(
-        hyper, plan.lists(len(sumsq), z if origin is None else [origin], grads, g1, _field(q))
+        hparams, plan.lists(len(sumsq), params if backup is None else [backup], grads, g1, _field(q))
     ):
         v = _linear(h, g, g1_, q_, scale)
-        found += torch._foreach_add(v, w, alpha=h[Column.PHI]) if h[Column.CLIP_FULL] else v
+        found += torch._foreach_add(v, w, alpha=h[HParam.PHI]) if h[HParam.CLIP_FULL] else v
     _put(sumsq, found, plan.longest, accumulate)
 
 
@@ -206,13 +206,13 @@ def _gradient(
     h: Sequence[float], w: Tensors, v: Tensors, sumsq_v: float | None, shift: Tensors | None
 ) -> tuple[Tensors, float]:
     """`d` of `reference.update_` without `decay*w`, and that decay, which rules add themselves."""
-    full, factor = h[Column.CLIP_FULL], _clip_factor(h[Column.CLIP], sumsq_v)
-    if full and h[Column.PHI]:
-        v = torch._foreach_add(v, w, alpha=h[Column.PHI])
+    full, factor = h[HParam.CLIP_FULL], _clip_factor(h[HParam.CLIP], sumsq_v)
+    if full and h[HParam.PHI]:
+        v = torch._foreach_add(v, w, alpha=h[HParam.PHI])
     if factor != 1:
         v = torch._foreach_mul(v, factor)
-    decay = (0.0 if h[Column.DECOUPLED] else h[Column.DECAY]) + (0.0 if full else h[Column.PHI])
-    if decay and (shift is not None or h[Column.DECOUPLED]):
+    decay = (0.0 if h[HParam.DECOUPLED] else h[HParam.DECAY]) + (0.0 if full else h[HParam.PHI])
+    if decay and (shift is not None or h[HParam.DECOUPLED]):
         v = torch._foreach_add(v, w if shift is None else torch._foreach_sub(w, shift), alpha=decay)
         decay = 0.0
     return v, decay
@@ -220,11 +220,11 @@ def _gradient(
 
 @torch.no_grad()
 def update_(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None] = (),
     *,
@@ -240,27 +240,27 @@ def update_(
 ) -> None:
     """See `reference.update_`."""
     found = rules.find(rule)
-    if found.lists is None or not _serves(hyper, z, _field(origin), grads):
+    if found.lists is None or not _serves(hparams, params, _field(backup), grads):
         options: dict[str, Any] = {"steps": steps, "g1": g1, "q": q, "sumsq_v": sumsq_v, "grad_scale": grad_scale}
         options |= {"found_inf": found_inf, "first": first, "keep": keep, "shift": shift}
-        return reference.update_(z, origin, grads, table, hyper, rule, state, **options)
-    plan, rows = plan_of(table), len(hyper)
-    shared = z, _field(origin), grads, g1, _field(q), _field(shift)
-    z_, o_, *others = plan.lists(rows, *shared, *map(_field, state))
+        return reference.update_(params, backup, grads, table, hparams, rule, state, **options)
+    plan, rows = plan_of(table), len(hparams)
+    shared = params, _field(backup), grads, g1, _field(q), _field(shift)
+    params_, o_, *others = plan.lists(rows, *shared, *map(_field, state))
     stops = found_inf is not None and found_inf.item() != 0
     if stops or not keep:
-        _copy_(z_, o_)
+        _copy_(params_, o_)
     if stops:
         return None
-    weights = o_ if keep and o_ else z_
+    weights = o_ if keep and o_ else params_
     scale = 1.0 if grad_scale is None else grad_scale.item()
     sums = [None] * rows if sumsq_v is None else sumsq_v.tolist()
     counts = None if steps is None else plan.count_(steps)
-    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hyper, [weights, counts, *others]):
+    for row, h, (w_, t, g, g1_, q_, p, *fields) in plan.parts(hparams, [weights, counts, *others]):
         d, decay = _gradient(h, w_, _linear(h, g, g1_, q_, scale), sums[row], p)
         found.lists(h, w_, d, decay, fields, t, first)
     if weights is o_:
-        _copy_(z_, o_)
+        _copy_(params_, o_)
 
 
 class ListCalls:
@@ -269,10 +269,10 @@ class ListCalls:
 
     REPEATS = False  # the calls of an update hold its gradients
 
-    def __init__(self, z: Sequence[Tensor], origin: Tensor, table: Tensor, hyper: Tensor) -> None:
-        self._operands = z, origin, table, hyper
+    def __init__(self, params: Sequence[Tensor], backup: Tensor, table: Tensor, hparams: Tensor) -> None:
+        self._operands = params, backup, table, hparams
         self._plan = plan_of(table)
-        self._z, self._origin = self._plan.lists(1, z, [origin])
+        self._params, self._backup = self._plan.lists(1, params, [backup])
 
     @staticmethod
     def watched() -> bool:
@@ -283,14 +283,14 @@ class ListCalls:
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
         """See `raw_calls.RawCalls.norm_perturb_`."""
         refuse_freed(grads)
-        z, origin, table, hyper = self._operands
+        params, backup, table, hparams = self._operands
         if adaptive:
-            norm_(sumsq, grads, z, table, hyper)
-            return perturb_(z, origin, grads, table, hyper, sumsq, save)
+            norm_(sumsq, grads, params, table, hparams)
+            return perturb_(params, backup, grads, table, hparams, sumsq, save)
         g = self._plan.kept(grads)
         total = sum([x * x for x in norms_of(g, self._plan.longest)]) if g else 0.0
         sumsq.fill_(total)
-        perturb_lists_(self._plan, hyper, [self._z, self._origin, g], [math.sqrt(total)], save)
+        perturb_lists_(self._plan, hparams, [self._params, self._backup, g], [math.sqrt(total)], save)
 
     def update(
         self,
@@ -304,12 +304,16 @@ class ListCalls:
     ) -> list[partial[None]]:
         """See `raw_calls.RawCalls.update`."""
         refuse_freed(grads)
-        z, origin, table, hyper = self._operands
-        start = None if in_place else origin
-        return [partial(update_, z, start, grads, table, hyper, rule, state, steps=steps, first=first, keep=keep)]
+        params, backup, table, hparams = self._operands
+        start = None if in_place else backup
+        return [
+            partial(update_, params, start, grads, table, hparams, rule, state, steps=steps, first=first, keep=keep)
+        ]
 
 
-def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> ListCalls | None:
+def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:
     """Return the two passes of a step on these operands, or None if they need the general functions, as without an
-    origin."""
-    return ListCalls(z, origin, table, hyper) if origin is not None and _serves(hyper, z, [origin]) else None
+    backup."""
+    return (
+        ListCalls(params, backup, table, hparams) if backup is not None and _serves(hparams, params, [backup]) else None
+    )

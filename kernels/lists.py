@@ -75,11 +75,11 @@ class Plan:
                 lists[i] = self._views_of(operand[0], rows, common) if count else []
         return lists
 
-    def parts(self, hyper: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
+    def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
         """Row by row and group by group: the row, the group's device scalars, read on the host, and what of each list
         belongs to it."""
         count = len(self._kept)
-        for row, scalars in enumerate(hyper.tolist()):
+        for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:
                 if len(members) < count:
                     own = [None if found is None else [found[row * count + i] for i in members] for found in lists]

@@ -23,21 +23,21 @@ _increment_version = torch._C._increment_version
 _ops = torch.ops.fastsam
 
 
-def raw_calls(z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> Any:
+def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> Any:
     """A shorter way to the calls of a step on these operands: `raw_calls.RawCalls` or, on a GPU, `raw_calls.CudaCalls`;
     None where there is none.
-    origin: None for weights that are perturbed apart and updated in place."""
-    if z[0].device.type == "cpu":
-        return RawCalls(z, origin, table, hyper)
+    backup: None for weights that are perturbed apart and updated in place."""
+    if params[0].device.type == "cpu":
+        return RawCalls(params, backup, table, hparams)
     # What is allocated while a graph is captured is the graph's, and filled when that is replayed.
-    return None if torch.cuda.is_current_stream_capturing() else CudaCalls(z, origin, table, hyper)
+    return None if torch.cuda.is_current_stream_capturing() else CudaCalls(params, backup, table, hparams)
 
 
-def _wrote(z: Sequence[Tensor]) -> None:
+def _wrote(params: Sequence[Tensor]) -> None:
     """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
     gradients."""
     if not torch.compiler.is_compiling():
-        _increment_version(z)
+        _increment_version(params)
 
 
 def _function(name: str, writes_weights: bool) -> Callable[..., None]:
@@ -59,26 +59,26 @@ norm_, perturb_, restore_, dual_norm_, dual_perturb_, inner_, accumulate_ = (
 
 def update_norm_(
     sumsq: Tensor,
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     g1: Sequence[Tensor] | None = None,
     q: Tensor | None = None,
     grad_scale: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
     """See `reference.update_norm_`."""
-    _ops.update_norm_.default(sumsq, z, origin, grads, table, hyper, g1 or (), q, grad_scale, accumulate)
+    _ops.update_norm_.default(sumsq, params, backup, grads, table, hparams, g1 or (), q, grad_scale, accumulate)
 
 
 def update_(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None] = (),
     *,
@@ -87,17 +87,17 @@ def update_(
     **options: Any,
 ) -> None:
     """See `reference.update_`."""
-    operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
+    operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
     _ops.update_.default(*operands, **options)
-    _wrote(z)
+    _wrote(params)
 
 
 def update_calls(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None],
     *,
@@ -110,7 +110,7 @@ def update_calls(
 ) -> list[partial[Any]]:
     """`update_` as calls to make in order: without a line of Python in them, so that no signal is handled between
     them."""
-    operands = z, origin, grads, table, hyper, rule, *all_fields(state), steps, g1 or ()
+    operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
     options = None, None, grad_scale, found_inf, first, keep, None
     # The overload itself is Python around `_op`, where an interrupt would come after the update was made.
-    return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, z)]
+    return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]

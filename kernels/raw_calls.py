@@ -50,10 +50,10 @@ def _function(name: str) -> Any:
 
 
 class RawCalls:
-    """The calls of a step on the CPU on the weights `z`, valid as long as all of these stay where they are.
+    """The calls of a step on the CPU on the weights `params`, valid as long as all of these stay where they are.
 
-    `z`: one tensor per segment; `origin` `[1, row_size]`, or None where weights are perturbed apart and updated in
-    place; `table` int64 `[segments, 4]`; `hyper` float64 `[1, groups, width]`.
+    `params`: one tensor per segment; `backup` `[1, row_size]`, or None where weights are perturbed apart and updated in
+    place; `table` int64 `[segments, 4]`; `hparams` float64 `[1, groups, width]`.
     """
 
     _suffix = ""  # of the functions' names
@@ -61,43 +61,51 @@ class RawCalls:
     REPEATS = True  # the calls of an update serve the next one, with other gradients
 
     def __init__(
-        self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor, launch: int = 0
+        self, params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor, launch: int = 0
     ) -> None:
         """`launch`: the address of what a GPU needs besides."""
         self._launch = launch
-        self._places = (ctypes.c_int64 * len(z))()  # of the gradients
-        self._z = z
-        self._held: list[Any] = [origin, hyper]  # so that no address goes stale
-        if origin is not None:
-            self._at = self._frame(z, table, hyper, origin.dtype, _address(origin))
-        self._apart = partial(self._frame_apart, z, table, hyper)
-        self._without_origin = partial(self._frame, z, table, hyper, z[0].dtype, 0)
-        self._pack = functools.partial(Struct(f"{len(z)}q").pack_into, self._places, 0)
+        self._places = (ctypes.c_int64 * len(params))()  # of the gradients
+        self._params = params
+        self._held: list[Any] = [backup, hparams]  # so that no address goes stale
+        if backup is not None:
+            self._at = self._frame(params, table, hparams, backup.dtype, _address(backup))
+        self._apart = partial(self._frame_apart, params, table, hparams)
+        self._without_backup = partial(self._frame, params, table, hparams, params[0].dtype, 0)
+        self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
         self._made: list[Call] = []
         self._state: Any = None  # addresses of the fields of the calls that were made
 
     @functools.cached_property
     def _in_place_at(self) -> tuple[int, int]:
-        return self._without_origin()
+        return self._without_backup()
 
     @functools.cached_property
     def _apart_at(self) -> tuple[int, int]:
         return self._apart()
 
-    def _frame_apart(self, z: Sequence[Tensor], table: Tensor, hyper: Tensor) -> tuple[int, int]:
-        """A frame with the weights in origin's place, where offsets count from the first of them."""
-        first, moved = min((_address(w) for w in z if w.numel()), default=0), table.clone()
-        offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in z]
+    def _frame_apart(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
+        """A frame with the weights in backup's place, where offsets count from the first of them."""
+        first, moved = min((_address(w) for w in params if w.numel()), default=0), table.clone()
+        offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in params]
         moved[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
-        return self._frame(z, moved, hyper, z[0].dtype, first)
+        return self._frame(params, moved, hparams, params[0].dtype, first)
 
     def _frame(
-        self, z: Sequence[Tensor], table: Tensor, hyper: Tensor, stored: torch.dtype, origin: int
+        self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
     ) -> tuple[int, int]:
-        """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `origin`: the address where its
+        """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `backup`: the address where its
         offsets start, 0 for none."""
-        words = [len(z), _address(table), _address(hyper), _TYPES[z[0].dtype], _TYPES[stored], origin, self._launch]
-        frame = (ctypes.c_int64 * (len(words) + len(z)))(*words, *map(_address, z))
+        words = [
+            len(params),
+            _address(table),
+            _address(hparams),
+            _TYPES[params[0].dtype],
+            _TYPES[stored],
+            backup,
+            self._launch,
+        ]
+        frame = (ctypes.c_int64 * (len(words) + len(params)))(*words, *map(_address, params))
         self._held += [table, frame]
         return ctypes.addressof(frame), ctypes.addressof(self._places)
 
@@ -115,14 +123,14 @@ class RawCalls:
 
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
         """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive`
-        needs weights of `origin`'s dtype."""
+        needs weights of `backup`'s dtype."""
         self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
 
     def norm_perturb_apart_(
         self, apart: Sequence[Tensor], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
-        """The same with the perturbed weights in `apart`, like `z` and of its dtype, which may be `grads` themselves:
-        `z` is only read. It counts as written, for who puts them in its place."""
+        """The same with the perturbed weights in `apart`, like `params` and of their dtype, which may be `grads`
+        themselves: `params` are only read. They count as written, for who puts them in its place."""
         words = (ctypes.c_int64 * len(apart)).from_address(self._apart_at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64))
         words[:] = list(map(_address, apart))
         self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
@@ -133,7 +141,7 @@ class RawCalls:
         self._locate(grads)
         if _function("norm_perturb" + self._suffix)(*at, _address(sumsq), adaptive, save):
             raise RuntimeError(FAILED)
-        _wrote(self._z)
+        _wrote(self._params)
 
     def update(
         self,
@@ -147,7 +155,7 @@ class RawCalls:
     ) -> list[Call]:
         """The calls that make `update_`, see `reference`; valid until the next `update`, with the gradients of the last
         call of a method.
-        `in_place`: from `z`, without an origin. They have no line of Python in them, so that no signal is handled
+        `in_place`: from `params`, without a backup. They have no line of Python in them, so that no signal is handled
         between them; the first returns true when it could not run."""
         self._locate(grads)
         places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
@@ -157,7 +165,7 @@ class RawCalls:
         at = self._in_place_at if in_place else self._at
         made, found = _function("update" + self._suffix), _rule(rule, self._suffix)
         function = partial(made, *at, found, ctypes.addressof(self._state), first, keep)
-        self._made = [function, partial(_wrote, self._z)]
+        self._made = [function, partial(_wrote, self._params)]
         return self._made
 
     def again(self, calls: list[Call], grads: Sequence[Tensor]) -> bool:
@@ -174,13 +182,13 @@ class CudaCalls(RawCalls):
 
     _suffix = "_cuda"
 
-    def __init__(self, z: Sequence[Tensor], origin: Tensor | None, table: Tensor, hyper: Tensor) -> None:
+    def __init__(self, params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> None:
         self._words = (ctypes.c_int64 * 4)()  # device, stream, partial sums, tickets: LaunchWord
-        super().__init__(z, origin, table, hyper, ctypes.addressof(self._words))
-        at, device = self._in_place_at if origin is None else self._at, z[0].get_device()
+        super().__init__(params, backup, table, hparams, ctypes.addressof(self._words))
+        at, device = self._in_place_at if backup is None else self._at, params[0].get_device()
         partials = _function("partials_cuda")(at[0])
-        self._partials = torch.empty(max(partials, 1), dtype=torch.float64, device=z[0].device)
-        self._tickets = torch.zeros(2, dtype=torch.int32, device=z[0].device)
+        self._partials = torch.empty(max(partials, 1), dtype=torch.float64, device=params[0].device)
+        self._tickets = torch.zeros(2, dtype=torch.int32, device=params[0].device)
         self._words[:] = [device, 0, _address(self._partials), _address(self._tickets)]
         self._stream = partial(_raw_stream, device)
 

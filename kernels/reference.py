@@ -1,5 +1,4 @@
-"""The executable specification: every kernel of fastsam in plain torch. The equations stand here and nowhere else; how
-a number is rounded stochastically, in `rounding`.
+"""The executable specification: every kernel in plain torch, with its equation. `rounding` has stochastic rounding.
 
 Conventions, shared by every backend
 ------------------------------------
@@ -8,28 +7,27 @@ A model is one flat index space cut into *segments*; a cohort of clients is seve
 table
     int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot (the segment's number in its layout,
     which stays the same when other segments are left out of a call). Only the segments of the table are touched.
-list operand (`z`, `grads`, `weights`, `g1`)
+list operand (`params`, `grads`, `weights`, `g1`)
     Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the
     row), or one flat field `[rows, row_size]` that is addressed at the segments' offsets.
-field (`origin`, `momentum`, `q`, ...)
+field (`backup`, `momentum`, `q`, ...)
     `[rows, row_size]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector
     for all rows.
-hyper
+hparams
     float64 `[rows, groups, WIDTH]`, see `columns`; its first dimension says how many rows a call has.
 sumsq
     float64 `[rows]`: a sum of squares per row.
 
-The weights that autograd sees are called `z`; `origin` holds the unperturbed weights while `z` is perturbed. Arithmetic
-runs in `compute_dtype(z.dtype)`: float64 for float64, otherwise float32. `origin` has either the dtype of `z` or, for
-half-precision
-weights, float32: then it is their *master copy*, and `z` is its rounding.
+The weights that autograd sees are `params`, `z` in formulas; `backup` holds the unperturbed weights while they are
+perturbed. Arithmetic runs in `compute_dtype` of their dtype: float64 for float64, otherwise float32. `backup` has their
+dtype or, for half-precision weights, float32: then it is their *master copy*, and `params` are its rounding.
 
 Functions and arguments that are written end in `_`, or are called `out`.
 
 Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9); of the update rules, in `rules`. The general
 local update rule covers the federated algorithms:
-    d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu);  v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -=
-    lr*(sig*v + kappa*w)
+    d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu)
+    v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -= lr*(sig*v + kappa*w)
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ import torch
 from torch import Tensor
 
 from . import rules
-from .columns import WIDTH, Column
+from .columns import WIDTH, HParam
 from .conventions import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
 from .rounding import DROPPED, random_bits, stochastic
 
@@ -62,20 +60,20 @@ def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Te
         yield tensor.as_strided((rows, length), (row_stride, 1), start)
 
 
-def _scalars(hyper: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tensor]:
+def _scalars(hparams: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tensor]:
     """The columns of one group as `[rows, 1]`, ready to broadcast over a segment."""
-    values = hyper[:, group].to(dtype)
+    values = hparams[:, group].to(dtype)
     return {column: values[:, column : column + 1] for column in range(WIDTH)}
 
 
 def _each(
-    table: Tensor, hyper: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
+    table: Tensor, hparams: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
 ) -> Iterator[tuple[dict[int, Tensor], list[Any]]]:
     """Per segment: its scalars, and a `[rows, length]` view of each operand (None stays None)."""
-    rows = hyper.shape[0]
+    rows = hparams.shape[0]
     views = [None if operand is None else list(segments(operand, table, rows)) for operand in operands]
     for i, group in enumerate(table[:, 2].tolist()):
-        yield _scalars(hyper, group, dtype), [None if view is None else view[i] for view in views]
+        yield _scalars(hparams, group, dtype), [None if view is None else view[i] for view in views]
 
 
 def _field(field: Tensor | None) -> list[Tensor] | None:
@@ -87,10 +85,10 @@ def _unscaled(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Te
     return grad if grad_scale is None else grad / grad_scale.to(dtype)
 
 
-def _scale(hyper: Tensor, group: int, sumsq: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale(hparams: Tensor, group: int, sumsq: Tensor, dtype: torch.dtype) -> Tensor:
     """`rho/(norm + nu)`, `[rows, 1]`, in float64 before it is rounded, as in every backend."""
-    h = _scalars(hyper, group, torch.float64)
-    return (h[Column.RHO] / (sumsq.sqrt()[:, None] + h[Column.NU])).to(dtype)
+    h = _scalars(hparams, group, torch.float64)
+    return (h[HParam.RHO] / (sumsq.sqrt()[:, None] + h[HParam.NU])).to(dtype)
 
 
 def _accumulate(out: Tensor, total: Tensor, accumulate: bool) -> None:
@@ -103,7 +101,7 @@ def norm_(
     grads: Sequence[Tensor],
     weights: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     accumulate: bool = False,
 ) -> None:
     """`sumsq[r] (+)= ||T*g||^2` over the row, with `T = |w| + eta` in adaptive groups and 1 elsewhere.
@@ -112,30 +110,30 @@ def norm_(
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (g, w) in _each(table, hyper, dtype, grads, weights or None):
+    for h, (g, w) in _each(table, hparams, dtype, grads, weights or None):
         direction = g.to(dtype)
         if w is not None:
-            direction = torch.where(h[Column.ADAPTIVE] != 0, (w.to(dtype).abs() + h[Column.ETA]) * direction, direction)
+            direction = torch.where(h[HParam.ADAPTIVE] != 0, (w.to(dtype).abs() + h[HParam.ETA]) * direction, direction)
         total += direction.square().sum(1, dtype=torch.float64)
     _accumulate(sumsq, total, accumulate)
 
 
 @torch.no_grad()
 def perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
+    params: Sequence[Tensor],
+    backup: Tensor,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     sumsq: Tensor,
     save: bool,
     seed: Tensor | None = None,
 ) -> None:
     """`z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
 
-    save=True: `w` is what `z` holds, and is written to `origin` first (the backup that `restore_` and the updates
-    read). Where `origin` is a master copy, `w` is `origin` as long as `z` is still its rounding, else `z` (someone
-    wrote the weights). save=False: `w` is `origin`; `z` is only written.
+    save=True: `w` is what `params` hold, and is written to `backup` first, which `restore_` and the updates read. Where
+    `backup` is a master copy, `w` is `backup` as long as `params` are still its rounding, else `params` (someone wrote
+    the weights). save=False: `w` is `backup`; `params` are only written.
 
     seed: None, or int64 `[rows]`: half-precision weights are then `z = stochastic(round(w) + rho*d/(norm + nu))`, where
         `round` is to nearest and `stochastic` (see `rounding`) to one of the two neighbours, with random bits that are
@@ -144,15 +142,17 @@ def perturb_(
 
     A row whose norm is zero or not finite is not perturbed: `z = w`, bit for bit.
     """
-    dtype = compute_dtype(origin.dtype)
+    dtype = compute_dtype(backup.dtype)
     records = table[:, [0, 2]].tolist()
-    for (offset, group), (h, (w_, o_, g)) in zip(records, _each(table, hyper, dtype, z, [origin], grads), strict=True):
+    for (offset, group), (h, (w_, o_, g)) in zip(
+        records, _each(table, hparams, dtype, params, [backup], grads), strict=True
+    ):
         if save:
             o_.copy_(w_ if o_.dtype == w_.dtype else torch.where(o_.to(w_.dtype) == w_, o_, w_.to(o_.dtype)))
         w, direction = o_.to(dtype), g.to(dtype)
-        t = w.abs() + h[Column.ETA]
-        direction = torch.where(h[Column.ADAPTIVE] != 0, t * t * direction, direction)
-        scale = _scale(hyper, group, sumsq, dtype)
+        t = w.abs() + h[HParam.ETA]
+        direction = torch.where(h[HParam.ADAPTIVE] != 0, t * t * direction, direction)
+        scale = _scale(hparams, group, sumsq, dtype)
         moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
         if seed is None or w_.dtype not in DROPPED:
             w_.copy_(torch.where(moves, w + scale * direction, w))
@@ -164,16 +164,16 @@ def perturb_(
 
 
 @torch.no_grad()
-def restore_(z: Sequence[Tensor], origin: Tensor, table: Tensor) -> None:
-    """`z = origin`, bit for bit (rounded when `origin` is a master copy)."""
-    rows = origin.shape[0]
-    for w_, o in zip(segments(z, table, rows), segments([origin], table, rows), strict=True):
+def restore_(params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None:
+    """`params = backup`, bit for bit (rounded when `backup` is a master copy)."""
+    rows = backup.shape[0]
+    for w_, o in zip(segments(params, table, rows), segments([backup], table, rows), strict=True):
         w_.copy_(o)
 
 
 def _dual_direction(h: dict[int, Tensor], g: Tensor, mu: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     """`d = alpha*(g - mu) - s`."""
-    return h[Column.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype)
+    return h[HParam.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype)
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def dual_norm_(
     mu: Tensor,
     s: Tensor,
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     accumulate: bool = False,
 ) -> None:
     """`sumsq[r] (+)= ||d||^2` over the row, with `d = alpha*(g - mu) - s`: the perturbation's direction where it has a
@@ -193,38 +193,38 @@ def dual_norm_(
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (g, mu_, s_) in _each(table, hyper, dtype, grads, [mu], [s]):
+    for h, (g, mu_, s_) in _each(table, hparams, dtype, grads, [mu], [s]):
         total += _dual_direction(h, g, mu_, s_, dtype).square().sum(1, dtype=torch.float64)
     _accumulate(sumsq, total, accumulate)
 
 
 @torch.no_grad()
 def dual_perturb_(
-    z: Sequence[Tensor],
-    origin: Tensor,
+    params: Sequence[Tensor],
+    backup: Tensor,
     mu: Tensor,
     grads: Sequence[Tensor],
     s: Tensor,
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     sumsq: Tensor,
     eps: Tensor | None = None,
 ) -> None:
-    """`e = rho*d/(norm + nu)`, `z = origin + e`, then the dual's step `mu += (e - s)/alpha`; `d`, `alpha` as in
+    """`e = rho*d/(norm + nu)`, `z = backup + e`, then the dual's step `mu += (e - s)/alpha`; `d`, `alpha` as in
     `dual_norm_`.
 
     eps: field in the compute dtype that takes `e`, or None. `e = 0` in a row whose norm is zero or not finite; its dual
     moves all the same. Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated
     Learning", ICML 2023.
     """
-    dtype = compute_dtype(origin.dtype)
-    for h, (w_, o, g, mu_, s_, e_) in _each(table, hyper, dtype, z, [origin], grads, [mu], [s], _field(eps)):
-        scale = h[Column.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[Column.NU])
+    dtype = compute_dtype(backup.dtype)
+    for h, (w_, o, g, mu_, s_, e_) in _each(table, hparams, dtype, params, [backup], grads, [mu], [s], _field(eps)):
+        scale = h[HParam.RHO] / (sumsq.sqrt().to(dtype)[:, None] + h[HParam.NU])
         moves = (sumsq.isfinite() & (sumsq > 0))[:, None]
         e = scale * _dual_direction(h, g, mu_, s_, dtype)
         e = torch.where(moves, e, torch.zeros_like(e))
         w_.copy_(torch.where(moves, o.to(dtype) + e, o.to(dtype)))
-        mu_.copy_(mu_ + (e - s_) / h[Column.PENALTY])
+        mu_.copy_(mu_ + (e - s_) / h[HParam.PENALTY])
         if e_ is not None:
             e_.copy_(e)
 
@@ -284,11 +284,11 @@ def accumulate_(
 @torch.no_grad()
 def update_norm_(
     sumsq: Tensor,
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     g1: Sequence[Tensor] | None = None,
     q: Tensor | None = None,
     grad_scale: Tensor | None = None,
@@ -296,31 +296,31 @@ def update_norm_(
 ) -> None:
     """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks
     at."""
-    dtype = compute_dtype(z[0].dtype) if z else torch.float32
+    dtype = compute_dtype(params[0].dtype) if params else torch.float32
     total = torch.zeros_like(sumsq)
-    for h, (w_, o, g, g1_, q_) in _each(table, hyper, dtype, z, _field(origin), grads, g1, _field(q)):
+    for h, (w_, o, g, g1_, q_) in _each(table, hparams, dtype, params, _field(backup), grads, g1, _field(q)):
         v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
         w = (w_ if o is None else o).to(dtype)
-        v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v)
+        v = torch.where(h[HParam.CLIP_FULL] != 0, v + h[HParam.PHI] * w, v)
         total += v.square().sum(1, dtype=torch.float64)
     _accumulate(sumsq, total, accumulate)
 
 
 def _linear(h: dict[int, Tensor], g2: Tensor, g1: Tensor | None, q: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`v = a*g2 + b*g1 + q` of the local update rule."""
-    v = h[Column.A] * g2
+    v = h[HParam.A] * g2
     if g1 is not None:
-        v = v + h[Column.B] * g1.to(dtype)
+        v = v + h[HParam.B] * g1.to(dtype)
     return v if q is None else v + q.to(dtype)
 
 
 @torch.no_grad()
 def update_(
-    z: Sequence[Tensor],
-    origin: Tensor | None,
+    params: Sequence[Tensor],
+    backup: Tensor | None,
     grads: Sequence[Tensor],
     table: Tensor,
-    hyper: Tensor,
+    hparams: Tensor,
     rule: str,
     state: Sequence[Tensor | None] = (),
     *,
@@ -336,11 +336,11 @@ def update_(
 ) -> None:
     """Restore and update in one pass: the local update rule, then `rule` with its gradient.
 
-        w = origin (or z)                               the unperturbed weights
+        w = backup (or params)                           the unperturbed weights
         v = a*g2 + b*g1 + q
-        d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift),   sig = min(1, C/(||v|| + 1e-6)), 1 without
-        clipping z = rule of (1 - lr*decoupled)*w and d          keep=True: origin = z too, before the rounding to z's
-        dtype
+        sig = min(1, C/(||v|| + 1e-6)), without clipping 1
+        d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift)
+        params = rule of (1 - lr*decoupled)*w and d      keep=True: backup too, before the rounding to params' dtype
 
     where weight decay is `coupled` or `decoupled` (column DECOUPLED), and the other of the two is 0.
 
@@ -364,23 +364,23 @@ def update_(
         are only restored, nothing else is written and no step is counted.
     """
     found = rules.find(rule)
-    dtype = compute_dtype(z[0].dtype) if z else torch.float32
+    dtype = compute_dtype(params[0].dtype) if params else torch.float32
     stop = None if found_inf is None else found_inf.reshape(()) != 0
     kept = [*state, *[None] * (len(found.state) - len(state))]
-    shared = z, _field(origin), grads, g1, _field(q), _field(shift)
-    operands = _each(table, hyper, dtype, *shared, *map(_field, kept))
+    shared = params, _field(backup), grads, g1, _field(q), _field(shift)
+    operands = _each(table, hparams, dtype, *shared, *map(_field, kept))
     for slot, (h, (w_, o_, g, g1_, q_, shift_, *fields)) in zip(table[:, 3].tolist(), operands, strict=True):
-        t = torch.ones(hyper.shape[0], 1, dtype=torch.float64, device=hyper.device)
+        t = torch.ones(hparams.shape[0], 1, dtype=torch.float64, device=hparams.device)
         if steps is not None:
             steps[:, slot] += 1 if stop is None else torch.where(stop, 0, 1).to(steps.dtype)
             t = steps[:, slot].to(torch.float64)[:, None]
         w = (w_ if o_ is None else o_).to(dtype)
-        full, decoupled, decay = h[Column.CLIP_FULL] != 0, h[Column.DECOUPLED] != 0, h[Column.DECAY]
+        full, decoupled, decay = h[HParam.CLIP_FULL] != 0, h[HParam.DECOUPLED] != 0, h[HParam.DECAY]
         v = _linear(h, _unscaled(g, grad_scale, dtype), g1_, q_, dtype)
-        inner = torch.where(full, v + h[Column.PHI] * w, v)
-        inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[Column.PHI])
+        inner = torch.where(full, v + h[HParam.PHI] * w, v)
+        inside = torch.where(decoupled, 0.0, decay) + torch.where(full, 0.0, h[HParam.PHI])
         d = _clip_factor(h, sumsq_v, dtype) * inner + inside * (w if shift_ is None else w - shift_)
-        new, *states = found.step(h, torch.where(decoupled, w * (1 - h[Column.LR] * decay), w), d, fields, t, first)
+        new, *states = found.step(h, torch.where(decoupled, w * (1 - h[HParam.LR] * decay), w), d, fields, t, first)
         for field, value in zip(fields, states, strict=False):
             if field is not None:
                 field.copy_(value if stop is None else torch.where(stop, field, value))
@@ -389,7 +389,7 @@ def update_(
 
 def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`sig`, `[rows, 1]`."""
-    limit = h[Column.CLIP]
+    limit = h[HParam.CLIP]
     if sumsq_v is None:
         return torch.ones_like(limit)
     factor = (limit / (sumsq_v.sqrt().to(dtype)[:, None] + CLIP_EPS)).clamp(max=1.0)

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .columns import OWN, WIDTH, Column
+from .columns import OWN, WIDTH, HParam
 
 Group = Mapping[str, Any]  # options of an optimizer's parameter group
-Scalars = Mapping[int, Tensor]  # columns of `hyper`, each `[rows, 1]`
+Scalars = Mapping[int, Tensor]  # columns of `hparams`, each `[rows, 1]`
 MOST_FIELDS = 3  # of a rule's state
 
 
@@ -49,8 +49,8 @@ class Rule:
     optional
         Those of the fields that parameters may be without; `kept` says which a group's parameters have.
     own
-        From a group to the numbers of the rule's own columns of `hyper`, in their order: Python numbers, or one-element
-        tensors.
+        From a group to the numbers of the rule's own columns of `hparams`, in their order: Python numbers, or
+        one-element tensors.
     step
         `step(h, w, d, fields, t, first)`: the new weights, and the new fields in their order, `[rows, length]` all.
         `h`: the columns; `w`: the weights, shrunk already where the decay is decoupled; `d`: the gradient, with a
@@ -96,10 +96,10 @@ class Rule:
     def columns(self, group: Group) -> dict[int, Any]:
         """The group's device scalars, by column."""
         common: dict[int, Any] = {
-            Column.LR: group["lr"],
-            Column.DECAY: group["weight_decay"],
-            Column.A: -1.0 if group["maximize"] else 1.0,
-            Column.DECOUPLED: float(self.decoupled(group)),
+            HParam.LR: group["lr"],
+            HParam.DECAY: group["weight_decay"],
+            HParam.A: -1.0 if group["maximize"] else 1.0,
+            HParam.DECOUPLED: float(self.decoupled(group)),
         }
         return {**common, **dict(zip(range(OWN, WIDTH), self.own(group), strict=False))}
 

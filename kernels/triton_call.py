@@ -31,15 +31,15 @@ class Call:
         table: Tensor,
         rows: int,
         device: torch.device,
-        hyper: Tensor | None = None,
+        hparams: Tensor | None = None,
         **operands: Sequence[Tensor] | Tensor | None,
     ) -> None:
         self.plan, self.rows, self.device = plan_of(table, device), rows, device
         self.programs = self.plan.n_chunks * rows
         self._aligned = self.plan.aligned
         self._args: dict[str, Any] = {name: self._operand(x) for name, x in operands.items()}
-        if hyper is not None:
-            self._args["hyper"] = (hyper, *hyper.stride()[:2])
+        if hparams is not None:
+            self._args["hparams"] = (hparams, *hparams.stride()[:2])
 
     def _operand(self, given: Sequence[Tensor] | Tensor | None) -> Operand | None:
         if isinstance(given, Tensor):
@@ -79,10 +79,10 @@ def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
     return tl.float64 if tensors and tensors[0].dtype == torch.float64 else tl.float32
 
 
-def wrote(z: Sequence[Tensor]) -> None:
+def wrote(params: Sequence[Tensor]) -> None:
     """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
     gradients."""
-    torch.autograd.graph.increment_version(z)
+    torch.autograd.graph.increment_version(params)
 
 
 P = ParamSpec("P")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .columns import Column
+from .columns import HParam
 from .triton_common import LANES, narrow, widen
 
 CHUNK = tl.constexpr(4096)  # elements per program
@@ -80,14 +80,14 @@ def locate(plan, n_chunks, segments):
     return Chunk(row, n_chunks, segment, segments, begin, rest, offset, group, slot)
 
 
-Columns = namedtuple("Columns", [*(column.name.lower() for column in Column), "own"])  # type: ignore[misc]
+Columns = namedtuple("Columns", [*(column.name.lower() for column in HParam), "own"])  # type: ignore[misc]
 
 
 @triton.jit
-def columns(hyper, chunk):
-    """The device scalars of the chunk's row and group, by the names of `Column`; those that a kernel does not use are
+def columns(hparams, chunk):
+    """The device scalars of the chunk's row and group, by the names of `HParam`; those that a kernel does not use are
     not read."""
-    scalars, row_stride, group_stride = hyper
+    scalars, row_stride, group_stride = hparams
     h = scalars + chunk.row * row_stride + chunk.group * group_stride
     return Columns(  # type: ignore[call-arg]
         tl.load(h), tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4), tl.load(h + 5), tl.load(h + 6),

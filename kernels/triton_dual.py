@@ -30,30 +30,30 @@ def _add_direction(totals, operands, penalty, at):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_norm_kernel(
-    sums, grads, mu, s, plan, hyper, n_chunks, segments,
+    sums, grads, mu, s, plan, hparams, n_chunks, segments,
     COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    penalty = columns(hyper, chunk).penalty.to(COMPUTE)
+    penalty = columns(hparams, chunk).penalty.to(COMPUTE)
     totals = add_up(_add_direction, 1, (grads, mu, s), penalty, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
 
 
 @compilable(reference.dual_norm_, "sumsq")
-def dual_norm_(sumsq, grads, mu, s, table, hyper, accumulate=False):
+def dual_norm_(sumsq, grads, mu, s, table, hparams, accumulate=False):
     """See `reference.dual_norm_`."""
-    call = Call(table, hyper.shape[0], sumsq.device, hyper, grads=grads, mu=mu, s=s)
+    call = Call(table, hparams.shape[0], sumsq.device, hparams, grads=grads, mu=mu, s=s)
     sum_chunks_(_dual_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(grads))
 
 
 @triton.jit
 def _perturb(operands, numbers, at):
-    z, origin, mu, grads, s, eps = operands
+    params, backup, mu, grads, s, eps = operands
     scale, moves, penalty, inverse = numbers
     mu_, s_ = load(mu, at), load(s, at)
     e = tl.where(moves, scale * _direction(grads, mu_, s_, penalty, at), 0.0)
-    w = read(origin, at)
-    store(z, at, tl.where(moves, w + e, w))
+    w = read(backup, at)
+    store(params, at, tl.where(moves, w + e, w))
     store(mu, at, mu_ + (e - s_) * inverse)
     if eps is not None:
         store(eps, at, e)
@@ -61,19 +61,31 @@ def _perturb(operands, numbers, at):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _dual_perturb_kernel(
-    z, origin, mu, grads, s, eps, sumsq, plan, hyper, n_chunks, segments, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr
+    params,
+    backup,
+    mu,
+    grads,
+    s,
+    eps,
+    sumsq,
+    plan,
+    hparams,
+    n_chunks,
+    segments,
+    COMPUTE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     chunk = locate(plan, n_chunks, segments)
-    h = columns(hyper, chunk)
+    h = columns(hparams, chunk)
     scale, moves = radius(sumsq, h, chunk)
     numbers = scale.to(COMPUTE), moves, h.penalty.to(COMPUTE), (1.0 / h.penalty).to(COMPUTE)
-    each_block(_perturb, (z, origin, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
+    each_block(_perturb, (params, backup, mu, grads, s, eps), numbers, chunk, COMPUTE, ALIGNED)
 
 
-@compilable(reference.dual_perturb_, "z", "mu", "eps")
-def dual_perturb_(z, origin, mu, grads, s, table, hyper, sumsq, eps=None):
+@compilable(reference.dual_perturb_, "params", "mu", "eps")
+def dual_perturb_(params, backup, mu, grads, s, table, hparams, sumsq, eps=None):
     """See `reference.dual_perturb_`."""
-    fields = {"origin": origin, "mu": mu, "s": s, "eps": eps}
-    call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, **fields)
-    call.each_chunk(_dual_perturb_kernel, sumsq=(sumsq, sumsq.stride(0)), COMPUTE=compute_type(z))
-    wrote(z)
+    fields = {"backup": backup, "mu": mu, "s": s, "eps": eps}
+    call = Call(table, hparams.shape[0], backup.device, hparams, params=params, grads=grads, **fields)
+    call.each_chunk(_dual_perturb_kernel, sumsq=(sumsq, sumsq.stride(0)), COMPUTE=compute_type(params))
+    wrote(params)

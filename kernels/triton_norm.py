@@ -69,11 +69,11 @@ def _add_direction(totals, operands, numbers, at):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _norm_kernel(
-    sums, grads, weights, plan, hyper, n_chunks, segments,
+    sums, grads, weights, plan, hparams, n_chunks, segments,
     COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    h = columns(hyper, chunk)
+    h = columns(hparams, chunk)
     numbers = h.adaptive != 0, h.eta.to(COMPUTE)
     totals = add_up(_add_direction, 1, (grads, weights), numbers, chunk, COMPUTE, ALIGNED)
     finish_row(sums, totals, chunk, ACCUMULATE)
@@ -93,7 +93,7 @@ def sum_chunks_(kernel: Any, out: Tensor, call: Call, accumulate: bool, **args: 
 
 
 @compilable(reference.norm_, "sumsq")
-def norm_(sumsq, grads, weights, table, hyper, accumulate=False):
+def norm_(sumsq, grads, weights, table, hparams, accumulate=False):
     """See `reference.norm_`."""
-    call = Call(table, hyper.shape[0], sumsq.device, hyper, grads=grads, weights=weights)
+    call = Call(table, hparams.shape[0], sumsq.device, hparams, grads=grads, weights=weights)
     sum_chunks_(_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(grads))

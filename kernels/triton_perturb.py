@@ -61,79 +61,80 @@ class Perturbation(NamedTuple):
     moves: Any
     adaptive: Any
     eta: Any
-    words: Any  # of the seed; none where z is rounded to nearest
+    words: Any  # of the seed; none where the weights are rounded to nearest
     place: Any  # of the chunk in the row
     SAVE: tl.constexpr
 
 
 @triton.jit
 def _perturb(operands, by, at):
-    z, origin, grads = operands
-    Z_DTYPE: tl.constexpr = z.dtype.element_ty
+    params, backup, grads = operands
+    Z_DTYPE: tl.constexpr = params.dtype.element_ty
     if by.SAVE:
-        kept = load(z, at)
-        if origin.dtype.element_ty != Z_DTYPE:
-            # The master copy holds as long as z is its rounding; a NaN equals nothing and is taken from z.
-            master = load(origin, at)
+        kept = load(params, at)
+        if backup.dtype.element_ty != Z_DTYPE:
+            # The master copy holds as long as the weights are its rounding; a NaN equals nothing and is taken from
+            # them.
+            master = load(backup, at)
             held = widen(kept, at.COMPUTE)
             kept = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == held, master, held)
-        store(origin, at, kept)
+        store(backup, at, kept)
     else:
-        kept = load(origin, at)
+        kept = load(backup, at)
     w = widen(kept, at.COMPUTE)
     d = read(grads, at)
     t = tl.abs(w) + by.eta
     d = tl.where(by.adaptive, t * t * d, d)
     if len(by.words) == 0:
-        store(z, at, tl.where(by.moves, w + by.scale * d, w))
+        store(params, at, tl.where(by.moves, w + by.scale * d, w))
     else:
         base = narrow(w, Z_DTYPE)
         random = mix((by.place + at.lane).to(tl.uint32) ^ by.words[0], by.words[1])
         moved = stochastic(widen(base, at.COMPUTE) + by.scale * d, random, Z_DTYPE)
-        store(z, at, tl.where(by.moves, moved, base))
+        store(params, at, tl.where(by.moves, moved, base))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _perturb_kernel(
-    z, origin, grads, sumsq, seed, plan, hyper, n_chunks, segments,
+    params, backup, grads, sumsq, seed, plan, hparams, n_chunks, segments,
     SAVE: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    h = columns(hyper, chunk)
+    h = columns(hparams, chunk)
     scale, moves = radius(sumsq, h, chunk)
     words = () if seed is None else keys(tl.load(seed + chunk.row))
     place = chunk.offset + chunk.begin
     each_block(
-        _perturb, (z, origin, grads),
+        _perturb, (params, backup, grads),
         Perturbation(scale.to(COMPUTE), moves, h.adaptive != 0, h.eta.to(COMPUTE), words, place, SAVE), chunk, COMPUTE,
         ALIGNED,
     )  # fmt: skip
 
 
-@compilable(reference.perturb_, "z", "origin")
-def perturb_(z, origin, grads, table, hyper, sumsq, save, seed=None):
+@compilable(reference.perturb_, "params", "backup")
+def perturb_(params, backup, grads, table, hparams, sumsq, save, seed=None):
     """See `reference.perturb_`."""
-    call = Call(table, hyper.shape[0], origin.device, hyper, z=z, grads=grads, origin=origin)
-    seed = seed if z and z[0].dtype.itemsize == 2 else None
+    call = Call(table, hparams.shape[0], backup.device, hparams, params=params, grads=grads, backup=backup)
+    seed = seed if params and params[0].dtype.itemsize == 2 else None
     sums = (sumsq, sumsq.stride(0))
-    call.each_chunk(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute_type(z))
-    wrote(z)
+    call.each_chunk(_perturb_kernel, sumsq=sums, seed=seed, SAVE=save, COMPUTE=compute_type(params))
+    wrote(params)
 
 
 @triton.jit
 def _restore(operands, numbers, at):
-    z, origin = operands
-    store(z, at, load(origin, at))
+    params, backup = operands
+    store(params, at, load(backup, at))
 
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
-def _restore_kernel(z, origin, plan, n_chunks, segments, ALIGNED: tl.constexpr):
+def _restore_kernel(params, backup, plan, n_chunks, segments, ALIGNED: tl.constexpr):
     chunk = locate(plan, n_chunks, segments)
-    each_block(_restore, (z, origin), (), chunk, z.DTYPE, ALIGNED)
+    each_block(_restore, (params, backup), (), chunk, params.DTYPE, ALIGNED)
 
 
-@compilable(reference.restore_, "z")
-def restore_(z, origin, table):
+@compilable(reference.restore_, "params")
+def restore_(params, backup, table):
     """See `reference.restore_`."""
-    Call(table, origin.shape[0], origin.device, z=z, origin=origin).each_chunk(_restore_kernel)
-    wrote(z)
+    Call(table, backup.shape[0], backup.device, params=params, backup=backup).each_chunk(_restore_kernel)
+    wrote(params)

@@ -66,11 +66,11 @@ def _add_squares(totals, operands, numbers, at):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_norm_kernel(
-    sums, weights, grads, g1, q, grad_scale, plan, hyper, n_chunks, segments,
+    sums, weights, grads, g1, q, grad_scale, plan, hparams, n_chunks, segments,
     COMPUTE: tl.constexpr, ALIGNED: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    h = columns(hyper, chunk)
+    h = columns(hparams, chunk)
     a = h.a * _inverse(grad_scale)
     numbers = a.to(COMPUTE), h.b.to(COMPUTE), h.phi.to(COMPUTE), h.clip_full != 0
     totals = add_up(_add_squares, 1, (grads, g1, q, weights), numbers, chunk, COMPUTE, ALIGNED)
@@ -78,11 +78,11 @@ def _update_norm_kernel(
 
 
 @compilable(reference.update_norm_, "sumsq")
-def update_norm_(sumsq, z, origin, grads, table, hyper, g1=None, q=None, grad_scale=None, accumulate=False):
+def update_norm_(sumsq, params, backup, grads, table, hparams, g1=None, q=None, grad_scale=None, accumulate=False):
     """See `reference.update_norm_`."""
-    weights = z if origin is None else origin
-    call = Call(table, hyper.shape[0], hyper.device, hyper, weights=weights, grads=grads, g1=g1, q=q)
-    sum_chunks_(_update_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(z), grad_scale=grad_scale)
+    weights = params if backup is None else backup
+    call = Call(table, hparams.shape[0], hparams.device, hparams, weights=weights, grads=grads, g1=g1, q=q)
+    sum_chunks_(_update_norm_kernel, sumsq, call, accumulate, COMPUTE=compute_type(params), grad_scale=grad_scale)
 
 
 @triton.jit
@@ -132,10 +132,10 @@ class Step(NamedTuple):
 
 @triton.jit
 def _update(operands, by, at):
-    z, grads, g1, q, shift, origin = operands[:6]
+    params, grads, g1, q, shift, backup = operands[:6]
     state = operands[6:]
     a, b, phi, sig, decay, shrink = by.form
-    w = read(z if origin is None else origin, at)
+    w = read(params if backup is None else backup, at)
     v = _linear(grads, g1, q, a, b, at)
     decaying = w if shift is None else w - load(shift, at)
     d = sig * tl.where(by.full, v + phi * w, v) + decay * decaying
@@ -144,9 +144,9 @@ def _update(operands, by, at):
     for i in tl.static_range(FIELDS):
         if state[i] is not None:
             store_if(by.run, state[i], at, new[i + 1])
-    store(z, at, tl.where(by.run, new[0], w))
-    if by.KEEP and origin is not None:
-        store_if(by.run, origin, at, new[0])
+    store(params, at, tl.where(by.run, new[0], w))
+    if by.KEEP and backup is not None:
+        store_if(by.run, backup, at, new[0])
 
 
 @triton.jit
@@ -166,12 +166,12 @@ def _count_row(counters, chunk, table, run):
 
 @triton.jit(do_not_specialize=["n_chunks", "segments"])
 def _update_kernel(
-    z, origin, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
-    plan, hyper, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, GIVEN: tl.constexpr,
+    params, backup, grads, g1, q, shift, state0, state1, state2, counters, sumsq_v, grad_scale, found_inf,
+    plan, hparams, n_chunks, segments, NUMBERS: tl.constexpr, ELEMENT: tl.constexpr, GIVEN: tl.constexpr,
     FIRST: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = locate(plan, n_chunks, segments)
-    h = columns(hyper, chunk)
+    h = columns(hparams, chunk)
     count = 1.0
     if counters is not None:
         count = tl.load(counters[0] + chunk.row * counters[1] + chunk.slot * counters[2]) + 1
@@ -179,7 +179,7 @@ def _update_kernel(
     own = NUMBERS(h.lr, h.own, count, COMPUTE)
     run = _running(found_inf)
     each_block(
-        _update, (z, grads, g1, q, shift, origin, state0, state1, state2),
+        _update, (params, grads, g1, q, shift, backup, state0, state1, state2),
         Step(form, h.clip_full != 0, own, run, ELEMENT, GIVEN, FIRST, KEEP), chunk, COMPUTE, ALIGNED,
     )  # fmt: skip
     if counters is not None:
@@ -196,19 +196,19 @@ def form_of(name: str) -> tuple[Any, Any]:
     return triton.jit(rule.numbers), triton.jit(rule.element)
 
 
-@compilable(cast("Callable[..., None]", reference.update_), "z", "origin", "steps")
+@compilable(cast("Callable[..., None]", reference.update_), "params", "backup", "steps")
 def _update_(
-    z, origin, grads, table, hyper, rule, state0, state1, state2,
+    params, backup, grads, table, hparams, rule, state0, state1, state2,
     *, steps=None, g1=None, q=None, sumsq_v=None, grad_scale=None, found_inf=None, first=False, keep=False, shift=None,
 ):  # fmt: skip
     state = (state0, state1, state2)
-    operands = {"z": z, "origin": origin, "grads": grads, "g1": g1, "q": q, "shift": shift}
+    operands = {"params": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
     operands |= {f"state{i}": field for i, field in enumerate(state)}
-    call = Call(table, hyper.shape[0], hyper.device, hyper, **operands)
+    call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
     if not call.plan.n_chunks:  # nothing to move; steps may be counted
         if steps is not None:
             fields = state[: len(rules.find(rule).state)]
-            reference.update_(z, origin, grads, table, hyper, rule, fields, steps=steps, found_inf=found_inf)
+            reference.update_(params, backup, grads, table, hparams, rule, fields, steps=steps, found_inf=found_inf)
         return
     numbers, element = form_of(rule)
     call.each_chunk(
@@ -222,11 +222,11 @@ def _update_(
         GIVEN=sum(1 << i for i, field in enumerate(state) if field is not None),
         FIRST=first,
         KEEP=keep,
-        COMPUTE=compute_type(z),
+        COMPUTE=compute_type(params),
     )
-    wrote(z)
+    wrote(params)
 
 
-def update_(z, origin, grads, table, hyper, rule, state=(), **options):
+def update_(params, backup, grads, table, hparams, rule, state=(), **options):
     """See `reference.update_`."""
-    _update_(z, origin, grads, table, hyper, rule, *all_fields(state), **options)
+    _update_(params, backup, grads, table, hparams, rule, *all_fields(state), **options)

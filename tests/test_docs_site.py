@@ -83,6 +83,9 @@ def test_the_tables_of_contents_are_the_lists(conf: ModuleType) -> None:
         ("Runs.\n\nrho, eta: radius\n    and more\nseed: of it",
             "Runs.\n\n- ``rho, eta``: radius\n  and more\n- ``seed``: of it"),
         ("model: a copy. history: a\nlist of dicts.", "model: a copy. history: a\nlist of dicts."),
+        ("Runs.\n\nArgs:\n    rho (float): radius\n        and more\n    **own: others\n\nNote:\n    Some `text`.",
+            "Runs.\n\n**Args:**\n\n- ``rho`` (float): radius\n  and more\n- ``**own``: others\n\n"
+            "**Note:**\n\nSome ``text``."),
         ("Takes\n\nlr\n    0 or more\nbetas\n    two numbers", "Takes\n\nlr\n    0 or more\n\nbetas\n    two numbers"),
     ],
 )  # fmt: skip
@@ -101,7 +104,7 @@ def test_the_reference_has_every_public_name(conf: ModuleType) -> None:
     names |= {f"fed.{room}.{name}" for room in rooms for name in getattr(fed, room).__all__ if name not in own}
     names.discard("fed.algorithms.State")
     assert not sorted(names - shown), "docs/api.md does not show these"
-    for name in shown:
+    for name in shown - {"integrations.lightning.SAMCallback"}:  # which is made where Lightning is installed
         at: object = fastsam
         for part in name.split("."):
             name = f"{at.__name__}.{part}"  # type: ignore[attr-defined]
@@ -126,4 +129,4 @@ def test_it_is_made_without_a_warning(tmp_path: Path) -> None:
     made = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
     assert {"index.html", *(page.replace(".md", ".html") for page in PAGES if page != "README.md")} <= made
     shown = (tmp_path / "site" / "docs" / "api.html").read_text()
-    assert "fastsam.FusedSAM.first_step" in shown and "Sharpness-Aware Minimization (Foret et al. 2021)" in shown
+    assert "fastsam.FusedSAM.first_step" in shown and "Sharpness-Aware Minimization (SAM) around" in shown

@@ -171,7 +171,7 @@ def train(
             keywords["resume"] = True
         states = b"".join(path.read_bytes() for path in sorted((Path(folder) / "run/checkpoint").glob("*.safetensors")))
     weights = b"".join(t.detach().numpy().tobytes() for t in result.model.state_dict().values())
-    records = [sorted(item for item in record.items() if not item[0].startswith("seconds")) for record in result.history]
+    records = [sorted((k, v) for k, v in record.items() if not k.startswith("seconds")) for record in result.history]
     made = {"weights": weights, "states": states, "records": repr(records).encode()}
     return " ".join(f"{name}={hashlib.sha256(content).hexdigest()[:12]}" for name, content in made.items())
 

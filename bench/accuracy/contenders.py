@@ -35,7 +35,7 @@ class Contender:
             return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM, weight_decay=value, fused=True)
         sam = self.make(value)
         groups = variants.SAMON.groups(model) if isinstance(sam, variants.SAMON) else model.parameters()
-        return FusedSAM(groups, torch.optim.SGD, sam=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        return FusedSAM(groups, torch.optim.SGD, variant=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
 NAMED = {
@@ -43,8 +43,8 @@ NAMED = {
     "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # what stopping early does, alone
     "SAM": Contender(lambda rho: SAM(rho)),
     "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.2, 0.5, 1.0)),
-    "SAM, every=5": Contender(lambda rho: SAM(rho, every=5)),
-    "LESAM": Contender(lambda sigma: SAM(0.15, radius=variants.LESAM(sigma)), (0.01, 0.03, 0.1), "sigma"),
+    "SAM, interval=5": Contender(lambda rho: SAM(rho, interval=5)),
+    "LESAM": Contender(lambda sigma: SAM(0.15, rho_fn=variants.LESAM(sigma)), (0.01, 0.03, 0.1), "sigma"),
     "WSAM": Contender(lambda rho: variants.WSAM(rho), (0.005, 0.015, 0.05)),
     "LookSAM": Contender(lambda rho: variants.LookSAM(rho, k=5)),
     "SAMON": Contender(lambda rho: variants.SAMON(rho), (0.1, 0.5, 2.0)),

@@ -57,7 +57,7 @@ inline void dual_perturb_range(const DualArgs& args, bool stream, int64_t begin,
     each_piece(call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
       const DualRule<C> rule(scalars(call, row, segment), args.sumsq[row]);
       const int64_t first = piece.begin;
-      dual_perturb_piece(at<W>(args.z, row, segment, first), at<const O>(args.origin, call, row, segment, first),
+      dual_perturb_piece(at<W>(args.params, row, segment, first), at<const O>(args.backup, call, row, segment, first),
                          at<C>(args.mu, call, row, segment, first), at<const W>(args.grads, row, segment, first),
                          at<const C>(args.s, call, row, segment, first), at<C>(args.eps, call, row, segment, first),
                          piece.count, rule, stream);

@@ -69,7 +69,7 @@ inline T* at(const Field& field, const Call& call, int64_t row, int64_t segment,
 }
 
 inline const double* scalars(const Call& call, int64_t row, int64_t segment) {
-  return call.hyper + (row * call.groups + call.table[segment].group) * kWidth;
+  return call.hparams + (row * call.groups + call.table[segment].group) * kWidth;
 }
 
 }  // namespace fastsam

@@ -92,8 +92,8 @@ inline void update_norm_range(const UpdateArgs& args, double* partials, int64_t 
       const W* g2 = at<const W>(args.grads, row, segment, piece.begin);
       const W* g1 = at<const W>(args.g1, row, segment, piece.begin);
       const C* q = at<const C>(args.q, args.call, row, segment, piece.begin);
-      const auto* o = at<const decltype(stored)>(args.origin, args.call, row, segment, piece.begin);
-      const W* z = at<const W>(args.z, row, segment, piece.begin);
+      const auto* o = at<const decltype(stored)>(args.backup, args.call, row, segment, piece.begin);
+      const W* z = at<const W>(args.params, row, segment, piece.begin);
       partials[unit++] =
           o != nullptr ? linear_piece(o, g2, g1, q, piece.count, rule) : linear_piece(z, g2, g1, q, piece.count, rule);
     });

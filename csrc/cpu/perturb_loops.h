@@ -62,8 +62,8 @@ inline void perturb_range(const PerturbArgs& args, bool stream, int64_t begin, i
     using O = decltype(stored);
     each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
       const PerturbRule<compute_t<W>> rule(scalars(args.call, row, segment), args.sumsq[row]);
-      W* z = at<W>(args.z, row, segment, piece.begin);
-      O* o = at<O>(args.origin, args.call, row, segment, piece.begin);
+      W* z = at<W>(args.params, row, segment, piece.begin);
+      O* o = at<O>(args.backup, args.call, row, segment, piece.begin);
       const W* g = at<const W>(args.grads, row, segment, piece.begin);
       if constexpr (sizeof(W) == 2) {
         if (args.seed != nullptr) {
@@ -94,8 +94,8 @@ inline void restore_piece(W* z, const O* o, int64_t n, bool stream) {
 inline void restore_range(const RestoreArgs& args, bool stream, int64_t begin, int64_t end) {
   with_types(args.call, [&](auto weight, auto stored) {
     each_piece(args.call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      restore_piece(at<decltype(weight)>(args.z, row, segment, piece.begin),
-                    at<const decltype(stored)>(args.origin, args.call, row, segment, piece.begin), piece.count, stream);
+      restore_piece(at<decltype(weight)>(args.params, row, segment, piece.begin),
+                    at<const decltype(stored)>(args.backup, args.call, row, segment, piece.begin), piece.count, stream);
     });
   });
   if (stream) stream_fence();

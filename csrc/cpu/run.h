@@ -65,7 +65,7 @@ inline void run_norm(const NormArgs& args) {
 }
 
 inline void run_perturb(const PerturbArgs& args) {
-  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.origin_type));
+  const bool stream = streams(args.call, 2 * size_of(args.call.weight) + size_of(args.call.backup_type));
   over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
 }
 
@@ -91,7 +91,7 @@ inline void run_accumulate(const FixedPointArgs& args) {
 
 inline void run_update(const UpdateArgs& args) {
   const UpdateRule& rule = *args.rule;
-  const auto stored = static_cast<int64_t>((1 + rule.fields) * size_of(args.call.origin_type));
+  const auto stored = static_cast<int64_t>((1 + rule.fields) * size_of(args.call.backup_type));
   const bool stream = streams(args.call, 2 * size_of(args.call.weight) + stored);
   over_chunks(args.call, [&](int64_t begin, int64_t end) { rule.range(args, stream, begin, end); });
   if (!rule.counts || (args.found_inf != nullptr && *args.found_inf != 0.0f)) return;

@@ -120,8 +120,8 @@ inline void update_range(const UpdateArgs& args, bool stream, int64_t begin, int
     using O = decltype(stored);
     using C = compute_t<W>;
     each_piece(call, begin, end, [&](int64_t row, int64_t segment, Piece piece) {
-      W* z = at<W>(args.z, row, segment, piece.begin);
-      O* o = at<O>(args.origin, call, row, segment, piece.begin);
+      W* z = at<W>(args.params, row, segment, piece.begin);
+      O* o = at<O>(args.backup, call, row, segment, piece.begin);
       if (stop) {
         if (o != nullptr) copy_piece(z, o, piece.count);
         return;

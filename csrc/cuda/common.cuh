@@ -181,17 +181,17 @@ __device__ __forceinline__ T* at(const Field& field, const Table& table, const U
 
 // What every kernel with hyper-parameters gets.
 struct Scalars {
-  const double* hyper;
+  const double* hparams;
   int groups;
 
   // The columns of the group of a unit's segment.
   template <class Table>
   __device__ __forceinline__ const double* of(const Table& table, const Unit& unit) const {
-    return hyper + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;
+    return hparams + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;
   }
 };
 
-inline Scalars scalars_of(const Call& call) { return Scalars{call.hyper, static_cast<int>(call.groups)}; }
+inline Scalars scalars_of(const Call& call) { return Scalars{call.hparams, static_cast<int>(call.groups)}; }
 
 // The elements of one sweep of a block: see index.h.
 template <class Op>
@@ -297,7 +297,7 @@ int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params&
 
 // One launch for each part of a call, with a block for each chunk of each row, or one for every few small segments:
 // those of which each thread of a warp has one pack, the same as it would have in a block of their own. An Op says
-//   Element<W, O>, kEnough   what works on an element of weights W with an origin of O; of `chunk_of`
+//   Element<W, O>, kEnough   what works on an element of weights W with a backup of O; of `chunk_of`
 //   params(table, part)      the argument of a kernel
 //   kernel<W, O, Params>()   the kernel
 //   kShares                  whether small segments share blocks

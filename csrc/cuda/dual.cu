@@ -74,7 +74,7 @@ struct DualPerturb {
   using C = compute_t<W>;
   static constexpr int kWidth = kPackBytes / sizeof(C), kTurns = 1;
   Operand<W, kWidth> z;
-  Operand<const O, kWidth> origin;
+  Operand<const O, kWidth> backup;
   Operand<const W, kWidth> g;
   Operand<C, kWidth> mu;
   Operand<const C, kWidth> s;
@@ -82,13 +82,13 @@ struct DualPerturb {
 
   template <int N>
   struct Loaded {
-    Pack<O, N> origin;
+    Pack<O, N> backup;
     Pack<W, N> g;
     Pack<C, N> mu, s;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    origin.read(x.origin, i);
+    backup.read(x.backup, i);
     g.read(x.g, i);
     mu.read(x.mu, i);
     s.read(x.s, i);
@@ -98,7 +98,7 @@ struct DualPerturb {
     Pack<W, N> out;
 #pragma unroll
     for (int lane = 0; lane < N; ++lane) {
-      const O w = x.origin.x[lane];
+      const O w = x.backup.x[lane];
       const C mu_ = x.mu.x[lane], s_ = x.s.x[lane], e = rule.step(rule.direction(widen(x.g.x[lane]), mu_, s_));
       x.mu.x[lane] = rule.dual(mu_, e, s_);
       x.s.x[lane] = e;
@@ -112,9 +112,9 @@ struct DualPerturb {
 
 template <class Table>
 struct DualPerturbParams {
-  Table table;  // lists: z, gradients
+  Table table;  // lists: params, gradients
   Scalars scalars;
-  Field origin, mu, s, eps;
+  Field backup, mu, s, eps;
   const double* sumsq;
 };
 
@@ -122,7 +122,7 @@ template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) dual_perturb_kernel(const Params __grid_constant__ p) {
   using C = compute_t<W>;
   const Unit unit = unit_of(p.table, blockIdx.x);
-  const DualPerturb<W, O> op{at<W>(p.table, 0, unit),         at<const O>(p.origin, p.table, unit),
+  const DualPerturb<W, O> op{at<W>(p.table, 0, unit),         at<const O>(p.backup, p.table, unit),
                              at<const W>(p.table, 1, unit),   at<C>(p.mu, p.table, unit),
                              at<const C>(p.s, p.table, unit), at<C>(p.eps, p.table, unit)};
   const double* h = p.scalars.of(p.table, unit);
@@ -138,7 +138,7 @@ struct DualPerturbation : Elementwise<DualArgs> {
   using Element = DualPerturb<W, O>;
   template <class Table>
   DualPerturbParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.origin, args.mu, args.s, args.eps, args.sumsq};
+    return {table, scalars_of(args.call), args.backup, args.mu, args.s, args.eps, args.sumsq};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -155,7 +155,7 @@ int dual_norm_cuda(const DualArgs& args, double* partials, unsigned* tickets, vo
 }
 
 int dual_perturb_cuda(const DualArgs& args, void* stream) {
-  return launch_chunks(DualPerturbation{{args}}, args.call, std::array{&args.z, &args.grads}, stream);
+  return launch_chunks(DualPerturbation{{args}}, args.call, std::array{&args.params, &args.grads}, stream);
 }
 
 }  // namespace fastsam

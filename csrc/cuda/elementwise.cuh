@@ -33,7 +33,7 @@ __device__ __forceinline__ Shared<Rule>& place_of(Shared<Rule> (&places)[kWarps]
   return places[unit.warp];
 }
 
-// Lanes of the first warp that read an operand of their own; those before read the columns of `hyper`.
+// Lanes of the first warp that read an operand of their own; those before read the columns of `hparams`.
 enum Lane : int { SUMSQ = kWidth, GRAD_SCALE, FOUND_INF, STEPS };
 
 __device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }

@@ -45,9 +45,9 @@ struct Linear {
 
 template <class Table>
 struct LinearParams {
-  Table table;  // lists: z, gradients, g1
+  Table table;  // lists: params, gradients, g1
   Scalars scalars;
-  Field origin, q;
+  Field backup, q;
   const float* grad_scale;
   Sums sums;
 };
@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(kThreads) update_norm_kernel(const Params __gr
     if (unit.thread < kWidth) scalar = h[unit.thread];
     if (unit.thread == GRAD_SCALE) scalar = scalar_or(p.grad_scale, 1.0);
     shared.make(unit, scalar, [](const double* x) { return LinearRule<C>(x, 1.0 / x[GRAD_SCALE]); });
-    const O* origin = at<const O>(p.origin, p.table, unit);
-    // Without origin the two types are the same.
-    const Linear<W, O> op{origin != nullptr ? origin : at<const O>(p.table, 0, unit), at<const W>(p.table, 1, unit),
+    const O* backup = at<const O>(p.backup, p.table, unit);
+    // Without backup the two types are the same.
+    const Linear<W, O> op{backup != nullptr ? backup : at<const O>(p.table, 0, unit), at<const W>(p.table, 1, unit),
                           at<const W>(p.table, 2, unit), at<const C>(p.q, p.table, unit), shared.rule()};
     partial = squares(op, unit);
   }
@@ -95,7 +95,7 @@ struct UpdateNorm : Reduction<UpdateArgs> {
   using Element = Linear<W, O>;
   template <class Table>
   LinearParams<Table> params(const Table& table, const Part& part) const {
-    return {table, scalars_of(args.call), args.origin, args.q, args.grad_scale, sums(part, args.sumsq)};
+    return {table, scalars_of(args.call), args.backup, args.q, args.grad_scale, sums(part, args.sumsq)};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -118,8 +118,8 @@ int norm_cuda(const NormArgs& args, double* partials, unsigned* tickets, void* s
 }
 
 int update_norm_cuda(const UpdateArgs& args, double* partials, unsigned* tickets, void* stream) {
-  return launch_chunks(UpdateNorm{{args, partials, tickets}}, args.call, std::array{&args.z, &args.grads, &args.g1},
-                       stream);
+  return launch_chunks(UpdateNorm{{args, partials, tickets}}, args.call,
+                       std::array{&args.params, &args.grads, &args.g1}, stream);
 }
 
 }  // namespace fastsam

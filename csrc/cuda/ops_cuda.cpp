@@ -63,36 +63,36 @@ void add_up(const char* name, const Tensor& out, const Args& args, int64_t (*par
   Place::check(name, run(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
 }
 
-void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hyper,
+void norm(const Tensor sumsq, const Tensors grads, const Tensors weights, const Tensor table, const Tensor hparams,
           bool accumulate) {
-  const NormArgs args = norm_args(sumsq, grads, weights, table, hyper, accumulate);
+  const NormArgs args = norm_args(sumsq, grads, weights, table, hparams, accumulate);
   add_up("norm_", sumsq, args, norm_partials_cuda, norm_cuda);
 }
 
-void perturb(const Tensors z, const Tensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
+void perturb(const Tensors params, const Tensor backup, const Tensors grads, const Tensor table, const Tensor hparams,
              const Tensor sumsq, bool save, const OptionalTensor seed) {
-  const PerturbArgs args = perturb_args(z, origin, grads, table, hyper, sumsq, save, seed);
-  const Place place(origin);
+  const PerturbArgs args = perturb_args(params, backup, grads, table, hparams, sumsq, save, seed);
+  const Place place(backup);
   Place::check("perturb_", args.seed != nullptr ? perturb_stochastic_cuda(args, place.stream())
                                                 : perturb_cuda(args, place.stream()));
 }
 
-void restore(const Tensors z, const Tensor origin, const Tensor table) {
-  const RestoreArgs args = restore_args(z, origin, table);
-  const Place place(origin);
+void restore(const Tensors params, const Tensor backup, const Tensor table) {
+  const RestoreArgs args = restore_args(params, backup, table);
+  const Place place(backup);
   Place::check("restore_", restore_cuda(args, place.stream()));
 }
 
 void dual_norm(const Tensor sumsq, const Tensors grads, const Tensor mu, const Tensor s, const Tensor table,
-               const Tensor hyper, bool accumulate) {
-  const DualArgs args = dual_norm_args(sumsq, grads, mu, s, table, hyper, accumulate);
+               const Tensor hparams, bool accumulate) {
+  const DualArgs args = dual_norm_args(sumsq, grads, mu, s, table, hparams, accumulate);
   add_up("dual_norm_", sumsq, args, dual_norm_partials_cuda, dual_norm_cuda);
 }
 
-void dual_perturb(const Tensors z, const Tensor origin, const Tensor mu, const Tensors grads, const Tensor s,
-                  const Tensor table, const Tensor hyper, const Tensor sumsq, const OptionalTensor eps) {
-  const DualArgs args = dual_perturb_args(z, origin, mu, grads, s, table, hyper, sumsq, eps);
-  const Place place(origin);
+void dual_perturb(const Tensors params, const Tensor backup, const Tensor mu, const Tensors grads, const Tensor s,
+                  const Tensor table, const Tensor hparams, const Tensor sumsq, const OptionalTensor eps) {
+  const DualArgs args = dual_perturb_args(params, backup, mu, grads, s, table, hparams, sumsq, eps);
+  const Place place(backup);
   Place::check("dual_perturb_", dual_perturb_cuda(args, place.stream()));
 }
 
@@ -115,21 +115,21 @@ void accumulate(const Tensor high, const Tensor low, const Tensor x, double fact
                accumulate_cuda(args, static_cast<double*>(partials.data_ptr()), tickets.get(), place.stream()));
 }
 
-void update_norm(const Tensor sumsq, const Tensors z, const OptionalTensor origin, const Tensors grads,
-                 const Tensor table, const Tensor hyper, const Tensors g1, const OptionalTensor q,
+void update_norm(const Tensor sumsq, const Tensors params, const OptionalTensor backup, const Tensors grads,
+                 const Tensor table, const Tensor hparams, const Tensors g1, const OptionalTensor q,
                  const OptionalTensor grad_scale, bool accumulate) {
-  const UpdateArgs args = update_norm_args(sumsq, z, origin, grads, table, hyper, g1, q, grad_scale, accumulate);
+  const UpdateArgs args = update_norm_args(sumsq, params, backup, grads, table, hparams, g1, q, grad_scale, accumulate);
   add_up("update_norm_", sumsq, args, update_norm_partials_cuda, update_norm_cuda);
 }
 
-void update(const Tensors z, const OptionalTensor origin, const Tensors grads, const Tensor table, const Tensor hyper,
-            const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
+void update(const Tensors params, const OptionalTensor backup, const Tensors grads, const Tensor table,
+            const Tensor hparams, const std::string rule, const OptionalTensor state0, const OptionalTensor state1,
             const OptionalTensor state2, const OptionalTensor steps, const Tensors g1, const OptionalTensor q,
             const OptionalTensor sumsq_v, const OptionalTensor grad_scale, const OptionalTensor found_inf, bool first,
             bool keep, const OptionalTensor shift) {
-  const UpdateArgs args = update_args(z, origin, grads, table, hyper, rule, {state0, state1, state2}, steps, g1, q,
-                                      sumsq_v, grad_scale, found_inf, first, keep, shift);
-  const Place place(hyper);
+  const UpdateArgs args = update_args(params, backup, grads, table, hparams, rule, {state0, state1, state2}, steps, g1,
+                                      q, sumsq_v, grad_scale, found_inf, first, keep, shift);
+  const Place place(hparams);
   std::optional<Tickets> tickets;
   if (steps.has_value()) tickets.emplace(place, *steps, args.call.rows);
   Place::check("update_", args.rule->launch(args, tickets ? tickets->get() : nullptr, place.stream()));

@@ -126,35 +126,35 @@ void set_segments(RowsArgs& args, const Call& call) {
   }
 }
 
-// The weights are read where the block keeps them: they must be parts of z.
+// The weights are read where the block keeps them: they must be parts of params.
 void set_inputs(RowsArgs& args, const RowSteps& steps) {
-  const auto* z = static_cast<const float*>(args.z.data);
+  const auto* z = static_cast<const float*>(args.params.data);
   args.weights = static_cast<int>(steps.weights);
   for (size_t i = 0; i < steps.inputs.size(); ++i) {
     args.input[i] = input_of(steps.inputs[i], steps.program.inputs[i]);
     if (i >= steps.weights) continue;
     const int64_t at = static_cast<const float*>(steps.inputs[i].data) - z, span = steps.program.inputs[i].span();
     STD_TORCH_CHECK(
-        at >= 0 && at + span <= args.width - kShared && (args.rows == 1 || steps.inputs[i].row == args.z.stride),
-        "weights must be views of z");
+        at >= 0 && at + span <= args.width - kShared && (args.rows == 1 || steps.inputs[i].row == args.params.stride),
+        "weights must be views of params");
     args.input[i].local = at;
   }
 }
 
 void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                        const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor z,
-                        const OptionalTensor w, const Tensor table, const Tensor hyper, const OptionalTensor momentum,
+                        const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
+                        const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                         const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                         const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
   const Held& given = held(program);
-  const RowSteps steps = row_steps(given.program, weights, others, x, y, wanted, batch, own_steps, z, w, table, hyper,
-                                   momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+  const RowSteps steps = row_steps(given.program, weights, others, x, y, wanted, batch, own_steps, params, w, table,
+                                   hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const UpdateArgs& update = steps.update;
-  RowsArgs args = args_of(given, z.size(0));
-  args.z = Field{z.data_ptr(), z.stride(0)};
-  args.w = update.origin, args.momentum = update.state[0], args.q = update.q, args.shift = update.shift;
+  RowsArgs args = args_of(given, params.size(0));
+  args.params = Field{params.data_ptr(), params.stride(0)};
+  args.w = update.backup, args.momentum = update.state[0], args.q = update.q, args.shift = update.shift;
   args.two_passes = steps.two_passes, args.keeps_first = keeps_first, args.adaptive = adaptive;
-  args.hyper = update.call.hyper;
+  args.hparams = update.call.hparams;
   args.sumsq = steps.norm.sumsq, args.sumsq_v = update.sumsq, args.losses = steps.losses;
   args.x = static_cast<const float*>(x.data_ptr()), args.y = static_cast<const int64_t*>(y.data_ptr());
   args.wanted = static_cast<const int64_t*>(wanted.data_ptr()), args.wanted_row = wanted.stride(0);
@@ -163,7 +163,7 @@ void rowwise_steps_cuda(int64_t program, const Tensors weights, const Tensors ot
   args.own_steps = steps.samples.own;
   set_segments(args, update.call);
   set_inputs(args, steps);
-  run("rowwise_steps_", args, given, z);
+  run("rowwise_steps_", args, given, params);
 }
 
 }  // namespace

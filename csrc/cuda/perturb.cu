@@ -20,7 +20,7 @@ struct Perturbation : Elementwise<PerturbArgs> {
   using Element = Perturb<W, O, Save>;
   template <class Table>
   PerturbParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.origin, args.sumsq};
+    return {table, scalars_of(args.call), args.backup, args.sumsq};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -32,35 +32,35 @@ template <class W, class O>
 struct Restore {
   static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O)), kTurns = 4;
   Operand<W, kWidth> z;
-  Operand<const O, kWidth, true> origin;
+  Operand<const O, kWidth, true> backup;
 
   template <int N>
   struct Loaded {
-    Pack<O, N> origin;
+    Pack<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
-    origin.read(x.origin, i);
+    backup.read(x.backup, i);
   }
   template <int N>
   __device__ __forceinline__ void store(const Loaded<N>& x, int i, int) const {
     Pack<W, N> out;
 #pragma unroll
-    for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.origin.x[lane]);
+    for (int lane = 0; lane < N; ++lane) out.x[lane] = convert<W>(x.backup.x[lane]);
     z.write(out, i);
   }
 };
 
 template <class Table>
 struct RestoreParams {
-  Table table;  // lists: z
-  Field origin;
+  Table table;  // lists: params
+  Field backup;
 };
 
 template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) restore_kernel(const Params __grid_constant__ p) {
   const Unit unit = unit_of(p.table, blockIdx.x);
-  const Restore<W, O> op{at<W>(p.table, 0, unit), at<const O>(p.origin, p.table, unit)};
+  const Restore<W, O> op{at<W>(p.table, 0, unit), at<const O>(p.backup, p.table, unit)};
   elementwise(op, unit, [](int) { return 0.0; }, [](const double*) { return 0; });
 }
 
@@ -69,7 +69,7 @@ struct Restoration : Elementwise<RestoreArgs> {
   using Element = Restore<W, O>;
   template <class Table>
   RestoreParams<Table> params(const Table& table, const Part&) const {
-    return {table, args.origin};
+    return {table, args.backup};
   }
   template <class W, class O, class Params>
   static auto kernel() {
@@ -80,13 +80,13 @@ struct Restoration : Elementwise<RestoreArgs> {
 }  // namespace
 
 int perturb_cuda(const PerturbArgs& args, void* stream) {
-  const std::array lists{&args.z, &args.grads};
+  const std::array lists{&args.params, &args.grads};
   return args.save ? launch_chunks(Perturbation<true>{{args}}, args.call, lists, stream)
                    : launch_chunks(Perturbation<false>{{args}}, args.call, lists, stream);
 }
 
 int restore_cuda(const RestoreArgs& args, void* stream) {
-  return launch_chunks(Restoration{{args}}, args.call, std::array{&args.z}, stream);
+  return launch_chunks(Restoration{{args}}, args.call, std::array{&args.params}, stream);
 }
 
 }  // namespace fastsam

@@ -14,18 +14,18 @@ struct Perturb {
   static constexpr bool kReadsZ = Save, kReadsOrigin = !Save || kMaster;
   using C = compute_t<W>;
   Operand<W, kWidth> z;
-  Operand<O, kWidth, sizeof(O) == 4> origin;  // elsewhere the hint costs registers that sm_80 has not
+  Operand<O, kWidth, sizeof(O) == 4> backup;  // elsewhere the hint costs registers that sm_80 has not
   Operand<const W, kWidth> g;
 
   template <int N>
   struct Loaded {
     Pack<W, N> z, g;
-    Pack<O, N> origin;
+    Pack<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
     if constexpr (kReadsZ) z.read(x.z, i);
-    if constexpr (kReadsOrigin) origin.read(x.origin, i);
+    if constexpr (kReadsOrigin) backup.read(x.backup, i);
     g.read(x.g, i);
   }
   template <int N>
@@ -34,31 +34,31 @@ struct Perturb {
     for (int lane = 0; lane < N; ++lane) {
       if constexpr (Save) {
         if constexpr (kMaster) {
-          x.origin.x[lane] = resynchronised<C>(x.origin.x[lane], x.z.x[lane]);
+          x.backup.x[lane] = resynchronised<C>(x.backup.x[lane], x.z.x[lane]);
         } else {
-          x.origin.x[lane] = x.z.x[lane];
+          x.backup.x[lane] = x.z.x[lane];
         }
       }
-      const O w = x.origin.x[lane];
+      const O w = x.backup.x[lane];
       x.z.x[lane] = rule.moves ? narrow<W>(rule.perturbed(widen(w), widen(x.g.x[lane]))) : convert<W>(w);
     }
-    if constexpr (Save) origin.write(x.origin, i);
+    if constexpr (Save) backup.write(x.backup, i);
     z.write(x.z, i);
   }
 };
 
 template <class Table>
 struct PerturbParams {
-  Table table;  // lists: z, gradients
+  Table table;  // lists: params, gradients
   Scalars scalars;
-  Field origin;
+  Field backup;
   const double* sumsq;
 };
 
 template <class W, class O, bool Save, class Params>
 __device__ __forceinline__ void perturb_unit(const Params& p, unsigned index) {
   const Unit unit = unit_of(p.table, index);
-  const Perturb<W, O, Save> op{at<W>(p.table, 0, unit), at<O>(p.origin, p.table, unit), at<const W>(p.table, 1, unit)};
+  const Perturb<W, O, Save> op{at<W>(p.table, 0, unit), at<O>(p.backup, p.table, unit), at<const W>(p.table, 1, unit)};
   const double* h = p.scalars.of(p.table, unit);
   elementwise(
       op, unit, [&](int lane) { return lane < kWidth   ? h[lane]

@@ -34,7 +34,7 @@ struct Row {
     return f.data == nullptr ? nullptr : static_cast<float*>(f.data) + row * f.stride;
   }
   __device__ __forceinline__ const double* scalars(int segment) const {
-    return p.hyper + (row * p.groups + p.segment[segment].group) * kWidth;
+    return p.hparams + (row * p.groups + p.segment[segment].group) * kWidth;
   }
 };
 
@@ -226,7 +226,7 @@ __device__ __forceinline__ void update(const Row& r) {
 __device__ __forceinline__ void train(const Row& r) {
   const RowsArgs& p = r.p;
   const int stride = static_cast<int>(p.width) - kShared;
-  float *z = r.z(), *kept = r.field(p.z);
+  float *z = r.z(), *kept = r.field(p.params);
   for (int i = threadIdx.x; i < stride; i += kThreads) z[i] = kept[i];
   const int64_t own = p.own_steps == nullptr ? p.steps : p.own_steps[r.row];
   const int steps = own < p.steps ? static_cast<int>(own) : p.steps;

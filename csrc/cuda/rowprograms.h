@@ -39,8 +39,8 @@ struct RowsArgs {
   int64_t samples = 0, wanted_row = 0;
   int features = 0, batch = 0, steps = 0;
   bool two_passes = false, keeps_first = false, adaptive = false;
-  Field z, w, momentum, q, shift;
-  const double* hyper = nullptr;
+  Field params, w, momentum, q, shift;
+  const double* hparams = nullptr;
   double *sumsq = nullptr, *sumsq_v = nullptr, *losses = nullptr;
 };
 

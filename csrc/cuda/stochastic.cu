@@ -10,7 +10,7 @@ struct Stochastic {
   static constexpr bool kMaster = !std::is_same_v<W, O>;
   static constexpr int kWidth = kPackBytes / sizeof(O), kTurns = 1;
   Operand<W, kWidth> z;
-  Operand<O, kWidth> origin;
+  Operand<O, kWidth> backup;
   Operand<const W, kWidth> g;
   uint32_t place;  // of the first element, in the row
   bool save;
@@ -23,12 +23,12 @@ struct Stochastic {
   template <int N>
   struct Loaded {
     Pack<W, N> z, g;
-    Pack<O, N> origin;
+    Pack<O, N> backup;
   };
   template <int N>
   __device__ __forceinline__ void load(Loaded<N>& x, int i) const {
     if (save) z.read(x.z, i);
-    if (!save || kMaster) origin.read(x.origin, i);
+    if (!save || kMaster) backup.read(x.backup, i);
     g.read(x.g, i);
   }
   template <int N>
@@ -37,25 +37,25 @@ struct Stochastic {
     for (int lane = 0; lane < N; ++lane) {
       if (save) {
         if constexpr (kMaster) {
-          x.origin.x[lane] = resynchronised<float>(x.origin.x[lane], x.z.x[lane]);
+          x.backup.x[lane] = resynchronised<float>(x.backup.x[lane], x.z.x[lane]);
         } else {
-          x.origin.x[lane] = x.z.x[lane];
+          x.backup.x[lane] = x.z.x[lane];
         }
       }
-      const W base = convert<W>(x.origin.x[lane]);
-      const float e = rule.perturb.step(widen(x.origin.x[lane]), widen(x.g.x[lane]));
+      const W base = convert<W>(x.backup.x[lane]);
+      const float e = rule.perturb.step(widen(x.backup.x[lane]), widen(x.g.x[lane]));
       x.z.x[lane] = rule.perturb.moves ? stochastic<W>(widen(base) + e, rule.random.bits(place + i + lane)) : base;
     }
-    if (save) origin.write(x.origin, i);
+    if (save) backup.write(x.backup, i);
     z.write(x.z, i);
   }
 };
 
 template <class Table>
 struct StochasticParams {
-  Table table;  // lists: z, gradients
+  Table table;  // lists: params, gradients
   Scalars scalars;
-  Field origin;
+  Field backup;
   const double* sumsq;
   const int64_t* seed;
   bool save;
@@ -65,7 +65,7 @@ template <class W, class O, class Params>
 __global__ void __launch_bounds__(kThreads) stochastic_kernel(const Params __grid_constant__ p) {
   using Op = Stochastic<W, O>;
   const Unit unit = unit_of(p.table, blockIdx.x);
-  const Op op{at<W>(p.table, 0, unit), at<O>(p.origin, p.table, unit), at<const W>(p.table, 1, unit),
+  const Op op{at<W>(p.table, 0, unit), at<O>(p.backup, p.table, unit), at<const W>(p.table, 1, unit),
               static_cast<uint32_t>(p.table.offset[unit.segment] + unit.begin), p.save};
   const double* h = p.scalars.of(p.table, unit);
   elementwise(
@@ -82,7 +82,7 @@ struct StochasticPerturbation : Elementwise<PerturbArgs> {
   using Element = Stochastic<std::conditional_t<sizeof(W) == 2, W, f16>, O>;
   template <class Table>
   StochasticParams<Table> params(const Table& table, const Part&) const {
-    return {table, scalars_of(args.call), args.origin, args.sumsq, args.seed, args.save};
+    return {table, scalars_of(args.call), args.backup, args.sumsq, args.seed, args.save};
   }
   template <class W, class O, class Params>
   static auto kernel() -> decltype(&stochastic_kernel<f16, f16, Params>) {
@@ -99,7 +99,7 @@ struct StochasticPerturbation : Elementwise<PerturbArgs> {
 int perturb_stochastic_cuda(const PerturbArgs& args, void* stream) {
   const Call& call = args.call;
   if (call.weight != Type::f16 && call.weight != Type::bf16) return perturb_cuda(args, stream);  // nothing is rounded
-  return launch_chunks(StochasticPerturbation{{args}}, call, std::array{&args.z, &args.grads}, stream);
+  return launch_chunks(StochasticPerturbation{{args}}, call, std::array{&args.params, &args.grads}, stream);
 }
 
 }  // namespace fastsam

@@ -17,12 +17,12 @@ struct Update {
   // roots and quotients, which are those that count steps.
   static constexpr int kTurns = General || kState > 1 || (Rule_<C>::kCounts && sizeof(W) == 2) ? 1 : 2;
   Operand<W, kWidth> z;
-  Operand<O, kWidth> from;  // the unperturbed weights: origin, or z
+  Operand<O, kWidth> from;  // the unperturbed weights: backup, or z
   Operand<const W, kWidth> g2, g1;
   Operand<const C, kWidth> q, shift;
   Operand<C, kWidth> state[kState];
   unsigned given;    // which fields of the state there are
-  bool first, keep;  // they hold nothing yet; origin is written too
+  bool first, keep;  // they hold nothing yet; backup is written too
 
   struct Rule {
     FormU<C> form;
@@ -85,9 +85,9 @@ struct Update {
 
 template <class Table>
 struct UpdateParams {
-  Table table;  // lists: z, gradients, and g1 in the general form
+  Table table;  // lists: params, gradients, and g1 in the general form
   Scalars scalars;
-  Field origin, q, shift;
+  Field backup, q, shift;
   Field state[kMostState];
   const double* sumsq_v;
   float* steps;
@@ -102,13 +102,13 @@ template <template <class> class Rule, class W, class O, bool General, class Par
 __device__ __forceinline__ void update_unit(const Params& p, const Unit& unit) {
   using C = compute_t<W>;
   using Op = Update<Rule, W, O, General>;
-  O* origin = at<O>(p.origin, p.table, unit);
+  O* backup = at<O>(p.backup, p.table, unit);
   W* z = at<W>(p.table, 0, unit);
   const W* g1 = nullptr;
   if constexpr (General) g1 = at<const W>(p.table, 2, unit);
-  // Without origin the two types are the same.
+  // Without backup the two types are the same.
   Op op{z,
-        origin != nullptr ? origin : reinterpret_cast<O*>(z),
+        backup != nullptr ? backup : reinterpret_cast<O*>(z),
         at<const W>(p.table, 1, unit),
         g1,
         at<const C>(p.q, p.table, unit),
@@ -116,7 +116,7 @@ __device__ __forceinline__ void update_unit(const Params& p, const Unit& unit) {
         {},
         p.given,
         p.first,
-        p.keep && origin != nullptr};
+        p.keep && backup != nullptr};
 #pragma unroll
   for (int k = 0; k < Op::kState; ++k) op.state[k] = at<C>(p.state[k], p.table, unit);
   const double* h = p.scalars.of(p.table, unit);
@@ -160,7 +160,7 @@ struct UpdateStep : Elementwise<UpdateArgs> {
   template <class Table>
   UpdateParams<Table> params(const Table& table, const Part&) const {
     return {table,           scalars_of(args.call),
-            args.origin,     args.q,
+            args.backup,     args.q,
             args.shift,      {args.state[0], args.state[1], args.state[2]},
             args.sumsq,      args.steps,
             args.slots,      tickets,
@@ -178,9 +178,9 @@ struct UpdateStep : Elementwise<UpdateArgs> {
 int launch_update(const UpdateArgs& args, unsigned* tickets, void* stream) {
   const bool general = args.g1.given() || args.q.data != nullptr || args.shift.data != nullptr;
   return general ? launch_chunks(UpdateStep<FASTSAM_RULE::Rule, true>{{args}, tickets}, args.call,
-                                 std::array{&args.z, &args.grads, &args.g1}, stream)
+                                 std::array{&args.params, &args.grads, &args.g1}, stream)
                  : launch_chunks(UpdateStep<FASTSAM_RULE::Rule, false>{{args}, tickets}, args.call,
-                                 std::array{&args.z, &args.grads}, stream);
+                                 std::array{&args.params, &args.grads}, stream);
 }
 
 [[maybe_unused]] const bool entered = [] {

@@ -39,8 +39,8 @@ inline void over_rows(int64_t rows, int64_t work, const F& range) {
 
 // The training of whole local epochs: see steps.cpp.
 void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor z,
-                   const OptionalTensor w, const Tensor table, const Tensor hyper, const OptionalTensor momentum,
+                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
+                   const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                    const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                    const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses);
 

@@ -62,7 +62,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastsam, m) {
   m.def("rowwise(int program, Tensor[] inputs) -> Tensor");
   m.def(
       "rowwise_steps_(int program, Tensor[] weights, Tensor[] others, Tensor x, Tensor y, Tensor wanted, int batch, "
-      "Tensor? steps, Tensor(a!) z, Tensor(b!)? w, Tensor table, Tensor hyper, Tensor(c!)? momentum, Tensor? q, "
+      "Tensor? steps, Tensor(a!) params, Tensor(b!)? w, Tensor table, Tensor hparams, Tensor(c!)? momentum, Tensor? q, "
       "Tensor? shift, Tensor(d!)? sumsq, Tensor(e!)? sumsq_v, bool adaptive, bool keeps_first, Tensor(f!) losses) "
       "-> ()");
 }

@@ -96,12 +96,12 @@ struct Steps : RowSteps {
 }  // namespace
 
 void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
-                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor z,
-                   const OptionalTensor w, const Tensor table, const Tensor hyper, const OptionalTensor momentum,
+                   const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
+                   const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,
                    const OptionalTensor q, const OptionalTensor shift, const OptionalTensor sumsq,
                    const OptionalTensor sumsq_v, bool adaptive, bool keeps_first, const Tensor losses) {
-  const RowSteps steps = row_steps(program_of(program), weights, others, x, y, wanted, batch, own_steps, z, w, table,
-                                   hyper, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
+  const RowSteps steps = row_steps(program_of(program), weights, others, x, y, wanted, batch, own_steps, params, w,
+                                   table, hparams, momentum, q, shift, sumsq, sumsq_v, adaptive, keeps_first, losses);
   const Samples& samples = steps.samples;
   const RowProgram& made = steps.program;
   const Call& call = steps.update.call;

@@ -44,18 +44,18 @@ struct RowSteps {
 
 inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const Tensors& others, const Tensor& x,
                           const Tensor& y, const Tensor& wanted, int64_t batch, const OptionalTensor& own,
-                          const Tensor& z, const OptionalTensor& w, const Tensor& table, const Tensor& hyper,
+                          const Tensor& params, const OptionalTensor& w, const Tensor& table, const Tensor& hparams,
                           const OptionalTensor& momentum, const OptionalTensor& q, const OptionalTensor& shift,
                           const OptionalTensor& sumsq, const OptionalTensor& sumsq_v, bool adaptive, bool keeps_first,
                           const Tensor& losses) {
-  const int64_t rows = z.size(0);
+  const int64_t rows = params.size(0);
   const bool two_passes = w.has_value();
   STD_TORCH_CHECK(
       weights.size() + 2 + others.size() == made.inputs.size() && batch > 0 && two_passes == sumsq.has_value(),
       "the row program has other inputs");
   const Samples samples(x, y, wanted, rows, batch, own);
   const size_t n = weights.size();
-  const int device = device_of(z);
+  const int device = device_of(params);
   for (const Tensor* read : {&samples.x, &samples.y, &samples.wanted}) check_place(*read, device, "x, y and wanted");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && y.scalar_type() == ScalarType::Long &&
                       made.inputs[n].is_dense(batch * samples.features, false) &&
@@ -72,23 +72,24 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
     check_place(input, device, "weights and others");
     inputs.push_back(input_of(input, made.inputs[i], rows, i));
   }
-  STD_TORCH_CHECK(z.dim() == 2 && z.scalar_type() == ScalarType::Float && made.width == z.size(1) + kShared,
-                  "z must be float32 [rows, ", made.width - kShared, "], as the row program's gradients are");
+  STD_TORCH_CHECK(
+      params.dim() == 2 && params.scalar_type() == ScalarType::Float && made.width == params.size(1) + kShared,
+      "params must be float32 [rows, ", made.width - kShared, "], as the row program's gradients are");
   for (const OptionalTensor* beside : {&w, &momentum, &q, &shift}) {
-    STD_TORCH_CHECK(!beside->has_value() || ((*beside)->dim() == 2 && (*beside)->size(1) == z.size(1)),
-                    "w, momentum, q and shift must be fields like z, [rows, ", z.size(1), "]");
+    STD_TORCH_CHECK(!beside->has_value() || ((*beside)->dim() == 2 && (*beside)->size(1) == params.size(1)),
+                    "w, momentum, q and shift must be fields like params, [rows, ", params.size(1), "]");
   }
-  const Tensors field{z};
+  const Tensors field{params};
   UpdateArgs update =
-      update_args(field, w, field, table, hyper, "sgd", {momentum}, std::nullopt, keeps_first ? field : Tensors{}, q,
+      update_args(field, w, field, table, hparams, "sgd", {momentum}, std::nullopt, keeps_first ? field : Tensors{}, q,
                   sumsq_v, std::nullopt, std::nullopt, false, two_passes, shift);
   NormArgs norm;
   PerturbArgs perturb;
   if (two_passes) {
-    norm = norm_args(*sumsq, field, adaptive ? Tensors{*w} : Tensors{}, table, hyper, false);
-    perturb = perturb_args(field, *w, field, table, hyper, *sumsq, false, std::nullopt);
+    norm = norm_args(*sumsq, field, adaptive ? Tensors{*w} : Tensors{}, table, hparams, false);
+    perturb = perturb_args(field, *w, field, table, hparams, *sumsq, false, std::nullopt);
   }
-  STD_TORCH_CHECK(update.call.rows == rows, "hyper must be of the ", rows, " rows of z");
+  STD_TORCH_CHECK(update.call.rows == rows, "hparams must be of the ", rows, " rows of params");
   return RowSteps{made,    samples, inputs,     n,           norm,
                   perturb, update,  two_passes, keeps_first, sums_of(losses, update.call, "losses")};
 }

@@ -7,13 +7,12 @@ from typing import Any
 from fastsam.optim import FusedSAM
 
 
-def sam_of(optimizer: Any) -> FusedSAM:
-    """The `FusedSAM` that `accelerator.prepare` wrapped, with both halves of a step; a `FusedSAM` itself is returned as
-    it is.
+def unwrap_optimizer(optimizer: Any) -> FusedSAM:
+    """Return the `FusedSAM` in an optimizer that `accelerator.prepare` wrapped, or the `FusedSAM` itself.
 
-    Make the first half with it, `sam_of(optimizer).first_step(zero_grad=True)`, and the second with the prepared
-    `optimizer.step()`, which goes through Accelerate's GradScaler where there is one. Raises TypeError for an optimizer
-    without a FusedSAM in it.
+    Make the first half of a step with it, `unwrap_optimizer(optimizer).first_step(zero_grad=True)`, and the second with
+    the prepared `optimizer.step()`, which uses Accelerate's GradScaler if there is one. Raises TypeError for an
+    optimizer without a FusedSAM in it.
     """
     inner = optimizer
     while not isinstance(inner, FusedSAM):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fastsam.batchnorm import frozen_batchnorm_stats
-from fastsam.integrations.accelerate import sam_of
+from fastsam.integrations.accelerate import unwrap_optimizer
 from fastsam.optim import FusedSAM
 from fastsam.optim.variants import SAM
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
-class SAMTraining(Base):
-    """What `SAMTrainer` has before `transformers.Trainer`; for another trainer
-    `class Mine(SAMTraining, Seq2SeqTrainer)`.
+class SAMTrainerMixin(Base):
+    """Mixin that makes a trainer of transformers take both passes of a step: `SAMTrainer` is it with `Trainer`, and
+    another trainer becomes `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`.
 
-    sam
+    variant
         the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)`
         names becomes the base of a `FusedSAM`, with the learning rate, weight decay and parameter groups of the
         arguments. In its place a FusedSAM of one's own may be given: `optimizers=(FusedSAM(...), None)`,
@@ -37,15 +37,17 @@ class SAMTraining(Base):
     The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's.
     Checkpoints are the trainer's own: training goes on from them bit for bit.
 
-    Raises ValueError for `sam` beside an optimizer, and as the training starts for DeepSpeed and for an optimizer that
-    is no FusedSAM or cannot be its base.
+    Raises ValueError if both `variant` and an optimizer are given. Raises ValueError as the training starts for
+    DeepSpeed, and for an optimizer that is not a FusedSAM or cannot be its base.
     """
 
-    def __init__(self, *arguments: Any, sam: SAM | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, variant: SAM | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        if sam is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
-            raise ValueError("sam beside an optimizer: give the variant to the FusedSAM, as in FusedSAM(..., sam=sam)")
-        self._sam = sam
+        if variant is not None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None):
+            raise ValueError(
+                "variant cannot be combined with an optimizer. Pass it to the FusedSAM: FusedSAM(..., variant=variant)"
+            )
+        self._variant = variant
         self._batches: list[tuple[Any, Any]] = []  # of the step that is being made
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
@@ -59,7 +61,7 @@ class SAMTraining(Base):
                 f"one, such as 'adamw_torch', or "
                 "make the FusedSAM yourself: optimizers=(FusedSAM(...), None)"
             )
-        return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "sam": self._sam}
+        return FusedSAM, {"base_optimizer": base, "base_kwargs": options, "variant": self._variant}
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """As `Trainer` does; the optimizer is a `FusedSAM`."""
@@ -69,21 +71,21 @@ class SAMTraining(Base):
             )
         optimizer = super().create_optimizer(model)
         try:
-            sam_of(optimizer)
+            unwrap_optimizer(optimizer)
         except TypeError as error:
-            raise ValueError(f"SAMTrainer: {error}. To have it made, give sam=fastsam.variants.SAM()") from error
+            raise ValueError(f"SAMTrainer: {error}. To have it made, pass variant=fastsam.variants.SAM()") from error
         return optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first
         pass's loss."""
-        sam = sam_of(self.optimizer)
+        sam = unwrap_optimizer(self.optimizer)
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             self._batches.append((inputs, num_items_in_batch))
             if self.accelerator.sync_gradients:
                 batches, self._batches = self._batches, []
-                if sam.two_passes:
+                if sam.perturbs:
                     sam.first_step()
                     model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
                     with frozen_batchnorm_stats(model):
@@ -98,11 +100,13 @@ class SAMTraining(Base):
     def save_model(self, *arguments: Any, **options: Any) -> None:
         """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point,
         the clean ones."""
-        with nullcontext() if self.optimizer is None else sam_of(self.optimizer).evaluating():
+        with nullcontext() if self.optimizer is None else unwrap_optimizer(self.optimizer).evaluating():
             super().save_model(*arguments, **options)
 
     def _finalize_training(self, *arguments: Any) -> Any:
-        sam_of(self.optimizer).eval()  # before the trainer loads the best model, which is not to be written over
+        unwrap_optimizer(
+            self.optimizer
+        ).eval()  # before the trainer loads the best model, which is not to be written over
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
@@ -118,6 +122,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import Trainer
 
-    made = type("SAMTrainer", (SAMTraining, Trainer), {"__doc__": SAMTraining.__doc__, "__module__": __name__})
+    made = type("SAMTrainer", (SAMTrainerMixin, Trainer), {"__doc__": SAMTrainerMixin.__doc__, "__module__": __name__})
     globals()[name] = made
     return made

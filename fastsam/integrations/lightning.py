@@ -1,78 +1,106 @@
-"""Lightning: a callback for automatic optimization, where the trainer calls `step(closure)`."""
+"""Lightning: a callback for automatic optimization, and an optimizer for its command line."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from fastsam.optim import FusedSAM
 from fastsam.optim.statistics import Statistics
 
+if TYPE_CHECKING:
+    SAMCallback: Any
 
-def sam_callback() -> Any:
-    """A `lightning.pytorch.Callback` for modules whose `configure_optimizers` returns one `FusedSAM`.
 
-    `self.log` writes in the first pass alone, and the second pass leaves the module's running statistics as they are
-    (as `FusedSAM(..., model=self)` does). What cannot work is refused as `fit` begins, with ValueError: gradients
-    accumulated over batches, which `step(closure)` does not see; float16 with a GradScaler, which unscales before the
-    closure makes its gradients; a FusedSAM beside other optimizers. With a variant of one pass, whose weights rest at
-    the perturbed point, checkpoints have the clean ones, and so has the model after `fit`. Manual optimization needs
-    the callback for this alone; such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's
-    closure.
+class CommandLineFusedSAM(FusedSAM):
+    """`FusedSAM` whose signature has the usual options of base optimizers, for command lines that read signatures.
+
+    LightningCLI and jsonargparse set them: `--optimizer=fastsam.integrations.lightning.CommandLineFusedSAM
+    --optimizer.lr=0.1`. An option that is None is left to the base optimizer. All other options are those of
+    `FusedSAM`.
     """
-    from lightning.pytorch import Callback
 
-    class SAMCallback(Callback):  # type: ignore[misc, unused-ignore]
-        def __init__(self) -> None:
-            self._log: Any = None
+    def __init__(
+        self,
+        params: Iterable[Any],
+        base_optimizer: type[Optimizer] | Callable[..., Optimizer] = torch.optim.SGD,
+        *,
+        lr: float | Tensor | None = None,
+        momentum: float | None = None,
+        nesterov: bool | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        **options: Any,
+    ) -> None:
+        base_options = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        options.update({name: value for name, value in base_options.items() if value is not None})
+        super().__init__(params, base_optimizer, **options)
 
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            opt = _the_optimizer(trainer)
-            _refuse_averages(trainer, opt)
-            if not pl_module.automatic_optimization:
-                return
-            _refuse_what_cannot_work(trainer)
-            if not opt._statistics.modules:
-                opt._statistics = Statistics(pl_module)
-                opt._follow_modules()
-            self._log = log = pl_module.log
 
-            def log_in_the_first_pass(*arguments: Any, **options: Any) -> None:
-                if not opt.is_perturbed:
-                    log(*arguments, **options)
+class _Hooks:
+    """The methods of `SAMCallback`."""
 
-            pl_module.log = log_in_the_first_pass
+    def __init__(self) -> None:
+        self._log: Any = None
 
-        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            opt = _the_optimizer(trainer)
-            if opt._engine.one_pass:
-                with opt.evaluating():
-                    weights = trainer.strategy.lightning_module_state_dict()
-                    # of their own memory: the model's own are at the perturbed point again when the file is written
-                    checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
-                    # the optimizer's must not say that the model's are the perturbed ones
-                    if "optimizer_states" in checkpoint:
-                        checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(opt)]
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        opt = _the_optimizer(trainer)
+        _refuse_averages(trainer, opt)
+        if not pl_module.automatic_optimization:
+            return
+        _refuse_what_cannot_work(trainer)
+        if not opt._statistics.modules:
+            opt._statistics = Statistics(pl_module)
+            opt._follow_modules()
+        self._log = log = pl_module.log
 
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            _the_optimizer(trainer).train()  # after a checkpoint was loaded
+        def log_in_the_first_pass(*arguments: Any, **options: Any) -> None:
+            if not opt.is_perturbed:
+                log(*arguments, **options)
 
-        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            _the_optimizer(trainer).eval()
+        pl_module.log = log_in_the_first_pass
 
-        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            if self._log is not None:
-                del pl_module.log  # the instance's; the class has its own
-                self._log = None
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        opt = _the_optimizer(trainer)
+        if opt._engine.one_pass:
+            with opt.evaluating():
+                weights = trainer.strategy.lightning_module_state_dict()
+                # of their own memory: the model's own are at the perturbed point again when the file is written
+                checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
+                # the optimizer's must not say that the model's are the perturbed ones
+                if "optimizer_states" in checkpoint:
+                    checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(opt)]
 
-    return SAMCallback()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        _the_optimizer(trainer).train()  # after a checkpoint was loaded
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        _the_optimizer(trainer).eval()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._log is not None:
+            del pl_module.log  # the instance's; the class has its own
+            self._log = None
 
 
 def _the_optimizer(trainer: Any) -> FusedSAM:
     optimizers = trainer.optimizers
     if len(optimizers) != 1 or not isinstance(optimizers[0], FusedSAM):
         found = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
-        raise ValueError(f"sam_callback() expects configure_optimizers to return one FusedSAM, got {found}")
+        raise ValueError(f"SAMCallback expects configure_optimizers to return one FusedSAM, got {found}")
     opt: FusedSAM = optimizers[0]
     return opt
 
@@ -109,3 +137,27 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
             f"the closure makes its "
             "gradients. Take precision='bf16-mixed', or manual optimization with first_step() and second_step()"
         )
+
+
+def __getattr__(name: str) -> Any:
+    """Make `SAMCallback` when it is first asked for, because Lightning takes seconds to import and may be missing."""
+    if name != "SAMCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lightning.pytorch import Callback
+
+    class SAMCallback(_Hooks, Callback):  # type: ignore[misc, unused-ignore]
+        """Callback of Lightning for modules whose `configure_optimizers` returns one `FusedSAM`.
+
+        `self.log` writes only in the first pass. The second pass leaves the module's running statistics as they are, as
+        `FusedSAM(..., model=self)` does. With a variant of one pass, whose weights between steps are perturbed,
+        checkpoints hold the clean weights, and so does the model after `fit`. Manual optimization needs the callback
+        only for this. Such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's closure.
+
+        Raises ValueError as `fit` begins, for what cannot work: gradients accumulated over batches, because
+        `step(closure)` sees only the last batch; float16 with a GradScaler, which unscales before the closure makes the
+        gradients; more than one optimizer.
+        """
+
+    SAMCallback.__qualname__ = name  # so that it can be pickled
+    globals()[name] = SAMCallback
+    return SAMCallback

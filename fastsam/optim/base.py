@@ -24,7 +24,7 @@ OURS = (
     "stochastic_rounding",
     "assume_no_alias",
     "optimizer_in_backward",
-    "sam",
+    "variant",
 )
 # What other libraries call torch's options.
 ELSEWHERE = {

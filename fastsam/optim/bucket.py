@@ -29,10 +29,10 @@ class Bucket:
     """Slots are counted in the order of the parameters; `numbers` are the parameters' numbers over all buckets, for
     messages.
 
-    `origin` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused
+    `backup` keeps the unperturbed weights of the parameters `held`. With `masters` (half-precision weights, fused
     update) it is their float32 master copy, in every phase. In a step that is made `in_place` the parameters' own
     memory keeps the unperturbed weights, and the perturbed ones have the first gradient's memory or, where that is not
-    to be had, that of `origin`. A step `in_saved` weights updates `origin` alone, and leaves the parameters to a
+    to be had, that of `backup`. A step `in_saved` weights updates `backup` alone, and leaves the parameters to a
     perturbation that follows.
     """
 
@@ -42,25 +42,25 @@ class Bucket:
         numbers: Sequence[int],
         groups: Sequence[int],
         kernels: Kernels,
-        hyper: Tensor,
+        hparams: Tensor,
         fused: bool,
         exclusive: bool = False,
     ) -> None:
         self.params, self.numbers, self.groups = list(params), list(numbers), list(groups)
-        self.kernels, self.hyper = kernels, hyper
+        self.kernels, self.hparams = kernels, hparams
         self.dtype, self.device = params[0].dtype, params[0].device
         self.axes, self.sharded = axes_of(params[0]), any(map(is_sharded, params))
         self.compute = compute_dtype(self.dtype)
         self.masters = fused and self.dtype != self.compute
         self._attach()
-        self.layout = Layout.of(self.z, groups)
+        self.layout = Layout.of(self.tensors, groups)
         self.arena = Arena(self.layout, device=self.device)
         # The owner's promise: masters need no comparison, and parameters may have other memory for a while.
         self._trusting, self.exchanges = exclusive and self.masters, exclusive and not self.masters
         if self.masters:
-            self.layout.gather(self.aliases, self.origin[0])
+            self.layout.gather(self.aliases, self.backup[0])
         elif not exclusive:  # a step that exchanges memory may never need it
-            self.arena.field("origin", self.dtype)
+            self.arena.field("backup", self.dtype)
         self.steps = torch.zeros(1, len(self.params), dtype=torch.float32, device=self.device)
         self._no_norm = torch.zeros(1, dtype=torch.float64, device=self.device)
         self.held: Selection = self.select(())
@@ -70,9 +70,9 @@ class Bucket:
         self._save = True
 
     @property
-    def origin(self) -> Tensor:
+    def backup(self) -> Tensor:
         """`[1, row_size]`: the saved weights or masters."""
-        return self.arena.field("origin", self.compute if self.masters else self.dtype)
+        return self.arena.field("backup", self.compute if self.masters else self.dtype)
 
     # --- where the parameters are ---
 
@@ -80,12 +80,14 @@ class Bucket:
         """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's
         dispatch."""
         self.aliases = [local(p).detach() for p in self.params]
-        self.z = [p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases]
-        self._strides = [z.stride() for z in self.z]
-        self._contiguous = all(z.is_contiguous() for z in self.z)
-        self._all = tuple(range(len(self.z)))
+        self.tensors = [
+            p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
+        ]
+        self._strides = [t.stride() for t in self.tensors]
+        self._contiguous = all(t.is_contiguous() for t in self.tensors)
+        self._all = tuple(range(len(self.tensors)))
         # The imaginary part of a conjugate has its sign changed lazily; only with one element is it dense.
-        self._single = [i for i, z in enumerate(self.z) if z.numel() == 1]
+        self._single = [i for i, t in enumerate(self.tensors) if t.numel() == 1]
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._whole: Selection | None = None
 
@@ -98,13 +100,13 @@ class Bucket:
 
     def fits(self) -> bool:
         """True when the parameters are of the kind that the layout was made for."""
-        kinds = zip(map(local, self.params), self.layout.segments, self.z, strict=True)
+        kinds = zip(map(local, self.params), self.layout.segments, self.tensors, strict=True)
         return all(axes_of(p) == self.axes for p in self.params) and all(
             p.dtype == self.dtype
             and p.device == self.device
             and p.shape == s.shape
-            and (p.stride() == s.stride if is_dense(p) else z.is_contiguous())
-            for p, s, z in kinds
+            and (p.stride() == s.stride if is_dense(p) else t.is_contiguous())
+            for p, s, t in kinds
         )
 
     def select(self, slots: tuple[int, ...]) -> Selection:
@@ -112,12 +114,12 @@ class Bucket:
         found = self._selections.get(slots)
         if found is None:
             found = self._selections[slots] = Selection(
-                slots, self.params, self.aliases, self.z, self.layout, self.exchanges, self._backup_views
+                slots, self.params, self.aliases, self.tensors, self.layout, self.exchanges, self._backup_views
             )
         return found
 
     def _backup_views(self, selection: Selection) -> list[Tensor]:
-        return self.views(self.origin, selection)
+        return self.views(self.backup, selection)
 
     @property
     def whole(self) -> Selection:
@@ -143,7 +145,7 @@ class Bucket:
             plain = False
         if plain:
             return self.whole, grads
-        slots, grads = present(grads, self.z, self.numbers)
+        slots, grads = present(grads, self.tensors, self.numbers)
         return self.select(slots), grads
 
     def raw_calls(self, selection: Selection) -> Any:
@@ -158,8 +160,8 @@ class Bucket:
             make = getattr(self.kernels, "raw_calls", None)
             if make is None:
                 return None
-            z = self.views(self.origin, selection) if self.in_saved else selection.z
-            found = make(z, None if apart else self.origin, selection.table, self.hyper)
+            tensors = self.views(self.backup, selection) if self.in_saved else selection.tensors
+            found = make(tensors, None if apart else self.backup, selection.table, self.hparams)
             setattr(selection, name, found)
         return None if found is None or found.watched() else found
 
@@ -236,7 +238,7 @@ class Bucket:
 
     def begin(self, saved: bool = False) -> None:
         """Before a perturbation: whether masters have to be compared with the weights, which somebody may have written.
-        saved: `origin` has the weights already."""
+        saved: `backup` has the weights already."""
         self.in_place = self.in_saved = False
         self._away = None
         self._save = not saved and (
@@ -303,22 +305,24 @@ class Bucket:
     ) -> None:
         """Adds these gradients (in adaptive groups scaled by their weights) to the squared norm of the model."""
         selection.load()
-        weights = selection.z if adaptive else []
+        weights = selection.tensors if adaptive else []
         if adaptive and self.masters:
             # T = |w| + eta is of the master copy, as the perturbation's is; first it takes over what was written to the
             # weights.
             if self._save:
                 self.save_(selection, grads)
-            masters = self.layout.views(self.origin[0])
+            masters = self.layout.views(self.backup[0])
             grads, weights = [g.to(self.compute) for g in grads], [masters[i] for i in selection.slots]
-        self.kernels.norm_(sumsq, grads, weights, selection.table, self.hyper, accumulate)
+        self.kernels.norm_(sumsq, grads, weights, selection.table, self.hparams, accumulate)
 
     def perturb_(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None
     ) -> None:
         """Moves the weights to the perturbed point, and saves where they were. `seed`: rounds stochastically."""
         selection.load()
-        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, sumsq, self._save, seed)
+        self.kernels.perturb_(
+            selection.tensors, self.backup, grads, selection.table, self.hparams, sumsq, self._save, seed
+        )
         selection.store()
         self.held = selection
 
@@ -338,14 +342,14 @@ class Bucket:
     def save_(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """Saves the weights and leaves them: a perturbation whose norm is zero."""
         selection.load()
-        self.kernels.perturb_(selection.z, self.origin, grads, selection.table, self.hyper, self._no_norm, True)
+        self.kernels.perturb_(selection.tensors, self.backup, grads, selection.table, self.hparams, self._no_norm, True)
 
     def restore_(self, selection: Selection) -> None:
         """Puts saved weights back, bit for bit."""
         if self.in_place:
             self.come_home()
         elif selection.slots:
-            self.kernels.restore_(selection.z, self.origin, selection.table)
+            self.kernels.restore_(selection.tensors, self.backup, selection.table)
             selection.store()
 
     def restore_fitting_(self) -> None:
@@ -354,7 +358,7 @@ class Bucket:
         if self.in_place:
             self.come_home()
             return
-        saved = self.layout.views(self.origin[0])
+        saved = self.layout.views(self.backup[0])
         for i in self.held.slots:
             p = local(self.params[i]).detach()
             if p.shape == saved[i].shape and has_memory(p):
@@ -365,7 +369,7 @@ class Bucket:
     ) -> None:
         """Takes back a perturbation that was interrupted: it may have happened to all, some or none of the parameters.
 
-        Where it has not, `origin` holds older weights. The perturbed point is a function of `origin`, so it is computed
+        Where it has not, `backup` holds older weights. The perturbed point is a function of `backup`, so it is computed
         again: weights that are there bit for bit have been perturbed, all others are untouched.
         """
         if self.in_place:
@@ -378,19 +382,19 @@ class Bucket:
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None
     ) -> tuple[int, ...]:
         """Which of these parameters are, bit for bit, where this perturbation of the saved weights takes them."""
-        again = [torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device) for z in selection.z]
-        self.kernels.perturb_(again, self.origin, grads, selection.table, self.hyper, sumsq, False, seed)
-        return tuple(i for i, z in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], z))
+        again = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in selection.tensors]
+        self.kernels.perturb_(again, self.backup, grads, selection.table, self.hparams, sumsq, False, seed)
+        return tuple(i for i, t in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], t))
 
     def saved(self, slot: int) -> Tensor:
         """A parameter's master copy, or where there is none the weights that a step has saved."""
         if self.in_place and not self.masters:
             return self.aliases[slot]
-        return self._one(self.origin, slot)
+        return self._one(self.backup, slot)
 
     def take_(self, slot: int, weights: Tensor) -> None:
         """Takes over what `saved` gave, of a bucket that may have had another dtype."""
-        self._one(self.origin, slot).copy_(weights)
+        self._one(self.backup, slot).copy_(weights)
 
     def _one(self, field: Tensor, slot: int) -> Tensor:
         segment = self.layout.segments[slot]
@@ -398,7 +402,7 @@ class Bucket:
 
     def saved_slots(self) -> tuple[int, ...]:
         """Which of the parameters that are held are, bit for bit, the saved weights."""
-        saved = self.layout.views(self.origin[0])
+        saved = self.layout.views(self.backup[0])
         return tuple(i for i in self.held.slots if same_bits(self.aliases[i], saved[i].to(self.dtype)))
 
 
@@ -416,7 +420,7 @@ def buckets_of(
     left_out: Sequence[Tensor],
     backend: str,
     device: torch.device,
-    hyper: Tensor,
+    hparams: Tensor,
     fused: bool,
     exclusive: bool,
 ) -> list[Bucket]:
@@ -433,5 +437,5 @@ def buckets_of(
     for (dtype, _), found in members.items():
         params, numbers, group_numbers = zip(*found, strict=True)
         kernels = bind(backend, device, dtype)
-        buckets.append(Bucket(params, numbers, group_numbers, kernels, hyper, fused, exclusive))
+        buckets.append(Bucket(params, numbers, group_numbers, kernels, hparams, fused, exclusive))
     return buckets

@@ -159,7 +159,7 @@ class Loaded:
             raise ValueError(
                 f"this is the state of another variant: of {saved}, {'which keeps a vector' if keeps else midway}, and "
                 f"this "
-                f"optimizer's is {variant}. Build it with sam={saved}(...), or load the state dict of that one's "
+                f"optimizer's is {variant}. Build it with variant={saved}(...), or load the state dict of that one's "
                 f"base_optimizer, which starts anew"
             )
 

@@ -46,13 +46,13 @@ class Engine(Buffers):
     ) -> None:
         self.mixing = Mixing(variant)
         # Every step perturbs; else steps are counted.
-        self.always = variant.every == 1 and type(variant).perturbs is SAM.perturbs
+        self.always = variant.interval == 1 and type(variant).perturbs is SAM.perturbs
         # Whether there is anything to mix, or to keep, of a step's gradients; a direction of its own; a radius of its
         # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
         self.directs = variant.memory is Memory.DIRECTION
-        self.sized = variant.radius is not None
+        self.sized = variant.rho_fn is not None
         self.parts = type(variant).moves is not SAM.moves
         # What SAM does, and nothing else.
         self.plain = self.always and not (self.mixes or self.sized or self.parts)
@@ -123,8 +123,8 @@ class Engine(Buffers):
             raw = bucket.leave(selection, grads, lent) or bucket.raw_calls(selection)
         if raw is None or (self._scalars.adaptive and calls[0][0].masters):
             self._norm_(calls)
-            if self.variant.radius is not None:
-                self._scalars.radius_(self.variant.radius, self._sum, scale)
+            if self.variant.rho_fn is not None:
+                self._scalars.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
             self.phase = phase
             for bucket, selection, grads in calls:
                 bucket.perturb_(selection, grads, self._sum, seed)
@@ -155,7 +155,7 @@ class Engine(Buffers):
         if self._scalars.changed(groups):
             self._scalars.read(groups)
         self._scalars.copy_live()
-        _, grads = present([bucket.params[slot].grad], [bucket.z[slot]], [bucket.numbers[slot]])
+        _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
         if not bucket.bring(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]

@@ -38,81 +38,72 @@ NO_SCALER = (
 )
 
 
-def _variant(sam: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
-    """The variant that is asked for, by itself or by SAM's own options."""
-    if sam is None:
+def _variant(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
+    """Return the given variant, or a SAM with these options if None is given."""
+    if variant is None:
         return SAM(0.05 if rho is None else rho, adaptive, eta)
-    if not isinstance(sam, SAM):
-        raise TypeError(f"sam must be a variant such as fastsam.variants.GSAM(rho=0.05), got {sam!r}")
+    if not isinstance(variant, SAM):
+        raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
     if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
-        raise ValueError("rho, adaptive and eta beside sam: give them to the variant, as in sam=GSAM(rho=0.05)")
-    return sam
+        raise ValueError(
+            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
+        )
+    return variant
 
 
 class FusedSAM(Saving):
-    """Sharpness-Aware Minimization (Foret et al. 2021), with `adaptive=True` ASAM (Kwon et al. 2021), around a base
-    optimizer.
+    """Sharpness-Aware Minimization (SAM) around a base optimizer, with fused kernels.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
         w <- base optimizer's update of w with the gradient g(w~)
 
-    ||.|| is one L2 norm over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
-    `RMSprop` and `fastsam.Lion` going back to `w` and the update are one fused pass;
-    any other optimizer makes its own `step` from the restored weights.
+    One L2 norm is taken over all parameters. With `torch.optim.SGD`, `Adam` and `AdamW` (without amsgrad), `Adagrad`,
+    `RMSprop` and `fastsam.Lion`, restoring `w` and updating it are one pass over the parameters. Any other optimizer
+    makes its own `step` from the restored weights. See Foret et al. 2021 for SAM and Kwon et al. 2021 for ASAM.
 
-    A step is either `step(closure)`, or `first_step()` after the first backward pass and `second_step()` (or `step()`)
-    after the second. With a variant of one pass (`MSAM`) it is `step()` after one backward pass; `eval()` moves to the
-    clean weights, `train()` back.
+    Args:
+        params (iterable): parameters, named parameters or parameter groups; dense and floating point, on one device.
+        base_optimizer (type or callable): class of the base optimizer, or a function that makes one from parameter
+            groups and options. Default: `torch.optim.SGD`.
+        rho (float or Tensor, optional): radius of the perturbation, an option of each parameter group. A one-element
+            tensor is read on the device in every step. Default: 0.05.
+        adaptive (bool): ASAM, an option of each parameter group. Default: False.
+        eta (float or Tensor): eta of ASAM, an option of each parameter group. Default: 0.
+        variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
+            `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
+        backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
+        skip_nonfinite (bool): restore the weights and update nothing if the second gradient has inf or NaN. A first
+            gradient with inf or NaN never perturbs. Default: False.
+        stochastic_rounding (bool): round half-precision weights at the perturbed point up or down at random, so that
+            the perturbation is right on average. Default: False.
+        assume_no_alias (bool): promise that nothing else refers to the memory of the weights and first gradients during
+            a step, so that a step can swap them and save memory traffic. Default: False.
+        optimizer_in_backward (bool): update each parameter in the second backward pass as soon as its gradient is
+            complete, and free the gradient. It needs `assume_no_alias=True`. Default: False.
+        model (Module or iterable of modules, optional): modules whose running statistics the second pass leaves as they
+            are. With a variant of one pass, their `train()` and `eval()` call those of the optimizer.
+        base_kwargs (dict, optional): options of the base optimizer.
+        **base_options: options of the base optimizer as keywords, such as `lr` and `momentum`.
 
-    params
-        parameters, named parameters or parameter groups, as for any torch optimizer: dense float32, float64, float16 or
-        bfloat16 on one device. Half-precision parameters have a float32 master copy when the update is fused.
-    base_optimizer
-        class of the base optimizer, or a function that makes one from parameter groups and `base_options`.
-    rho
-        radius of the perturbation, 0 or more; a number, or a one-element tensor, which is read on the device in every
-        step. By default 0.05.
-    adaptive, eta
-        ASAM, and its eta. Like rho they are options of each parameter group, and may change between steps.
-    sam
-        another variant of `fastsam.variants`, e.g. `GSAM(rho=0.05, alpha=0.4)`; rho, adaptive and eta are then its own.
-        They alone are short for `sam=SAM(rho, adaptive, eta)`.
-    backend
-        "auto", or one of `fastsam.backends`: "native", "triton", "foreach", "reference".
-    skip_nonfinite
-        a second gradient with inf or NaN restores the weights and updates nothing. (A GradScaler does this by itself; a
-        first gradient with inf or NaN never perturbs.)
-    stochastic_rounding
-        half-precision weights at the perturbed point are rounded up or down at random, so that the perturbation is
-        right on average, not to nearest. The random bits are a function of the number of perturbations so far.
-    assume_no_alias
-        a promise that saves memory traffic: nobody keeps an address or a view of the weights' memory from `first_step`
-        to the end of the step, nor the first gradients, and nobody writes half-precision weights past their version
-        counter (`p.data.add_(1)` does). With the compiled kernels and parameters of one dtype, perturbed weights may
-        then have other memory: that of the first gradients, where the step clears these, so that no copy of the weights
-        is kept between steps. They do where the perturbed tensors have 65,536 elements or more on average, on a GPU
-        2,097,152, since an exchange costs smaller ones more than it saves. Master copies are not compared with the
-        weights, on any backend.
-    optimizer_in_backward
-        makes each parameter's update in the second backward pass, as soon as its gradient is whole, and frees that, so
-        that a step has the peak memory of one of the base optimizer. With `assume_no_alias=True`, where the weights'
-        memory is exchanged and the step clears the gradients (`step(closure)`, `first_step(zero_grad=True)`);
-        elsewhere it changes nothing. One backward pass at the perturbed point, after which gradients are None: nothing
-        clips, unscales or accumulates them. An exception in that pass leaves some parameters updated.
-    model
-        the module that is trained, or several: the second pass then leaves their BatchNorm and InstanceNorm layers'
-        running statistics as they are (`frozen_batchnorm_stats`), whoever makes it, a closure or you. With a variant of
-        one pass `model.eval()` and `model.train()` are the optimizer's `eval()` and `train()` too.
-    lr, momentum, nesterov, betas, eps, weight_decay
-        options of the base optimizer, which must have them; None leaves them to it. Here by name, because command lines
-        read signatures.
-    base_kwargs
-        any options of the base optimizer, in a dict.
-    base_options
-        the same as keywords of their own: dampening, amsgrad, ...
+    Raises:
+        TypeError: if a parameter or an option has the wrong type, or an option is unknown.
+        ValueError: if parameters or options cannot be used.
+        RuntimeError: if `backend` is not available.
 
-    Raises ValueError or TypeError for options and parameters that cannot be used, RuntimeError when `backend` cannot
-    serve.
+    Example:
+
+        >>> optimizer = FusedSAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=0.9)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.first_step(zero_grad=True)
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.second_step(zero_grad=True)
+
+    Note:
+        `step(closure)` makes a whole step, and `step()` after `first_step()` is `second_step()`. A variant of one pass
+        (`MSAM`) takes `step()` after one backward pass. `eval()` then moves to the clean weights and `train()` back.
+
+    Note:
+        Half-precision parameters have a float32 master copy if the update is fused.
     """
 
     _step_supports_amp_scaling = amp.LeavesScalingToStep()
@@ -124,21 +115,15 @@ class FusedSAM(Saving):
         rho: float | Tensor | None = None,
         adaptive: bool = False,
         *,
-        lr: float | Tensor | None = None,
-        momentum: float | None = None,
-        nesterov: bool | None = None,
-        betas: tuple[float, float] | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        base_kwargs: dict[str, Any] | None = None,
         eta: float | Tensor = 0.0,
-        sam: SAM | None = None,
+        variant: SAM | None = None,
         backend: str = "auto",
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
         assume_no_alias: bool = False,
         optimizer_in_backward: bool = False,
         model: Model | None = None,
+        base_kwargs: dict[str, Any] | None = None,
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
@@ -146,15 +131,7 @@ class FusedSAM(Saving):
                 f"base_optimizer must be a class such as torch.optim.SGD, got an instance of "
                 f"{type(base_optimizer).__name__}"
             )
-        named = {
-            "lr": lr,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        base_options = options_of_base({n: v for n, v in named.items() if v is not None} | base_options, base_kwargs)
+        base_options = options_of_base(base_options, base_kwargs)
         parameters.check_given(params)
         parameters.refuse_one_ranks_part()
         flags = {
@@ -166,21 +143,21 @@ class FusedSAM(Saving):
         for name, flag in flags.items():
             check_flag(name, flag)
         self.skip_nonfinite = skip_nonfinite
-        sam = _variant(sam, rho, adaptive, eta)
-        super().__init__(params, {"rho": sam.rho, "adaptive": sam.adaptive, "eta": sam.eta, **base_options})
+        variant = _variant(variant, rho, adaptive, eta)
+        super().__init__(params, {"rho": variant.rho, "adaptive": variant.adaptive, "eta": variant.eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):
             check_group(group, number)
-        if sam.mix.sharpness and any("lr" not in group for group in self.param_groups):
+        if variant.mix.sharpness and any("lr" not in group for group in self.param_groups):
             raise ValueError(
-                f"{type(sam).__name__} needs a base optimizer with a learning rate, which "
+                f"{type(variant).__name__} needs a base optimizer with a learning rate, which "
                 f"{type(self.base_optimizer).__name__} has not; take "
                 "decouple=False, or another base"
             )
         self.defaults.update(self.base_optimizer.defaults)
-        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, sam)
+        self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
         if optimizer_in_backward:
-            early.refuse(self.base_optimizer, sam, assume_no_alias, skip_nonfinite)
+            early.refuse(self.base_optimizer, variant, assume_no_alias, skip_nonfinite)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
         self._leftover = Leftover()
@@ -195,7 +172,7 @@ class FusedSAM(Saving):
         """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
         stay.
 
-        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`two_passes`
+        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`perturbs`
         is False) all weights stay. Raises RuntimeError when the weights are perturbed already, for sparse or complex
         gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one
         pass has no first half: RuntimeError.
@@ -247,7 +224,7 @@ class FusedSAM(Saving):
         called twice, at the weights and at the perturbed point, each time with
         gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
 
-        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`two_passes` is
+        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`perturbs` is
         False) there is one call of the closure, and `first_step()` may be left out.
 
         Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises

@@ -17,14 +17,14 @@ def present(
     `numbers` are the parameters' numbers, for messages. Raises RuntimeError for a gradient that cannot be used.
     """
     slots, usable = [], []
-    for i, (grad, z) in enumerate(zip(grads, like, strict=True)):
+    for i, (grad, param) in enumerate(zip(grads, like, strict=True)):
         if grad is not None:
             slots.append(i)
-            usable.append(_in_order(grad.detach(), z, numbers[i]))
+            usable.append(_in_order(grad.detach(), param, numbers[i]))
     return tuple(slots), usable
 
 
-def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
+def _in_order(grad: Tensor, param: Tensor, number: int) -> Tensor:
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of parameter {number} is sparse ({grad.layout}); FusedSAM needs dense gradients: for an "
@@ -35,13 +35,13 @@ def _in_order(grad: Tensor, z: Tensor, number: int) -> Tensor:
         raise RuntimeError(
             f"the gradient of parameter {number} is complex ({grad.dtype}); FusedSAM needs real gradients"
         )
-    if grad.shape != z.shape or grad.device != z.device:
+    if grad.shape != param.shape or grad.device != param.device:
         raise RuntimeError(
             f"the gradient of parameter {number} is {tuple(grad.shape)} on {grad.device}, the parameter "
-            f"{tuple(z.shape)} on {z.device}: "
+            f"{tuple(param.shape)} on {param.device}: "
             "it belongs to the parameter before a change; zero the gradients and run the backward pass again"
         )
     bare = torch.compiler.is_compiling() or (type(grad) is Tensor and not grad.is_neg())
-    if bare and grad.dtype == z.dtype and grad.stride() == z.stride():
+    if bare and grad.dtype == param.dtype and grad.stride() == param.stride():
         return grad
-    return torch.empty_strided(z.shape, z.stride(), dtype=z.dtype, device=z.device).copy_(grad)
+    return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=param.device).copy_(grad)

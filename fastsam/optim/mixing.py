@@ -17,7 +17,7 @@ from fastsam.optim.scalars import Scalars, Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
-from fastsam_kernels.columns import Column
+from fastsam_kernels.columns import HParam
 
 Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
 
@@ -101,7 +101,7 @@ class Mixing:
             reading = self.read(scalars, calls, sumsq, here, found_inf)
         weighed = reading.beside is not None or (perturbed and self.mix.a != 1)
         for bucket, selection, _ in calls if weighed else ():
-            a, b = (bucket.hyper[0, 0, column].to(bucket.dtype) for column in (Column.A, Column.B))
+            a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.A, HParam.B))
             last = _written(bucket, selection)
             for g2 in last:
                 g2.mul_(a)
@@ -205,7 +205,7 @@ def _inner(calls: Sequence[Call]) -> Tensor:
 def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
     """Adds the squares of these, each times the weight of a gradient just now, to `total`."""
     selection.load()  # the kernel reads weights, if only to multiply them with 0
-    bucket.kernels.update_norm_(total, selection.z, None, grads, selection.table, bucket.hyper, accumulate=True)
+    bucket.kernels.update_norm_(total, selection.tensors, None, grads, selection.table, bucket.hparams, accumulate=True)
 
 
 def _ratio(calls: Sequence[Call]) -> Tensor:
@@ -232,14 +232,14 @@ def _corrected(
     bucket: Bucket,
     selection: Selection,
     grads: Sequence[Tensor],
-    hyper: Tensor,
+    hparams: Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> list[partial[Any]]:
     """`w -= lr*sharpness*(g2 - g1)` from the weights as the update has left them: the update of an SGD with these
-    numbers in `hyper`."""
-    origin = bucket.origin if bucket.masters else None
+    numbers in `hparams`."""
+    backup = bucket.backup if bucket.masters else None
     options = {"steps": None, "g1": bucket.first(selection), "grad_scale": grad_scale, "found_inf": found_inf}
-    operands = selection.z, origin, grads, selection.table, hyper, "sgd", [None]
+    operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
     calls = op_calls(bucket, operands, {**options, "first": False, "keep": bucket.masters})
     return [*calls, partial(selection.store)] if selection.indirect else calls

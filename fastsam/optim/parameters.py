@@ -69,7 +69,7 @@ def refuse_private(params: Sequence[Tensor]) -> None:
     if any(hasattr(p, "summed_grad") for p in params):  # which its DPOptimizer gives them
         raise ValueError(
             "the parameters belong to a DPOptimizer of Opacus, which would add the gradients of both passes of a step. "
-            "SAM under Opacus is not served; a variant of one pass is: FusedSAM(..., sam=fastsam.MSAM(rho=0.3))"
+            "SAM under Opacus is not served; a variant of one pass is: FusedSAM(..., variant=fastsam.MSAM(rho=0.3))"
         )
 
 

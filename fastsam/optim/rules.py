@@ -63,9 +63,9 @@ def calls_of(
     g1: the first gradients, where the update reads them.
     """
     state, steps = operands_of(rule, bucket, kind)
-    origin = None if bucket.in_place or bucket.in_saved else bucket.origin
-    z = [bucket.origin] if bucket.in_saved else part.z
-    operands = z, origin, grads, part.table, bucket.hyper, rule.name, state
+    backup = None if bucket.in_place or bucket.in_saved else bucket.backup
+    tensors = [bucket.backup] if bucket.in_saved else part.tensors
+    operands = tensors, backup, grads, part.table, bucket.hparams, rule.name, state
     options: dict[str, Any] = {"steps": steps, "g1": g1, "grad_scale": grad_scale, "found_inf": found_inf}
     options |= {"first": first, "keep": bucket.masters}
     return op_calls(bucket, operands, options)

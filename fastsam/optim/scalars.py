@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastsam.optim.rules import Group, Kind, Rule, kind_of
 from fastsam.step import Direction, Mix, perturbation, weigh_
-from fastsam_kernels.columns import OWN, WIDTH, Column
+from fastsam_kernels.columns import OWN, WIDTH, HParam
 
 NU = 1e-12  # added to the norm before the division, as the commonly copied SAM class does
 PLAIN = Mix()
@@ -101,7 +101,7 @@ def _read(columns: Callable[[Group], Iterable[tuple[int, Any]]], group: Group, n
 
 def _held(value: Any, column: int, number: int) -> float:
     """An option as a float. Raises ValueError that names what is known of it: NaN, or beyond all floats."""
-    named = f" ({Column(column).name})" if column < OWN else ""
+    named = f" ({HParam(column).name})" if column < OWN else ""
     try:
         found = float(value)
     except OverflowError as error:
@@ -179,7 +179,7 @@ class Scalars:
             row = [0.0] * WIDTH
             for column, value in _read(self._columns, group, number):
                 if isinstance(value, Tensor):
-                    negated = column is Column.RHO and self._goes_against(group)
+                    negated = column is HParam.RHO and self._goes_against(group)
                     live.append((number, int(column), self.tensor[0, number, column], value.detach(), negated))
                 else:
                     row[column] = _held(value, column, number)
@@ -190,9 +190,9 @@ class Scalars:
             self.tensor.copy_(self._host, non_blocking=True)
         if self.mix is not None:
             self.correction = torch.zeros_like(self.tensor)  # the numbers of a decoupled sharpness
-            self._mixed = self.tensor[:, :, [Column.A, Column.B]].clone()
+            self._mixed = self.tensor[:, :, [HParam.A, HParam.B]].clone()
             self._signs = torch.tensor([list(map(self._sign, groups))], dtype=torch.float64, device=self.tensor.device)
-        self._largest = self.tensor[:, :, Column.RHO].clone()
+        self._largest = self.tensor[:, :, HParam.RHO].clone()
         self._live = live
         if kinds != self.kinds:
             self.kinds = kinds
@@ -233,36 +233,42 @@ class Scalars:
         gradients, as they were kept, and of the second ones, which the update divides itself."""
         first, ratio = scales.first, scales.in_memory.first
         numbers = self.tensor
-        numbers[:, :, [Column.A, Column.B]] = self._mixed
+        numbers[:, :, [HParam.A, HParam.B]] = self._mixed
         if inner is not None:
             if ratio is not None:
                 inner[:, 0] /= ratio
             weigh_(numbers, inner, self._signs)
         if first is not None:
-            numbers[:, :, Column.B] /= first
+            numbers[:, :, HParam.B] /= first
         sharpness = 0.0 if self.mix is None else self.mix.sharpness
         if sharpness:
             if ratio is not None:
-                numbers[:, :, Column.A] /= ratio
-            self.correction[:, :, Column.LR] = numbers[:, :, Column.LR]
-            self.correction[:, :, Column.A] = sharpness * self._signs
-            self.correction[:, :, Column.B] = -sharpness * (self._signs if first is None else self._signs / first)
+                numbers[:, :, HParam.A] /= ratio
+            self.correction[:, :, HParam.LR] = numbers[:, :, HParam.LR]
+            self.correction[:, :, HParam.A] = sharpness * self._signs
+            self.correction[:, :, HParam.B] = -sharpness * (self._signs if first is None else self._signs / first)
 
     def reuse_(self, weight: Tensor, grad_scale: Tensor | None) -> None:
         """The weight of the vector beside a step's one gradient, float64 `[1]`."""
-        self.tensor[:, :, Column.B] = self._signs * (weight if grad_scale is None else weight / grad_scale)
+        self.tensor[:, :, HParam.B] = self._signs * (weight if grad_scale is None else weight / grad_scale)
 
     def alone_(self) -> None:
         """The weights of a step that has one gradient."""
-        self.tensor[:, :, Column.A] = self._signs
+        self.tensor[:, :, HParam.A] = self._signs
 
-    def radius_(self, choose: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
-        """This step's radius by a variant's `radius`. sumsq: of the direction; scale: what it is multiplied with."""
+    def apply_rho_fn(self, rho_fn: Callable[[Tensor, Tensor], Tensor], sumsq: Tensor, scale: Tensor | None) -> None:
+        """Set this step's radius by a variant's `rho_fn`.
+
+        Args:
+            rho_fn: function of the radius and the norm.
+            sumsq: squared norm of the direction.
+            scale: loss scale of the direction, None for 1.
+        """
         norm = sumsq.sqrt() if scale is None else sumsq.sqrt() / scale
-        self.tensor[:, :, Column.RHO] = self._largest
+        self.tensor[:, :, HParam.RHO] = self._largest
         self.copy_live()
-        rho = self.tensor[:, :, Column.RHO]
-        self.tensor[:, :, Column.RHO] = choose(rho.abs(), norm).copysign(rho)
+        rho = self.tensor[:, :, HParam.RHO]
+        self.tensor[:, :, HParam.RHO] = rho_fn(rho.abs(), norm).copysign(rho)
 
     def copy_live(self) -> None:
         """Copies the options that are tensors; waits for nothing when they are on the device."""

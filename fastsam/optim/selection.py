@@ -22,45 +22,45 @@ class Selection:
         slots: tuple[int, ...],
         params: Sequence[Tensor],
         aliases: Sequence[Tensor],
-        z: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         layout: Layout,
         exchanges: bool,
         backup_views: Callable[[Selection], list[Tensor]],
     ) -> None:
         """Args:
         slots: which of the bucket's parameters.
-        params, aliases, z: of all parameters of the bucket: themselves, detached, and dense.
+        params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
         layout: of the bucket.
         exchanges: True if parameters may exchange their memory with gradients.
         backup_views: function of a selection that returns its views of the backup.
         """
         self.slots, self._params, self._backup_views = slots, params, backup_views
         self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
-        self._z = [z[i] for i in slots]
+        self._tensors = [tensors[i] for i in slots]
         aliases = [aliases[i] for i in slots]
-        # Parameters with gaps in memory, and the dense tensors that stand for them in `z`.
-        self.indirect = [(alias, z) for alias, z in zip(aliases, self._z, strict=True) if alias is not z]
+        # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
+        self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
         self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
         self.raw_calls_saved: Any = None  # the same on the saved weights
         self.raw_calls_in_place: Any = None  # the same without saved weights
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.exchange: Exchange | None = None  # None: the parameters stay in their memory
-        if exchanges and slots and pays(self._z):
+        if exchanges and slots and pays(self._tensors):
             self.exchange = Exchange(params, slots, aliases)
 
     @cached_property
     def apart(self) -> list[Tensor]:
-        """What `origin` has of these parameters: memory for their perturbed weights where their gradients' is not to be
+        """What `backup` has of these parameters: memory for their perturbed weights where their gradients' is not to be
         had."""
         return self._backup_views(self)
 
     @property
-    def z(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The weights that a call reads and writes."""
         if torch.compiler.is_compiling() and not self.indirect:
             # Aliases made outside would be inputs of their own to a compiled step.
             return [local(self._params[i]).detach() for i in self.slots]
-        return self._z
+        return self._tensors
 
     def load(self) -> None:
         for parameter, stand_in in self.indirect:

@@ -28,11 +28,13 @@ class Turns(Modes):
         return "second" if self.is_perturbed else "first"
 
     @property
-    def two_passes(self) -> bool:
-        """Whether the step that begins, or is under way, takes two backward passes. False in a step in which the
-        variant does not perturb (`every`, `LookSAM`): its first pass may be left out, `first_step()` with it. Where it
-        is made all the same, the weights stay where they are, and the step is the same with the second pass's
-        gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an error.
+    def perturbs(self) -> bool:
+        """Whether the step that begins, or is under way, perturbs the weights and so takes two backward passes.
+
+        False in a step in which the variant does not perturb (`interval`, `LookSAM`): its first pass may be left out,
+        `first_step()` with it. If it is made all the same, the weights stay where they are, and the step is the same
+        with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an
+        error.
         """
         return self._engine.perturbs
 

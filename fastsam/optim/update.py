@@ -160,7 +160,7 @@ class FusedUpdate:
     def _written(self) -> dict[str, Tensor]:
         bucket = self.bucket
         fields = {name: bucket.field(name) for name in self.rule.state if name in bucket.arena}
-        return {**fields, "steps": bucket.steps, "origin": bucket.origin}
+        return {**fields, "steps": bucket.steps, "backup": bucket.backup}
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """A parameter without a second gradient is restored; one without a first gradient is updated from where it

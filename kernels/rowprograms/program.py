@@ -75,10 +75,10 @@ class RowProgram:
         y: Tensor,
         wanted: Tensor,
         batch: int,
-        z: Tensor,
+        params: Tensor,
         w: Tensor | None,
         table: Tensor,
-        hyper: Tensor,
+        hparams: Tensor,
         losses: Tensor,
         *,
         momentum: Tensor | None = None,
@@ -95,14 +95,13 @@ class RowProgram:
         `perturb_` and another pass, then `update_` of SGD, with sumsq_v after `update_norm_`; the arguments are those
         of these ops, the gradients' table has all parameters. The same bits as by these calls.
 
-        weights: views of z. steps: int64 `[rows]`, how many each row takes where they differ, at most n: places behind
-        them are not looked at. losses: float64 `[rows]`, takes batch * loss of every step. Raises RuntimeError as a
-        pass does. On CUDA one launch.
+        weights: views of params. steps: int64 `[rows]`, how many each row takes where they differ, at most n: places
+        behind them are not looked at. losses: float64 `[rows]`, takes batch * loss of every step. Raises RuntimeError
+        as a pass does. On CUDA one launch.
         """
         self._steps(
-            self.number, weights, others, x, y, wanted, batch, steps, z, w, table, hyper, momentum, q, shift, sumsq,
-            sumsq_v, adaptive,
-            keeps_first, losses,
+            self.number, weights, others, x, y, wanted, batch, steps, params, w, table, hparams, momentum, q, shift,
+            sumsq, sumsq_v, adaptive, keeps_first, losses,
         )  # fmt: skip
 
 

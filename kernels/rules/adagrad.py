@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, Column
+from ..columns import OWN, HParam
 from ..lists import Tensors
 from ..rule import Rule, Scalars
 
@@ -33,7 +33,7 @@ def step(
     (sum_,) = fields
     assert sum_ is not None
     total = sum_ + d * d
-    lr = (h[Column.LR].double() / (1 + (t - 1) * h[LR_DECAY].double())).to(w.dtype)
+    lr = (h[HParam.LR].double() / (1 + (t - 1) * h[LR_DECAY].double())).to(w.dtype)
     return w - lr * (d / (total.sqrt() + h[EPS])), total
 
 
@@ -57,9 +57,9 @@ def lists(
     t: Tensors,
     first: bool,
 ) -> None:
-    if h[Column.DECOUPLED]:
-        torch._foreach_mul_(w_, 1 - h[Column.LR] * h[Column.DECAY])
-    (sum_,), lr, eps = fields_, h[Column.LR], h[EPS]
+    if h[HParam.DECOUPLED]:
+        torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY])
+    (sum_,), lr, eps = fields_, h[HParam.LR], h[EPS]
     torch._fused_adagrad_(w_, d, sum_, t, lr=lr, lr_decay=h[LR_DECAY], weight_decay=decay, eps=eps, maximize=False)
 
 

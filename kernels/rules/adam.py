@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, Column
+from ..columns import OWN, HParam
 from ..lists import Tensors
 from ..rule import Group, Rule, Scalars
 
@@ -37,7 +37,7 @@ def step(
     v = b2 * v_ + (1 - b2) * d * d
     correction1 = (1 - b1.to(torch.float64) ** t).to(w.dtype)
     correction2 = (1 - b2.to(torch.float64) ** t).to(w.dtype)
-    return w - h[Column.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
+    return w - h[HParam.LR] / correction1 * m / (v.sqrt() / correction2.sqrt() + h[EPS]), m, v
 
 
 def numbers(lr, own, count, COMPUTE: tl.constexpr):
@@ -67,7 +67,7 @@ def lists(
     t: Tensors,
     first: bool,
 ) -> None:
-    (m_, v_), decoupled = fields_, h[Column.DECOUPLED] != 0
+    (m_, v_), decoupled = fields_, h[HParam.DECOUPLED] != 0
     update = torch._fused_adamw_ if decoupled else torch._fused_adam_
     update(
         w_,
@@ -76,10 +76,10 @@ def lists(
         v_,
         [],
         t,
-        lr=h[Column.LR],
+        lr=h[HParam.LR],
         beta1=h[BETA1],
         beta2=h[BETA2],
-        weight_decay=h[Column.DECAY] if decoupled else decay,
+        weight_decay=h[HParam.DECAY] if decoupled else decay,
         eps=h[EPS],
         amsgrad=False,
         maximize=False,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..columns import OWN, Column
+from ..columns import OWN, HParam
 from ..lists import Tensors
 from ..rule import Group, Rule, Scalars
 
@@ -85,7 +85,7 @@ def step(
     (m,) = fields
     assert m is not None
     b1, b2 = h[BETA1], h[BETA2]
-    return w - h[Column.LR] * (b1 * m + (1 - b1) * d).sign(), b2 * m + (1 - b2) * d
+    return w - h[HParam.LR] * (b1 * m + (1 - b1) * d).sign(), b2 * m + (1 - b2) * d
 
 
 def numbers(lr, own, count, COMPUTE: tl.constexpr):
@@ -115,8 +115,8 @@ def lists(
     c = torch._foreach_mul(m_, h[BETA1])
     torch._foreach_add_(c, g, alpha=1 - h[BETA1])
     torch._foreach_sign_(c)
-    torch._foreach_mul_(w_, 1 - h[Column.LR] * h[Column.DECAY] * h[Column.DECOUPLED])
-    torch._foreach_add_(w_, c, alpha=-h[Column.LR])
+    torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY] * h[HParam.DECOUPLED])
+    torch._foreach_add_(w_, c, alpha=-h[HParam.LR])
     torch._foreach_mul_(m_, h[BETA2])
     torch._foreach_add_(m_, g, alpha=1 - h[BETA2])
 

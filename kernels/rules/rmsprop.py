@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, Column
+from ..columns import OWN, HParam
 from ..lists import Tensors
 from ..rule import Group, Rule, Scalars
 
@@ -44,7 +44,7 @@ def step(
     e = d / (variance.sqrt() + h[EPS])
     if m_ is not None:
         m = e = h[MOMENTUM] * m_ + e
-    return w - h[Column.LR] * e, v, m, mean
+    return w - h[HParam.LR] * e, v, m, mean
 
 
 def numbers(lr, own, count, COMPUTE: tl.constexpr):
@@ -94,9 +94,9 @@ def lists(
         torch._foreach_mul_(m_, h[MOMENTUM])
         torch._foreach_add_(m_, e)
         e = m_
-    if h[Column.DECOUPLED]:
-        torch._foreach_mul_(w_, 1 - h[Column.LR] * h[Column.DECAY])
-    torch._foreach_add_(w_, e, alpha=-h[Column.LR])
+    if h[HParam.DECOUPLED]:
+        torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY])
+    torch._foreach_add_(w_, e, alpha=-h[HParam.LR])
 
 
 def _kept(group: Group) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..columns import OWN, Column
+from ..columns import OWN, HParam
 from ..lists import Tensors
 from ..rule import Group, Rule, Scalars
 
@@ -30,11 +30,11 @@ def step(
 ) -> tuple[Tensor, ...]:
     (m_,) = fields
     if m_ is None:
-        return (w - h[Column.LR] * d,)
+        return (w - h[HParam.LR] * d,)
     mu = h[MOMENTUM]
     m = d if first else mu * m_ + (1 - h[DAMPENING]) * d
     d = torch.where(h[NESTEROV] != 0, d + mu * m, m)
-    return w - h[Column.LR] * d, m
+    return w - h[HParam.LR] * d, m
 
 
 def numbers(lr, own, count, COMPUTE: tl.constexpr):
@@ -60,8 +60,8 @@ def lists(
     t: Tensors | None,
     first: bool,
 ) -> None:
-    if h[Column.DECOUPLED]:
-        torch._foreach_mul_(w_, 1 - h[Column.LR] * h[Column.DECAY])
+    if h[HParam.DECOUPLED]:
+        torch._foreach_mul_(w_, 1 - h[HParam.LR] * h[HParam.DECAY])
     momenta = fields_[0] if fields_ else None
     torch._fused_sgd_(
         w_,
@@ -70,7 +70,7 @@ def lists(
         weight_decay=decay,
         # Of 0 torch would not write the buffer; this is 0 wherever it is multiplied with.
         momentum=(h[MOMENTUM] or 5e-324) if momenta else 0.0,
-        lr=h[Column.LR],
+        lr=h[HParam.LR],
         dampening=h[DAMPENING],
         nesterov=h[NESTEROV] != 0,
         maximize=False,

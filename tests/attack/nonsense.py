@@ -115,7 +115,7 @@ OPTIMIZER: dict[str, list[Any]] = {
     "base_kwargs": [{}, {"lr": 1}],
     "maximize": [True], "amsgrad": [True], "dampening": [0.5], "foreach": [True], "fused": [True], "capturable": [True],
     "differentiable": [True],
-    "sam": [getattr(variants, name) for name in variants.__all__],
+    "variant": [getattr(variants, name) for name in variants.__all__],
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _optimizer(rng: random.Random, params: list[Any]) -> FusedSAM:
     options = {}
     for name in rng.sample(sorted(OPTIMIZER), rng.randint(0, 4)):
         options[name] = rng.choice(OPTIMIZER[name]) if rng.random() < 0.7 else rng.choice(NONSENSE)
-        if name == "sam" and isinstance(options[name], type) and is_dataclass(options[name]):
+        if name == "variant" and isinstance(options[name], type) and is_dataclass(options[name]):
             kind = options[name]
             options[name] = kind(
                 **{

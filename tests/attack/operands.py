@@ -37,7 +37,7 @@ def right(rng: random.Random) -> tuple[str, Arguments]:
     rng.shuffle(shapes)
     step = Step(rng.randrange(10**6), rng.choice(FLOATS), shapes)
     generator = torch.Generator().manual_seed(rng.randrange(10**6))
-    for field in (step.origin, step.m, step.q, step.mu, step.s):
+    for field in (step.backup, step.m, step.q, step.mu, step.s):
         field.normal_(generator=generator)
     step.v.uniform_(0.1, 1.0, generator=generator)
     step.sumsq.fill_(100.0)

@@ -97,14 +97,14 @@ def wrong_kernels(change: str) -> types.ModuleType:
         reference.norm_(sumsq, grads, *rest)
         sumsq.mul_(1.0001 if change == "sum" else 1.0)
 
-    def perturb_(z: Any, origin: torch.Tensor, grads: Any, *rest: Any) -> None:
-        reference.perturb_(z, origin, grads, *rest)
+    def perturb_(params: Any, backup: torch.Tensor, grads: Any, *rest: Any) -> None:
+        reference.perturb_(params, backup, grads, *rest)
         if change == "one element":
-            z[0].view(-1)[3] += 1e-5
+            params[0].view(-1)[3] += 1e-5
         if change == "backup":
-            origin[:, 0] += 1e-5
+            backup[:, 0] += 1e-5
         if change == "nan":
-            z[0].view(-1)[0] = torch.nan
+            params[0].view(-1)[0] = torch.nan
         if change == "raises":
             raise RuntimeError("not today")
 

@@ -236,7 +236,7 @@ def test_a_step_is_a_training_loops(name: str) -> None:
     shapes = ((40, 25), (40,))
     fleet = family.fleet_of(family.Ours, family.ENTRIES[name], Small(), Size("tiny", "tiny", shapes))
     (stepper, gradients), params, passes = fleet.pairs[0], parameters(initial_weights(shapes)), iter(range(100))
-    opt = FusedSAM(params[1:] + params[:1], torch.optim.SGD, sam=family.ENTRIES[name].sam, **SGD_OPTIONS)
+    opt = FusedSAM(params[1:] + params[:1], torch.optim.SGD, variant=family.ENTRIES[name].sam, **SGD_OPTIONS)
 
     def closure() -> None:
         for p, g in zip(params, gradients.tensors(next(passes)), strict=True):

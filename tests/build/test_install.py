@@ -97,7 +97,7 @@ def federated(model: nn.Module, x: Tensor, y: Tensor) -> None:
     reveal_type(result.summary())
 
 
-gsam = FusedSAM([nn.Parameter(torch.zeros(1))], sam=fastsam.GSAM(rho=0.05, alpha=0.4), lr=0.1)
+gsam = FusedSAM([nn.Parameter(torch.zeros(1))], variant=fastsam.GSAM(rho=0.05, alpha=0.4), lr=0.1)
 reveal_type(fastsam.backend("cpu"))
 reveal_type(build.why_not())
 gsam.first_step(zero_grad="yes")

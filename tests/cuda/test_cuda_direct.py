@@ -21,7 +21,7 @@ from fastsam_kernels.rules import RULES
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import assert_sound
-from tests.helpers.native_step import SHAPES, hyper
+from tests.helpers.native_step import SHAPES, hparams
 from tests.helpers.op_cases import same_bits
 
 pytestmark = [
@@ -51,16 +51,16 @@ class Operands:
     def __init__(self, dtype: torch.dtype, master: bool) -> None:
         generator = torch.Generator().manual_seed(3)
         draw = [[torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES] for _ in range(3)]
-        self.z, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
-        self.layout = Layout.of(self.z)
+        self.params, self.g1, self.g2 = ([x.to(dtype) for x in values] for values in draw)
+        self.layout = Layout.of(self.params)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.origin = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
-        self.layout.gather(self.z, self.origin[0])
+        self.backup = torch.zeros(1, self.layout.row_size, dtype=compute if master else dtype)
+        self.layout.gather(self.params, self.backup[0])
         self.state = [torch.rand(1, self.layout.row_size, generator=generator).to(compute) for _ in range(3)]
         self.steps, self.sumsq = torch.ones(1, len(SHAPES)), torch.full((1,), torch.nan, dtype=torch.float64)
 
     def written(self) -> list[Tensor]:
-        return [*self.z, self.origin, *self.state, self.steps, self.sumsq]
+        return [*self.params, self.backup, *self.state, self.steps, self.sumsq]
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -75,10 +75,10 @@ def test_a_step_has_the_bits_of_the_ops(
     """Twice each into the same memory: the second call finds the tickets that the first one left."""
     kernels, found = direct.backend.load(), []
     adaptive = adaptive and not master
-    columns = hyper(ADAPTIVE=float(adaptive), ETA=0.1)
+    columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     for straight in (True, False):
         o = Operands(dtype, master)
-        calls = CudaCalls(o.z, o.origin, o.layout.table, columns)
+        calls = CudaCalls(o.params, o.backup, o.layout.table, columns)
         for rule, described in RULES.items():
             state, steps = o.state[: len(described.state)], o.steps if described.counter else None
             if straight:
@@ -86,12 +86,12 @@ def test_a_step_has_the_bits_of_the_ops(
                 for call in calls.update(rule, state, steps, o.g2, False, master):
                     assert not call()
                 continue
-            masters = o.layout.views(o.origin[0])
-            weights = [] if not adaptive else o.z if save else masters
+            masters = o.layout.views(o.backup[0])
+            weights = [] if not adaptive else o.params if save else masters
             kernels.norm_(o.sumsq, o.g1, weights, o.layout.table, columns)
-            kernels.perturb_(o.z, o.origin, o.g1, o.layout.table, columns, o.sumsq, save)
+            kernels.perturb_(o.params, o.backup, o.g1, o.layout.table, columns, o.sumsq, save)
             kernels.update_(
-                o.z, o.origin, o.g2, o.layout.table, columns, rule, state, steps=steps, first=False, keep=master
+                o.params, o.backup, o.g2, o.layout.table, columns, rule, state, steps=steps, first=False, keep=master
             )
         found.append(o.written())
     assert all(map(same_bits, *found))
@@ -106,25 +106,27 @@ def test_weights_that_are_perturbed_apart_and_updated_in_place(
 ) -> None:
     """The bits of the step that saves them, twice; the weights' own memory is not written before the update, and that
     does not read the others."""
-    columns = hyper(ADAPTIVE=float(adaptive), ETA=0.1)
+    columns = hparams(ADAPTIVE=float(adaptive), ETA=0.1)
     saving, o = Operands(dtype, False), Operands(dtype, False)
     plain, calls = (
-        CudaCalls(saving.z, saving.origin, o.layout.table, columns),
-        CudaCalls(o.z, None, o.layout.table, columns),
+        CudaCalls(saving.params, saving.backup, o.layout.table, columns),
+        CudaCalls(o.params, None, o.layout.table, columns),
     )
     for rule, described in RULES.items():
-        before, g1 = [z.clone() for z in o.z], [g.clone() for g in o.g1]
-        apart = g1 if lent else [torch.full_like(z, torch.nan) for z in o.z]
+        before, g1 = [p.clone() for p in o.params], [g.clone() for g in o.g1]
+        apart = g1 if lent else [torch.full_like(p, torch.nan) for p in o.params]
         calls.norm_perturb_apart_(apart, g1, o.sumsq, adaptive)
         plain.norm_perturb_(saving.g1, saving.sumsq, adaptive)
-        assert all(map(same_bits, [*apart, o.sumsq], [*saving.z, saving.sumsq])) and all(map(same_bits, o.z, before))
+        assert all(map(same_bits, [*apart, o.sumsq], [*saving.params, saving.sumsq])) and all(
+            map(same_bits, o.params, before)
+        )
         for tensor in apart:
             tensor.fill_(torch.nan)
         for made, of, in_place in ((calls, o, True), (plain, saving, False)):
             state, steps = of.state[: len(described.state)], of.steps if described.counter else None
             for call in made.update(rule, state, steps, of.g2, False, False, in_place):
                 assert not call()
-        assert all(map(same_bits, [*o.z, *o.state, o.steps], [*saving.z, *saving.state, saving.steps]))
+        assert all(map(same_bits, [*o.params, *o.state, o.steps], [*saving.params, *saving.state, saving.steps]))
     assert_sound(direct)
 
 
@@ -138,7 +140,7 @@ class Counted(TorchDispatchMode):
 
 def test_a_step_is_three_launches_and_no_op_of_torch(direct: Emulation) -> None:
     o = Operands(torch.float32, False)
-    calls, before = CudaCalls(o.z, o.origin, o.layout.table, hyper()), direct.count("launches")
+    calls, before = CudaCalls(o.params, o.backup, o.layout.table, hparams()), direct.count("launches")
     with Counted():
         calls.norm_perturb_(o.g1, o.sumsq, False)
         for call in calls.update("sgd", o.state[:1], None, o.g2, False, False):
@@ -205,7 +207,7 @@ def test_steps_of_an_exclusive_owner(
             losses.append(opt.step(closure).detach())
         found.append([*losses, *(p.detach() for p in model.parameters())])
         assert kept == [p.data_ptr() for p in model.parameters()]
-        assert ("origin" in opt._engine.buckets[0].arena) is not bool(options)
+        assert ("backup" in opt._engine.buckets[0].arena) is not bool(options)
         each = len(SHAPES) - (base is torch.optim.SGD)  # which has nothing to do for the empty one
         assert direct.count("launches") - before == 3 * (2 + (each if options and in_backward else 1))
     assert all(map(same_bits, *found))
@@ -242,7 +244,7 @@ def test_the_stream_of_every_call_is_the_current_one(
     direct: Emulation, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> None:
     o = Operands(torch.float32, False)
-    calls = CudaCalls(o.z, o.origin, o.layout.table, hyper())
+    calls = CudaCalls(o.params, o.backup, o.layout.table, hparams())
     for stream in (0x1230, 0x4560):
         monkeypatch.setattr(calls, "_stream", lambda stream=stream: stream)
         calls.norm_perturb_(o.g1, o.sumsq, False)
@@ -261,5 +263,5 @@ def test_during_a_capture_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     o = Operands(torch.float32, False)
     on_gpu: Any = type("Weight", (), {"device": torch.device("cuda", 0)})()
-    assert native.raw_calls([on_gpu], None, o.layout.table, hyper()) is None
-    assert native.raw_calls(o.z, o.origin, o.layout.table, hyper()) is not None
+    assert native.raw_calls([on_gpu], None, o.layout.table, hparams()) is None
+    assert native.raw_calls(o.params, o.backup, o.layout.table, hparams()) is not None

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 
 from fastsam_kernels import native, rules
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
 from tests.helpers.emulated_steps import SMALL, assert_sound, case_of, sam_step
@@ -110,7 +110,7 @@ def test_small_segments_share_blocks(emulation: Emulation) -> None:
     case = case_of(SMALL_CLIENT, rows=3)
     kernels, sums = emulation.backend.load(), case.sums()
     before = emulation.count("blocks")
-    kernels.norm_(sums, [case.values("grads")], [], case.table, case.hyper(ADAPTIVE=0.0))
+    kernels.norm_(sums, [case.values("grads")], [], case.table, case.hparams(ADAPTIVE=0.0))
     assert emulation.count("blocks") - before == 3 * (1 + 1 + 3 + 1 + 2)
 
 
@@ -128,10 +128,14 @@ def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) ->
         for (at, length, *_), (to, *_) in zip(shared.table.tolist(), case.table.tolist(), strict=True):
             for field, values in zip((x, y, s), drawn, strict=True):
                 field[:, to : to + length] = values[:, at : at + length]
-        hyper, out, pairs = case.hyper(), torch.full((3, 2), torch.nan, dtype=torch.float64), torch.empty(2, 2).double()
-        kernels.norm_(out[0], [x], [y], case.table, hyper)
-        kernels.dual_norm_(out[1], [x], y, s, case.table, hyper)
-        kernels.update_norm_(out[2], [y], y, [x], case.table, hyper, [s], s)
+        hparams, out, pairs = (
+            case.hparams(),
+            torch.full((3, 2), torch.nan, dtype=torch.float64),
+            torch.empty(2, 2).double(),
+        )
+        kernels.norm_(out[0], [x], [y], case.table, hparams)
+        kernels.dual_norm_(out[1], [x], y, s, case.table, hparams)
+        kernels.update_norm_(out[2], [y], y, [x], case.table, hparams, [s], s)
         kernels.inner_(pairs, [x], [y], case.table)
         sums.append(torch.cat([out.flatten(), pairs.flatten()]))
     assert same_bits(*sums)
@@ -139,34 +143,34 @@ def test_sums_do_not_see_who_shares_a_block(emulation: Emulation, order: int) ->
 
 def test_every_step_is_counted_once_in_several_launches(emulation: Emulation) -> None:
     case = case_of([3, 0, 5] * 200, rows=2)
-    hyper = case.hyper("adam")
+    hparams = case.hparams("adam")
     steps = torch.zeros(2, 600)
-    fields = [case.values(name).abs() for name in ("z", "exp_avg", "exp_avg_sq")]
+    fields = [case.values(name).abs() for name in ("params", "exp_avg", "exp_avg_sq")]
     for t in (1, 2):
-        operands = [fields[0]], None, [case.values("grads")], case.table, hyper
+        operands = [fields[0]], None, [case.values("grads")], case.table, hparams
         emulation.backend.load().update_(*operands, "adam", fields[1:], steps=steps)
         assert (steps == t).all()
 
 
 def test_a_row_without_elements_is_finished(emulation: Emulation) -> None:
     """No block has work, and still the sum must be written and the step counted."""
-    kernels, hyper = emulation.backend.load(), torch.zeros(2, 1, WIDTH, dtype=torch.float64)
+    kernels, hparams = emulation.backend.load(), torch.zeros(2, 1, WIDTH, dtype=torch.float64)
     table, empty = torch.tensor([[0, 0, 0, 0]]), [torch.zeros(2, 0)]
     sumsq, steps = torch.full((2,), torch.nan, dtype=torch.float64), torch.zeros(2, 1)
-    kernels.norm_(sumsq, empty, [], table, hyper)
+    kernels.norm_(sumsq, empty, [], table, hparams)
     assert (sumsq == 0).all()
     field = torch.zeros(2, 16)
-    kernels.update_(empty, None, empty, table, hyper, "adam", [field, field.clone()], steps=steps)
+    kernels.update_(empty, None, empty, table, hparams, "adam", [field, field.clone()], steps=steps)
     assert (steps == 1).all()
 
 
 def test_a_missing_weight_list_is_not_ignored(emulation: Emulation) -> None:
     """An adaptive group needs the weights; the device cannot raise, so the norm is NaN, with which nothing is
     perturbed."""
-    hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
-    hyper[..., Column.ADAPTIVE] = 1.0
+    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
+    hparams[..., HParam.ADAPTIVE] = 1.0
     sumsq = torch.zeros(1, dtype=torch.float64)
-    emulation.backend.load().norm_(sumsq, [torch.ones(5)], [], torch.tensor([[0, 5, 0, 0]]), hyper)
+    emulation.backend.load().norm_(sumsq, [torch.ones(5)], [], torch.tensor([[0, 5, 0, 0]]), hparams)
     assert sumsq.isnan().all()
 
 
@@ -181,27 +185,27 @@ def test_the_same_bits_as_the_cpu_kernels(emulation: Emulation) -> None:
         outputs = []
         for kernels in (native, emulation.backend.load()):
             memory = Memory(case, "cpu")
-            z, grads = (
-                memory.operand("z", case.values("z"), written=True),
+            params, grads = (
+                memory.operand("params", case.values("params"), written=True),
                 memory.operand("grads", case.values("grads")),
             )
             names = ("q", "first", "second", "third")
             *fields, third = (memory.field(n, case.values(n, case.compute).abs() + 1, True) for n in names)
-            origin = memory.field("origin", case.values("z").to(case.origin_dtype), written=True)
+            backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
             steps = torch.ones(case.rows, int(case.table[:, 3].max()) + 1 if len(case.table) else 1)
-            written = [z, origin, *fields, third]
-            kernels.perturb_(z, origin, grads, case.table, case.hyper(), case.sums(), True)
+            written = [params, backup, *fields, third]
+            kernels.perturb_(params, backup, grads, case.table, case.hparams(), case.sums(), True)
             outputs.append([memory.read(operand) for operand in written])
-            general = {"q": fields[0], "shift": origin.to(case.compute), "sumsq_v": case.sums(), "keep": True}
+            general = {"q": fields[0], "shift": backup.to(case.compute), "sumsq_v": case.sums(), "keep": True}
             for name, rule in rules.RULES.items():
                 state = [*fields[1:], third][: len(rule.state)]
                 counts = {"steps": steps} if rule.counter else {}
                 for options in (general, {"keep": True}):
-                    operands = z, origin, grads, case.table, case.hyper(name)
+                    operands = params, backup, grads, case.table, case.hparams(name)
                     kernels.update_(*operands, name, state, **options, **counts)
                     outputs[-1] += [memory.read(operand) for operand in written]
             kernels.dual_perturb_(
-                z, origin, fields[1], grads, fields[0], case.table, case.hyper(), case.sums(), fields[2]
+                params, backup, fields[1], grads, fields[0], case.table, case.hparams(), case.sums(), fields[2]
             )
             outputs[-1] += [memory.read(operand) for operand in written]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))

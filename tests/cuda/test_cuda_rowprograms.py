@@ -142,9 +142,9 @@ def test_an_epoch_is_one_launch_and_what_is_not_there_is_nan(emulation: Emulatio
                 labels[17] = 4
             if wrong == "place":
                 wanted[1, 7] = 40
-            before, hyper = emulation.count("launches"), torch.zeros_like(form.hyper)
+            before, hparams = emulation.count("launches"), torch.zeros_like(form.hparams)
             found.program.steps_(
-                form.leaves, found.others, x, labels, wanted, 5, form.z, None, form.layout.table, hyper, losses
+                form.leaves, found.others, x, labels, wanted, 5, form.z, None, form.layout.table, hparams, losses
             )
             assert emulation.count("launches") == before + 1
             assert losses.isnan().tolist() == [False, wrong != "none", False]
@@ -155,9 +155,9 @@ def test_weights_that_are_elsewhere(emulation: Emulation) -> None:
         found, form, x, y = known_pass((12, 9, 4), 5)
         losses, wanted = torch.zeros(ROWS, dtype=torch.float64), torch.arange(5).expand(ROWS, 5)
         leaves = [leaf.detach().clone() for leaf in form.leaves]
-        with pytest.raises(RuntimeError, match="weights must be views of z"):
+        with pytest.raises(RuntimeError, match="weights must be views of params"):
             found.program.steps_(
-                leaves, found.others, x, y, wanted, 5, form.z, None, form.layout.table, form.hyper, losses
+                leaves, found.others, x, y, wanted, 5, form.z, None, form.layout.table, form.hparams, losses
             )
 
 

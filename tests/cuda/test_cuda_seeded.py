@@ -101,22 +101,22 @@ def fixed_steps(emulation: Emulation) -> None:
 def sums_per_row(kernels: ModuleType, case: Case) -> None:
     """All ops that add up, twice each into the same memory: the second call finds the tickets that the first one
     left."""
-    hyper, memory = case.hyper(ADAPTIVE=0.0), Memory(case, "cpu")
-    values = {name: case.values(name) for name in ("grads", "weights", "mu", "s", "z")}
-    grads, weights, z = (memory.operand(name, values[name]) for name in ("grads", "weights", "z"))
+    hparams, memory = case.hparams(ADAPTIVE=0.0), Memory(case, "cpu")
+    values = {name: case.values(name) for name in ("grads", "weights", "mu", "s", "params")}
+    grads, weights, params = (memory.operand(name, values[name]) for name in ("grads", "weights", "params"))
     fields = [memory.field(name, values[name]) for name in ("mu", "s")]
-    g, w, *fields64, z64 = ([values[name].double()] for name in ("grads", "weights", "mu", "s", "z"))
+    g, w, *fields64, params64 = ([values[name].double()] for name in ("grads", "weights", "mu", "s", "params"))
     sumsq64, pairs64 = torch.zeros(3, case.rows, dtype=torch.float64), torch.zeros(case.rows, 2, dtype=torch.float64)
-    reference.norm_(sumsq64[0], g, [], case.table, hyper)
-    reference.dual_norm_(sumsq64[1], g, *(field[0] for field in fields64), case.table, hyper)
-    reference.update_norm_(sumsq64[2], z64, None, g, case.table, hyper)
+    reference.norm_(sumsq64[0], g, [], case.table, hparams)
+    reference.dual_norm_(sumsq64[1], g, *(field[0] for field in fields64), case.table, hparams)
+    reference.update_norm_(sumsq64[2], params64, None, g, case.table, hparams)
     reference.inner_(pairs64, g, w, case.table)
     sumsq, pairs = torch.empty_like(sumsq64), torch.empty_like(pairs64)
     for _ in range(2):
         sumsq.fill_(torch.nan), pairs.fill_(torch.nan)
-        kernels.norm_(sumsq[0], grads, [], case.table, hyper)
-        kernels.dual_norm_(sumsq[1], grads, *fields, case.table, hyper)
-        kernels.update_norm_(sumsq[2], z, None, grads, case.table, hyper)
+        kernels.norm_(sumsq[0], grads, [], case.table, hparams)
+        kernels.dual_norm_(sumsq[1], grads, *fields, case.table, hparams)
+        kernels.update_norm_(sumsq[2], params, None, grads, case.table, hparams)
         kernels.inner_(pairs, grads, weights, case.table)
         close(sumsq, sumsq64, case.compute)
         close(pairs, pairs64, torch.float64)
@@ -124,18 +124,18 @@ def sums_per_row(kernels: ModuleType, case: Case) -> None:
 
 def dual_step(kernels: ModuleType, case: Case) -> None:
     """dual_perturb_ with all it writes."""
-    hyper, sumsq, memory = case.hyper(), case.sums(), Memory(case, "cpu")
-    values = {name: case.values(name) for name in ("z", "origin", "mu", "grads", "s", "eps")}
-    z, grads = memory.operand("z", values["z"], written=True), memory.operand("grads", values["grads"])
+    hparams, sumsq, memory = case.hparams(), case.sums(), Memory(case, "cpu")
+    values = {name: case.values(name) for name in ("params", "backup", "mu", "grads", "s", "eps")}
+    params, grads = memory.operand("params", values["params"], written=True), memory.operand("grads", values["grads"])
     mu, eps = (memory.field(name, values[name], written=True) for name in ("mu", "eps"))
-    origin, s = (memory.field(name, values[name]) for name in ("origin", "s"))
+    backup, s = (memory.field(name, values[name]) for name in ("backup", "s"))
     memory.snapshot()
-    z64, origin64, mu64, grads64, s64, eps64 = (x.double() for x in values.values())
-    reference.dual_perturb_([z64], origin64, mu64, [grads64], s64, case.table, hyper, sumsq, eps64)
-    kernels.dual_perturb_(z, origin, mu, grads, s, case.table, hyper, sumsq, eps)
+    params64, backup64, mu64, grads64, s64, eps64 = (x.double() for x in values.values())
+    reference.dual_perturb_([params64], backup64, mu64, [grads64], s64, case.table, hparams, sumsq, eps64)
+    kernels.dual_perturb_(params, backup, mu, grads, s, case.table, hparams, sumsq, eps)
     memory.check()
     mask = case.mask()
-    for written, expected in ((z, z64), (mu, mu64), (eps, eps64)):
+    for written, expected in ((params, params64), (mu, mu64), (eps, eps64)):
         close(memory.read(written)[mask], expected[mask])
 
 

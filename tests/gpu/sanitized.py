@@ -16,7 +16,7 @@ from fastsam import fed
 from fastsam_kernels import native
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from tests.helpers.gpu_step import DEVICE, Step, hyper_of
+from tests.helpers.gpu_step import DEVICE, Step, hparams_of
 
 LAYOUTS = {
     "ragged": [33, 0, 4097, 5, 1],
@@ -31,46 +31,46 @@ def every_op(kernels: Any, step: Step, shift: int) -> torch.Tensor:
     With `shift` the gradients lie off every alignment.
     """
     device = step.sumsq.device
-    rows, table, hyper = step.sumsq.numel(), step.table, step.hyper
+    rows, table, hparams = step.sumsq.numel(), step.table, step.hparams
     grads = step.g2
     if shift:
         grads = [torch.cat([g.flatten()[:shift], g.flatten()])[shift:].view(g.shape) for g in grads]
-    adaptive = hyper_of(rows, str(device), ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
+    adaptive = hparams_of(rows, str(device), ADAPTIVE=1.0, ETA=0.01, CLIP=1.0, CLIP_FULL=1.0, PHI=0.1, B=0.5)
     first, second, q = (torch.zeros_like(step.momentum) for _ in range(3))
     steps = torch.zeros(rows, len(table), device=device)
-    kernels.norm_(step.sumsq, grads, [], table, hyper)
-    kernels.norm_(step.sumsq, grads, step.z, table, adaptive, accumulate=True)
-    kernels.perturb_(step.z, step.origin, grads, table, adaptive, step.sumsq, True)
-    kernels.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, False)
-    kernels.update_norm_(step.sumsq, step.z, step.origin, grads, table, adaptive, g1=step.g1, q=q)
-    kernels.update_(step.z, step.origin, grads, table, hyper, "sgd", [step.momentum], first=True)
+    kernels.norm_(step.sumsq, grads, [], table, hparams)
+    kernels.norm_(step.sumsq, grads, step.params, table, adaptive, accumulate=True)
+    kernels.perturb_(step.params, step.backup, grads, table, adaptive, step.sumsq, True)
+    kernels.perturb_(step.params, step.backup, grads, table, hparams, step.sumsq, False)
+    kernels.update_norm_(step.sumsq, step.params, step.backup, grads, table, adaptive, g1=step.g1, q=q)
+    kernels.update_(step.params, step.backup, grads, table, hparams, "sgd", [step.momentum], first=True)
     options = {"g1": step.g1, "q": q, "sumsq_v": step.sumsq, "keep": True}
-    kernels.update_(step.z, step.origin, grads, table, adaptive, "sgd", [step.momentum], **options)
-    adam = hyper_of(rows, str(device), BETA1=0.9, BETA2=0.99, EPS=1e-8)
+    kernels.update_(step.params, step.backup, grads, table, adaptive, "sgd", [step.momentum], **options)
+    adam = hparams_of(rows, str(device), BETA1=0.9, BETA2=0.99, EPS=1e-8)
     for found in (0.0, 1.0):
         counted = {"steps": steps, "found_inf": torch.full((1,), found, device=device)}
-        kernels.update_(step.z, step.origin, grads, table, adam, "adam", [first, second], **counted)
+        kernels.update_(step.params, step.backup, grads, table, adam, "adam", [first, second], **counted)
     federated_ops(kernels, step, grads, adaptive, q)
-    kernels.restore_(step.z, step.origin, table)
+    kernels.restore_(step.params, step.backup, table)
     return steps
 
 
-def federated_ops(kernels: Any, step: Step, grads: list[torch.Tensor], hyper: torch.Tensor, q: torch.Tensor) -> None:
+def federated_ops(kernels: Any, step: Step, grads: list[torch.Tensor], hparams: torch.Tensor, q: torch.Tensor) -> None:
     """The ops that federated training adds, and what it asks of the others."""
     rows, table, device = step.sumsq.numel(), step.table, step.sumsq.device
     mu, s, eps = (torch.zeros_like(step.momentum) for _ in range(3))
-    kernels.dual_norm_(step.sumsq, grads, mu, s, table, hyper)
-    kernels.dual_perturb_(step.z, step.origin, mu, grads, s, table, hyper, step.sumsq, eps=eps)
+    kernels.dual_norm_(step.sumsq, grads, mu, s, table, hparams)
+    kernels.dual_perturb_(step.params, step.backup, mu, grads, s, table, hparams, step.sumsq, eps=eps)
     kernels.inner_(torch.zeros(rows, 2, dtype=torch.float64, device=device), grads, step.g1, table)
-    kernels.update_(step.z, step.origin, grads, table, hyper, "sgd", q=q, shift=eps)
-    if step.z[0].element_size() == 2:
+    kernels.update_(step.params, step.backup, grads, table, hparams, "sgd", q=q, shift=eps)
+    if step.params[0].element_size() == 2:
         seed = torch.arange(rows, device=device)
-        kernels.perturb_(step.z, step.origin, grads, table, hyper, step.sumsq, True, seed=seed)
+        kernels.perturb_(step.params, step.backup, grads, table, hparams, step.sumsq, True, seed=seed)
     elif rows > 1:
-        high, low = (torch.zeros_like(step.origin[0], dtype=torch.int64) for _ in range(2))
-        kernels.accumulate_(high, low, step.origin, 0.5)
-        largest, base = torch.zeros(rows, dtype=torch.float64, device=device), step.origin[0, 1:]
-        kernels.accumulate_(high[1:], low[1:], step.origin[:, 1:], -0.5, base=base, largest_=largest)
+        high, low = (torch.zeros_like(step.backup[0], dtype=torch.int64) for _ in range(2))
+        kernels.accumulate_(high, low, step.backup, 0.5)
+        largest, base = torch.zeros(rows, dtype=torch.float64, device=device), step.backup[0, 1:]
+        kernels.accumulate_(high[1:], low[1:], step.backup[:, 1:], -0.5, base=base, largest_=largest)
 
 
 def row_programs() -> None:
@@ -95,7 +95,7 @@ def main() -> int:
                 step = Step(lengths, rows, dtype=dtype, master=rows == 2)
                 steps = every_op(native, step, shift)
                 torch.cuda.synchronize()
-                assert (steps == 1).all() and all(z.isfinite().all() for z in step.z)
+                assert (steps == 1).all() and all(p.isfinite().all() for p in step.params)
         print(f"{name}: done", flush=True)
     row_programs()
     print("row programs: done", flush=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.fed.executors.cuda import Cuda
-from fastsam_kernels.columns import Column
+from fastsam_kernels.columns import HParam
 from tests.helpers.gpu_step import DEVICE, Step, same
 from tests.helpers.places import ROOT
 
@@ -40,7 +40,7 @@ def test_replays_are_the_eager_steps(kernels: ModuleType, rows: int) -> None:
         eager.run(kernels)
     for lr, rho in ((0.1, 0.05), (0.01, 0.05), (0.01, 0.5), (0.2, 0.0)):
         for step in (eager, graphed):
-            step.hyper[..., Column.LR], step.hyper[..., Column.RHO] = lr, rho
+            step.hparams[..., HParam.LR], step.hparams[..., HParam.RHO] = lr, rho
         eager.run(kernels)
         graph.replay()
         assert same(graphed.read(), eager.read()), (lr, rho)

@@ -12,7 +12,7 @@ from fastsam import FusedSAM
 from fastsam.fed.executors.cuda import Cuda
 from fastsam_kernels import native
 from tests.helpers import native_step
-from tests.helpers.gpu_step import DEVICE, Step, hyper_of, same
+from tests.helpers.gpu_step import DEVICE, Step, hparams_of, same
 
 RESNET_LIKE = [64 * 9 * (1 + i) for i in range(60)] + [1000, 512 * 1000]
 
@@ -87,8 +87,8 @@ def test_the_same_bits_as_the_cpu_kernels(compiled: ModuleType) -> None:
         for step in steps:
             device = step.sumsq.device.type
             step.sumsq.copy_(torch.tensor([3.0, 7.0]))
-            compiled.perturb_(step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq, True)
-            operands = step.z, step.origin, step.g2, step.table, hyper_of(2, device)
+            compiled.perturb_(step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True)
+            operands = step.params, step.backup, step.g2, step.table, hparams_of(2, device)
             compiled.update_(*operands, "sgd", [step.momentum], first=True, keep=True)
         assert same(steps[0].read(), steps[1].read()), dtype
 
@@ -97,27 +97,27 @@ def test_a_hundred_million_parameters(kernels: ModuleType) -> None:
     """Against torch in float64: blocks of several sweeps, and thousands of partial sums."""
     n = 100_000_003
     step = Step([n])
-    w, g1, g2 = (t[0].double() for t in (step.z, step.g1, step.g2))
+    w, g1, g2 = (t[0].double() for t in (step.params, step.g1, step.g2))
     step.run(kernels)
     torch.testing.assert_close(step.sumsq[0], g1.square().sum(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(step.z[0].double(), w - 0.1 * (g2 + 1e-2 * w), rtol=1e-6, atol=1e-6)
-    assert torch.equal(step.origin[0, :n].double(), w)
+    torch.testing.assert_close(step.params[0].double(), w - 0.1 * (g2 + 1e-2 * w), rtol=1e-6, atol=1e-6)
+    assert torch.equal(step.backup[0, :n].double(), w)
 
 
 def test_more_elements_than_an_int_counts(kernels: ModuleType) -> None:
     n = 2**31 + 4099
     if torch.cuda.mem_get_info()[0] < 8 * n:
         pytest.skip(f"needs {8 * n >> 30} GiB of free GPU memory")
-    z, g = (torch.full((n,), value, dtype=torch.bfloat16, device=DEVICE) for value in (1.0, 0.5))
-    origin = torch.zeros(1, n, dtype=torch.bfloat16, device=DEVICE)
+    params, g = (torch.full((n,), value, dtype=torch.bfloat16, device=DEVICE) for value in (1.0, 0.5))
+    backup = torch.zeros(1, n, dtype=torch.bfloat16, device=DEVICE)
     sumsq, table = torch.zeros(1, dtype=torch.float64, device=DEVICE), torch.tensor([[0, n, 0, 0]])
-    hyper = hyper_of(RHO=float(n) ** 0.5)  # with |g| = 0.5 each element moves by 1
-    kernels.norm_(sumsq, [g], [], table, hyper)
+    hparams = hparams_of(RHO=float(n) ** 0.5)  # with |g| = 0.5 each element moves by 1
+    kernels.norm_(sumsq, [g], [], table, hparams)
     assert sumsq.item() == 0.25 * n
-    kernels.perturb_([z], origin, [g], table, hyper, sumsq, True)
-    assert (z == 2).all() and (origin == 1).all()
-    kernels.restore_([z], origin, table)
-    assert (z == 1).all()
+    kernels.perturb_([params], backup, [g], table, hparams, sumsq, True)
+    assert (params == 2).all() and (backup == 1).all()
+    kernels.restore_([params], backup, table)
+    assert (params == 1).all()
 
 
 @pytest.mark.parametrize("name", ["norm_", "perturb_", "restore_", "update_norm_", "update_"])
@@ -130,10 +130,10 @@ def test_opcheck(compiled: ModuleType, name: str) -> None:
 
 def test_tickets_of_many_outputs(compiled: ModuleType) -> None:
     """More outputs than there are tickets: a call then brings its own."""
-    g, table, hyper = torch.ones(1000, device=DEVICE), torch.tensor([[0, 1000, 0, 0]]), hyper_of()
+    g, table, hparams = torch.ones(1000, device=DEVICE), torch.tensor([[0, 1000, 0, 0]]), hparams_of()
     sums = torch.zeros(70_000, dtype=torch.float64, device=DEVICE)
     for i in range(0, len(sums)):
-        compiled.norm_(sums[i : i + 1], [g], [], table, hyper)
+        compiled.norm_(sums[i : i + 1], [g], [], table, hparams)
     assert (sums == 1000).all()
 
 

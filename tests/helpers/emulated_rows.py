@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.rowprograms.row_pass import RowPass
 from fastsam_kernels import native
-from fastsam_kernels.columns import Column
+from fastsam_kernels.columns import HParam
 from fastsam_kernels.rowprograms import program
 from tests.helpers import emulated
 from tests.helpers.emulated import Emulation
@@ -71,7 +71,7 @@ def known_pass(
 def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
     """What so many local steps of each row write: in one call, or row by row."""
     found, form, x, y = known_pass((12, 9, 4), 5)
-    form.hyper[..., Column.LR] = 0.1
+    form.hparams[..., HParam.LR] = 0.1
     wanted = torch.randint(SAMPLES, (ROWS, 5 * max(steps)), generator=torch.Generator().manual_seed(1))
     losses = torch.zeros(ROWS, dtype=torch.float64)
     for rows in [slice(0, ROWS)] if joined else [slice(i, i + 1) for i in range(ROWS)]:
@@ -79,7 +79,7 @@ def uneven_epoch(steps: Sequence[int], joined: bool) -> list[Tensor]:
         found.program.steps_(
             [leaf[rows] for leaf in form.leaves], found.others, x, y, wanted[rows, : 5 * count].contiguous(), 5,
             form.z[rows], None,
-            form.layout.table, form.hyper[rows], losses[rows], steps=torch.tensor(steps) if joined else None,
+            form.layout.table, form.hparams[rows], losses[rows], steps=torch.tensor(steps) if joined else None,
         )  # fmt: skip
     return [form.z.detach().clone(), losses]
 
@@ -91,12 +91,12 @@ def epoch(
     clipping; else plain SGD."""
     found, form, x, y = known_pass(widths, batch, activation)
     draw = torch.Generator().manual_seed(1)
-    hyper = torch.zeros_like(form.hyper)
+    hparams = torch.zeros_like(form.hparams)
     for name, value in NUMBERS.items():
-        hyper[..., getattr(Column, name)] = value
-    hyper[..., Column.ADAPTIVE] = float(sam)
-    hyper[..., Column.CLIP] *= float(sam)
-    hyper[..., 13] = 0.9  # SGD's momentum
+        hparams[..., getattr(HParam, name)] = value
+    hparams[..., HParam.ADAPTIVE] = float(sam)
+    hparams[..., HParam.CLIP] *= float(sam)
+    hparams[..., 13] = 0.9  # SGD's momentum
     wanted = torch.randint(SAMPLES, (ROWS, STEPS * batch), generator=draw)
     fields = [0.1 * torch.randn(form.z.shape, generator=draw) for _ in range(3)]
     w, losses, sums = form.z.clone(), *torch.zeros(2, ROWS, dtype=torch.float64).unbind()
@@ -106,7 +106,7 @@ def epoch(
         "keeps_first": True,
     }  # fmt: skip
     found.program.steps_(
-        form.leaves, found.others, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hyper, losses,
+        form.leaves, found.others, x, y, wanted, batch, form.z, w if sam else None, form.layout.table, hparams, losses,
         **(options if sam else {}),
     )  # fmt: skip
     return [form.z.detach().clone(), w, fields[0], losses, sums, clipped]

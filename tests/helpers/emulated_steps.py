@@ -36,35 +36,35 @@ def table_of(lengths: list[int]) -> Tensor:
 
 
 def case_of(lengths: list[int], rows: int, shift: int = 0, dtype: torch.dtype = torch.float32) -> Case:
-    scattered = {"z": True, "grads": True, "weights": False, "g1": True}
+    scattered = {"params": True, "grads": True, "weights": False, "g1": True}
     return Case(rows, table_of(lengths), 2, dtype, dtype.itemsize < 4, scattered, shift, 0, seed=1)
 
 
 def sam_step(kernels: ModuleType, case: Case) -> None:
     """norm, perturb, restore, update with momentum, against the reference in float64; guard bands around everything."""
-    hyper, memory = case.hyper(CLIP=0.0, RHO=0.5), Memory(case, "cpu")
-    values = {name: case.values(name) for name in ("z", "grads", "g2", "momentum")}
-    z, grads = memory.operand("z", values["z"], written=True), memory.operand("grads", values["grads"])
+    hparams, memory = case.hparams(CLIP=0.0, RHO=0.5), Memory(case, "cpu")
+    values = {name: case.values(name) for name in ("params", "grads", "g2", "momentum")}
+    params, grads = memory.operand("params", values["params"], written=True), memory.operand("grads", values["grads"])
     g2 = memory.operand("grads", values["g2"])
-    origin = memory.field("origin", values["z"].to(case.origin_dtype), written=True)
+    backup = memory.field("backup", values["params"].to(case.backup_dtype), written=True)
     momentum = memory.field("momentum", values["momentum"].to(case.compute), written=True)
     sumsq = torch.full((case.rows,), torch.nan, dtype=torch.float64)
     memory.snapshot()
 
-    w = values["z"].double()
-    z64, sumsq64, momentum64 = w.clone(), sumsq.clone(), values["momentum"].double()
-    reference.norm_(sumsq64, [values["grads"].double()], [w], case.table, hyper)
-    reference.perturb_([z64], w, [values["grads"].double()], case.table, hyper, sumsq64, False)
+    w = values["params"].double()
+    params64, sumsq64, momentum64 = w.clone(), sumsq.clone(), values["momentum"].double()
+    reference.norm_(sumsq64, [values["grads"].double()], [w], case.table, hparams)
+    reference.perturb_([params64], w, [values["grads"].double()], case.table, hparams, sumsq64, False)
     mask = case.mask()
 
-    kernels.norm_(sumsq, grads, [values["z"]], case.table, hyper)
+    kernels.norm_(sumsq, grads, [values["params"]], case.table, hparams)
     close(sumsq, sumsq64, case.compute)
-    kernels.perturb_(z, origin, grads, case.table, hyper, sumsq, True)
-    close(memory.read(z)[mask], z64[mask])
-    kernels.restore_(z, origin, case.table)
-    assert same_bits(memory.read(z)[mask], values["z"][mask])
-    reference.update_([z64], w, [values["g2"].double()], case.table, hyper, "sgd", [momentum64])
-    kernels.update_(z, origin, g2, case.table, hyper, "sgd", [momentum])
-    close(memory.read(z)[mask], z64[mask])
+    kernels.perturb_(params, backup, grads, case.table, hparams, sumsq, True)
+    close(memory.read(params)[mask], params64[mask])
+    kernels.restore_(params, backup, case.table)
+    assert same_bits(memory.read(params)[mask], values["params"][mask])
+    reference.update_([params64], w, [values["g2"].double()], case.table, hparams, "sgd", [momentum64])
+    kernels.update_(params, backup, g2, case.table, hparams, "sgd", [momentum])
+    close(memory.read(params)[mask], params64[mask])
     close(memory.read(momentum)[mask], momentum64[mask])
     memory.check()

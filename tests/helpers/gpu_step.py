@@ -16,7 +16,7 @@ DEVICE = "cuda"
 VALUES = {"RHO": 0.05, "NU": 1e-12, "LR": 0.1, "DECAY": 1e-2, "A": 1.0, "MOMENTUM": 0.9}
 
 
-def hyper_of(rows: int = 1, device: str = DEVICE, **columns: float) -> Tensor:
+def hparams_of(rows: int = 1, device: str = DEVICE, **columns: float) -> Tensor:
     out = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
     for name, value in (VALUES | columns).items():
         out[..., COLUMNS[name]] = value
@@ -41,22 +41,22 @@ class Step:
             shapes = [(rows, n) if rows > 1 else (n,) for n in lengths]
             return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
-        self.z, self.g1, self.g2 = draw(), draw(), draw()
+        self.params, self.g1, self.g2 = draw(), draw(), draw()
         layout = Layout.of([torch.empty(n, dtype=dtype) for n in lengths])
         arena = Arena(layout, rows, device)
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        self.origin = arena.field("origin", compute if master else dtype)
+        self.backup = arena.field("backup", compute if master else dtype)
         self.momentum = arena.field("momentum", compute)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=device)
-        self.hyper, self.table = hyper_of(rows, device), layout.table
+        self.hparams, self.table = hparams_of(rows, device), layout.table
 
     def run(self, kernels: ModuleType) -> None:
-        kernels.norm_(self.sumsq, self.g1, [], self.table, self.hyper)
-        kernels.perturb_(self.z, self.origin, self.g1, self.table, self.hyper, self.sumsq, True)
-        kernels.update_(self.z, self.origin, self.g2, self.table, self.hyper, "sgd", [self.momentum])
+        kernels.norm_(self.sumsq, self.g1, [], self.table, self.hparams)
+        kernels.perturb_(self.params, self.backup, self.g1, self.table, self.hparams, self.sumsq, True)
+        kernels.update_(self.params, self.backup, self.g2, self.table, self.hparams, "sgd", [self.momentum])
 
     def read(self) -> list[Tensor]:
-        return [t.detach().cpu().clone() for t in (*self.z, self.origin, self.momentum, self.sumsq)]
+        return [t.detach().cpu().clone() for t in (*self.params, self.backup, self.momentum, self.sumsq)]
 
 
 def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from bench.kernel_cases import LONGS, OPS, Op, Operands, hyper_of
+from bench.kernel_cases import LONGS, OPS, Op, Operands, hparams_of
 from fastsam import backends
 from fastsam.arena import Layout
 from fastsam_kernels import reference
@@ -73,12 +73,15 @@ def operands_of(op: Op, lengths: Sequence[int], rows: int, dtype: torch.dtype, f
     memory, layout = Guarded(at_end), Layout.of([torch.empty(n, device="meta") for n in lengths])
     compute = compute_dtype(dtype)
     found = Operands(
-        memory=memory, table=layout.table, hyper=hyper_of(op, rows, "cpu", 1.0), steps=torch.ones(rows, len(lengths))
+        memory=memory,
+        table=layout.table,
+        hparams=hparams_of(op, rows, "cpu", 1.0),
+        steps=torch.ones(rows, len(lengths)),
     )
-    for name in dict.fromkeys((*op.operands, "z")):
-        if name in (*STATE, *LONGS, "origin"):
+    for name in dict.fromkeys((*op.operands, "params")):
+        if name in (*STATE, *LONGS, "backup"):
             state = torch.int64 if name in LONGS else compute
-            found[name] = memory.field(layout, rows, dtype if name == "origin" else state)
+            found[name] = memory.field(layout, rows, dtype if name == "backup" else state)
             if op.whole:
                 found[name].nan_to_num_()
             if name == "exp_avg_sq":

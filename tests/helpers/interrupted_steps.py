@@ -23,7 +23,7 @@ def step(training: Training, t: int) -> None:
 def by_hand(training: Training, t: int) -> None:
     """The step is over when `second_step` is."""
     try:
-        if training.opt.two_passes:
+        if training.opt.perturbs:
             training.ascend(t, zero_grad=True)
         training.backward(t)
         training.opt.second_step(zero_grad=True)

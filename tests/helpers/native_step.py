@@ -16,7 +16,7 @@ from tests.helpers.op_cases import COLUMNS
 SHAPES = [(33,), (5, 7), (), (0,), (20000,), (3, 4, 2, 2)]
 
 
-def hyper(rows: int = 1, **columns: float) -> Tensor:
+def hparams(rows: int = 1, **columns: float) -> Tensor:
     values = {"RHO": 0.05, "NU": 1e-12, "LR": 0.1, "DECAY": 1e-2, "A": 1.0, "MOMENTUM": 0.9, "PENALTY": 0.5} | columns
     out = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
     for name, value in values.items():
@@ -35,35 +35,37 @@ class Step:
         def draw() -> list[Tensor]:
             return [torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype) for shape in shapes]
 
-        self.z, self.g1, self.g2 = draw(), draw(), draw()
-        self.layout = Layout.of(self.z)
+        self.params, self.g1, self.g2 = draw(), draw(), draw()
+        self.layout = Layout.of(self.params)
         state = torch.float64 if dtype == torch.float64 else torch.float32
         field: dict[str, Any] = {"size": (1, self.layout.row_size), "dtype": state}
-        self.origin, self.m, self.v, self.q, self.mu, self.s = (torch.zeros(**field) for _ in range(6))
+        self.backup, self.m, self.v, self.q, self.mu, self.s = (torch.zeros(**field) for _ in range(6))
         self.products = torch.zeros(1, 2, dtype=torch.float64)
         self.sumsq, self.steps = torch.zeros(1, dtype=torch.float64), torch.zeros(1, len(shapes))
-        self.h, self.table = hyper(), self.layout.table
+        self.h, self.table = hparams(), self.layout.table
 
     def run(self) -> str:
         """One step; the digest of all that it wrote."""
         native.norm_(self.sumsq, self.g1, [], self.table, self.h)
-        native.perturb_(self.z, self.origin, self.g1, self.table, self.h, self.sumsq, True)
-        native.update_(self.z, self.origin, self.g2, self.table, self.h, "sgd", [self.m])
-        return digest_of(*self.z, self.origin, self.m, self.sumsq)
+        native.perturb_(self.params, self.backup, self.g1, self.table, self.h, self.sumsq, True)
+        native.update_(self.params, self.backup, self.g2, self.table, self.h, "sgd", [self.m])
+        return digest_of(*self.params, self.backup, self.m, self.sumsq)
 
     def run_dual(self) -> str:
         """A perturbation with a dual, and what a federated round adds up; the digest of all that it wrote."""
-        half, seed = [z.bfloat16() for z in self.z], torch.tensor([7])
+        half, seed = [p.bfloat16() for p in self.params], torch.tensor([7])
         g1 = [g.bfloat16() for g in self.g1]
-        native.perturb_(half, self.origin, g1, self.table, self.h, self.sumsq, True, seed)
-        native.dual_norm_(self.sumsq, self.g1, self.m, self.origin, self.table, self.h)
-        native.dual_perturb_(self.z, self.origin, self.mu, self.g1, self.m, self.table, self.h, self.sumsq, eps=self.v)
-        native.inner_(self.products, self.g1, self.z, self.table)
+        native.perturb_(half, self.backup, g1, self.table, self.h, self.sumsq, True, seed)
+        native.dual_norm_(self.sumsq, self.g1, self.m, self.backup, self.table, self.h)
+        native.dual_perturb_(
+            self.params, self.backup, self.mu, self.g1, self.m, self.table, self.h, self.sumsq, eps=self.v
+        )
+        native.inner_(self.products, self.g1, self.params, self.table)
         high, low = (torch.zeros(self.m.shape, dtype=torch.int64) for _ in range(2))
         native.accumulate_(high, low, self.m, 0.1)
         rows, largest = torch.stack([self.mu, self.v, *[self.m] * 3]), torch.empty(5, dtype=torch.float64)
-        native.accumulate_(high, low, rows, 0.1, base=self.origin, largest_=largest)
-        return digest_of(*half, *self.z, self.mu, self.v, self.sumsq, self.products, high, low, largest)
+        native.accumulate_(high, low, rows, 0.1, base=self.backup, largest_=largest)
+        return digest_of(*half, *self.params, self.mu, self.v, self.sumsq, self.products, high, low, largest)
 
 
 def digest_of(*tensors: Tensor) -> str:
@@ -76,14 +78,14 @@ def digest_of(*tensors: Tensor) -> str:
 def calls(step: Step) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     ops = torch.ops.fastsam
     grad_scale, found_inf = torch.ones(1), torch.zeros(1)
-    common = (step.z, step.origin, step.g2, step.table, step.h)
+    common = (step.params, step.backup, step.g2, step.table, step.h)
     return {
-        "norm_": (ops.norm_.default, (step.sumsq, step.g1, step.z, step.table, step.h, False)),
+        "norm_": (ops.norm_.default, (step.sumsq, step.g1, step.params, step.table, step.h, False)),
         "perturb_": (
             ops.perturb_.default,
-            (step.z, step.origin, step.g1, step.table, step.h, step.sumsq, True, torch.zeros(1).long()),
+            (step.params, step.backup, step.g1, step.table, step.h, step.sumsq, True, torch.zeros(1).long()),
         ),
-        "restore_": (ops.restore_.default, (step.z, step.origin, step.table)),
+        "restore_": (ops.restore_.default, (step.params, step.backup, step.table)),
         "update_norm_": (ops.update_norm_.default, (step.sumsq, *common, step.g1, step.q, grad_scale, True)),
         "update_": (
             ops.update_.default,
@@ -98,9 +100,9 @@ def calls(step: Step) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "dual_perturb_": (
             ops.dual_perturb_.default,
-            (step.z, step.origin, step.mu, step.g1, step.s, step.table, step.h, step.sumsq, step.m),
+            (step.params, step.backup, step.mu, step.g1, step.s, step.table, step.h, step.sumsq, step.m),
         ),
-        "inner_": (ops.inner_.default, (step.products, step.g1, step.z, step.table, True)),
+        "inner_": (ops.inner_.default, (step.products, step.g1, step.params, step.table, True)),
         "accumulate_": (
             ops.accumulate_.default,
             (

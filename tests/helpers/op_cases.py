@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastsam import backends
 from fastsam_kernels import reference, rules
-from fastsam_kernels.columns import OWN, WIDTH, Column
+from fastsam_kernels.columns import OWN, WIDTH, HParam
 from fastsam_kernels.conventions import compute_dtype
 from fastsam_kernels.rules import adam, sgd
 from tests.helpers.tolerances import TOLERANCE
@@ -58,7 +58,7 @@ class Case:
     table: Tensor
     groups: int
     dtype: torch.dtype
-    master: bool  # `origin` is a float32 copy of half-precision weights
+    master: bool  # `backup` is a float32 copy of half-precision weights
     scattered: dict[str, bool]  # per list operand
     shift: int  # elements between an aligned address and every buffer
     gap: int  # elements between the rows of a field, and of a scattered tensor
@@ -85,7 +85,7 @@ class Case:
         return compute_dtype(self.dtype)
 
     @property
-    def origin_dtype(self) -> torch.dtype:
+    def backup_dtype(self) -> torch.dtype:
         return self.compute if self.master else self.dtype
 
     def generator(self, name: str) -> torch.Generator:
@@ -111,21 +111,21 @@ class Case:
             mask[:, offset : offset + length] = True
         return mask
 
-    def hyper(self, rule: str = "sgd", **columns: float) -> Tensor:
+    def hparams(self, rule: str = "sgd", **columns: float) -> Tensor:
         """Different values in every row and group, those of `rule` about what its class has; `columns` fixes some."""
-        draw = torch.rand(self._drawn, self.groups, WIDTH, dtype=torch.float64, generator=self.generator("hyper"))
-        hyper = torch.zeros(self._drawn, self.groups, WIDTH, dtype=torch.float64)
+        draw = torch.rand(self._drawn, self.groups, WIDTH, dtype=torch.float64, generator=self.generator("hparams"))
+        hparams = torch.zeros(self._drawn, self.groups, WIDTH, dtype=torch.float64)
         for name, (low, high) in RANGES.items():
-            hyper[..., COLUMNS[name]] = low + (high - low) * draw[..., COLUMNS[name]]
+            hparams[..., COLUMNS[name]] = low + (high - low) * draw[..., COLUMNS[name]]
         for name in ("ADAPTIVE", "CLIP_FULL", "DECOUPLED"):
-            hyper[..., COLUMNS[name]] = (draw[..., COLUMNS[name]] > 0.5).double()
+            hparams[..., COLUMNS[name]] = (draw[..., COLUMNS[name]] > 0.5).double()
         for column, value in zip(range(OWN, WIDTH), rules.find(rule).own(group_of(rule)), strict=False):
-            hyper[..., column] = float(value) * (0.9 + 0.1 * draw[..., column])
+            hparams[..., column] = float(value) * (0.9 + 0.1 * draw[..., column])
         if rule == "sgd":
-            hyper[..., sgd.NESTEROV] = (draw[..., sgd.NESTEROV] > 0.5).double()
+            hparams[..., sgd.NESTEROV] = (draw[..., sgd.NESTEROV] > 0.5).double()
         for name, value in columns.items():
-            hyper[..., COLUMNS[name]] = value
-        return self._rows(hyper)
+            hparams[..., COLUMNS[name]] = value
+        return self._rows(hparams)
 
 
 # What the columns are drawn from, and the rules' options that are no defaults of their classes.
@@ -144,7 +144,7 @@ RANGES = {
 RULE_OPTIONS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9, "dampening": 0.5}, "adam": {"betas": (0.9, 0.99)}}
 RULE_OPTIONS |= {"adagrad": {"lr_decay": 0.1}, "rmsprop": {"momentum": 0.9}}
 # By name; of the rules' own those that tests name.
-COLUMNS = {column.name: int(column) for column in Column}
+COLUMNS = {column.name: int(column) for column in HParam}
 COLUMNS |= {"MOMENTUM": sgd.MOMENTUM, "DAMPENING": sgd.DAMPENING, "NESTEROV": sgd.NESTEROV}
 COLUMNS |= {"BETA1": adam.BETA1, "BETA2": adam.BETA2, "EPS": adam.EPS}
 
@@ -175,7 +175,7 @@ def cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype] = DTYPES, max_rows: int
         groups=groups,
         dtype=dtype,
         master=dtype in (torch.float16, torch.bfloat16) and draw(st.booleans()),
-        scattered={name: draw(st.booleans()) for name in ("z", "grads", "weights", "g1")},
+        scattered={name: draw(st.booleans()) for name in ("params", "grads", "weights", "g1")},
         shift=0 if aligned else draw(st.integers(0, 3)),
         gap=draw(st.sampled_from((0, 16) if aligned else (0, 1, 16))),
         seed=draw(st.integers(0, 1000)),
@@ -285,9 +285,9 @@ def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) ->
     torch.testing.assert_close(actual.double().cpu(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
 
 
-def resynchronised(origin: Tensor, z: Tensor) -> Tensor:
+def resynchronised(backup: Tensor, params: Tensor) -> Tensor:
     """The weights that a saving perturbation starts from, in float64."""
-    return torch.where(origin.to(z.dtype) == z, origin.double(), z.double())
+    return torch.where(backup.to(params.dtype) == params, backup.double(), params.double())
 
 
 def nan(case: Case, dtype: torch.dtype) -> Tensor:

@@ -33,11 +33,11 @@ from fastsam_kernels.triton_chunks import Operand
 from fastsam_kernels.triton_common import WARPS
 from fastsam_kernels.triton_tables import DTYPES
 
-FIELDS = ("origin", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
-OPERANDS = ("z", "grads", "weights", "g1", "x", "y")
+FIELDS = ("backup", "state0", "state1", "state2", "q", "shift", "mu", "s", "eps")
+OPERANDS = ("params", "grads", "weights", "g1", "x", "y")
 TUPLES = {  # of other arguments
     "plan": ("*i64", "*i64"),
-    "hyper": ("*fp64", "i32", "i32"),
+    "hparams": ("*fp64", "i32", "i32"),
     "sums": ("*fp64", "i32", "i32", "*fp64", "*i32"),
     "sumsq": ("*fp64", "i32"),
     "sumsq_v": ("*fp64", "i32"),
@@ -85,7 +85,7 @@ class Variant:
 
     def element(self, name: str) -> torch.dtype:
         """The dtype of an operand's elements."""
-        if name in OPERANDS or (name == "origin" and not self.master):
+        if name in OPERANDS or (name == "backup" and not self.master):
             return self.dtype
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 

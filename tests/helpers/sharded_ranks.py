@@ -85,7 +85,7 @@ class Pair:
             p.grad, q.grad = g.clone(), self.place(i, g)
 
     def step(self, number: int, exact: bool, what: object) -> None:
-        passes = 2 if self.opt.two_passes else 1
+        passes = 2 if self.opt.perturbs else 1
         for half in range(passes):
             self.grads(2 * number + half)
             for opt in (self.plain_opt, self.opt):
@@ -121,7 +121,7 @@ def steps_beside_unsharded(rank: int, wide: bool) -> str:
                 if name == "msam" and base in ("plain sgd", "nadam"):
                     continue
                 for dtype in (torch.float32, torch.bfloat16) if wide and name in EXACT else (torch.float32,):
-                    pair = Pair(place, base, dtype, sam=sam)
+                    pair = Pair(place, base, dtype, variant=sam)
                     for number in range(4):
                         exact = name in EXACT and base != "nadam"  # of which torch has other arithmetic for DTensors
                         pair.step(number, exact, (mix, base, name, dtype))
@@ -224,7 +224,7 @@ def fsdp_steps(rank: int, base: str = "sgd", variant: str = "sam") -> str:
     cls, own = BASES[base]
     sam = {**EXACT, **CLOSE}[variant]
     net, plain = sharded_net(), Net()
-    opt, plain_opt = (FusedSAM(m.parameters(), cls, sam=sam, **own) for m in (net, plain))
+    opt, plain_opt = (FusedSAM(m.parameters(), cls, variant=sam, **own) for m in (net, plain))
     for number in range(4):
         assert abs(step(net, opt, number) - step(plain, plain_opt, number)) < 1e-5
         assert_same(list(net.parameters()), list(plain.parameters()), False, number)

@@ -19,7 +19,7 @@ def trained(base: str, steps: range, sam: SAM, dtype: torch.dtype) -> tuple[nn.M
     net = Net().to(dtype)
     fully_shard(net.second)
     fully_shard(net)
-    opt = FusedSAM(net.parameters(), BASES[base][0], sam=sam, **BASES[base][1])
+    opt = FusedSAM(net.parameters(), BASES[base][0], variant=sam, **BASES[base][1])
     for number in steps:
         step_in(net, opt, number, dtype)
     return net, opt

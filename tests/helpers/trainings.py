@@ -15,7 +15,7 @@ from tests.helpers.sam_oracle import copies
 from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, fused
 
 VARIANTS: dict[str, SAM] = {name: sam for name, (sam, _) in ONE_PASS.items()}
-VARIANTS |= {"sam": SAM(RHO), "asam": SAM(RHO, True, 0.1), "asam, every third": SAM(RHO, True, every=3)}
+VARIANTS |= {"sam": SAM(RHO), "asam": SAM(RHO, True, 0.1), "asam, every third": SAM(RHO, True, interval=3)}
 VARIANTS |= {name: case.sam for name, case in CASES.items()}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -52,9 +52,9 @@ def problem(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Callable[
 
 
 class Paper:
-    """SAM (Foret et al. 2021), in the first of every `every` steps."""
+    """SAM (Foret et al. 2021), in the first of every `interval` steps."""
 
-    every = 1
+    interval = 1
 
     def __init__(self, **options: Any) -> None:
         vars(self).update(options)
@@ -101,7 +101,7 @@ class PaperWSAM(Paper):
 
 
 class PaperLookSAM(Paper):
-    """Liu et al. 2022, Algorithm 1: `every` is its k."""
+    """Liu et al. 2022, Algorithm 1: `interval` is its k."""
 
     def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
         cosine = torch.dot(g1, g2) / (g1.norm() * g2.norm())
@@ -163,7 +163,7 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
     sign = -1 if options.get("maximize") else 1
     for t in range(steps):
         g1 = flat(torch.autograd.grad(loss(params, t), params))
-        if t % paper.every:
+        if t % paper.interval:
             v = paper.resting(g1)
         else:
             d = paper.direction(g1)
@@ -173,7 +173,7 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
         for p, g in zip(params, like(v, params), strict=True):
             p.grad = g
         optimizer.step()
-        correction = None if t % paper.every else paper.correction()
+        correction = None if t % paper.interval else paper.correction()
         if correction is not None:
             with torch.no_grad():
                 for p, c in zip(params, like(correction, params), strict=True):
@@ -234,19 +234,19 @@ class Case(NamedTuple):
 
 OTHER, THIRD = (True, False) * 3, (True, False, False) * 2
 CASES: dict[str, Case] = {
-    "every other": Case(SAM(RHO, every=2), lambda: Paper(every=2), OTHER),
+    "every other": Case(SAM(RHO, interval=2), lambda: Paper(interval=2), OTHER),
     "gsam": Case(GSAM(RHO, alpha=ALPHA), PaperGSAM),
     "wsam": Case(WSAM(RHO, gamma=0.9), lambda: PaperWSAM(gamma=0.9, decouple=True)),
     "wsam, coupled": Case(WSAM(RHO, gamma=0.8, decouple=False), lambda: PaperWSAM(gamma=0.8, decouple=False)),
     "wsam, every other": Case(
-        WSAM(RHO, gamma=0.6, every=2), lambda: PaperWSAM(gamma=0.6, decouple=True, every=2), OTHER
+        WSAM(RHO, gamma=0.6, interval=2), lambda: PaperWSAM(gamma=0.6, decouple=True, interval=2), OTHER
     ),
-    "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(every=3), THIRD),
+    "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(interval=3), THIRD),
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
-    "vasso, every other": Case(VaSSO(RHO, theta=0.4, every=2), lambda: PaperVaSSO(theta=0.4, every=2), OTHER),
-    "lesam": Case(SAM(RHO, radius=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
-    "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, every=3), lambda: PaperGSAM(every=3), THIRD),
+    "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2), OTHER),
+    "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
+    "gsam, every third": Case(GSAM(RHO, alpha=ALPHA, interval=3), lambda: PaperGSAM(interval=3), THIRD),
 }
 
 
@@ -301,5 +301,5 @@ def fused(
     if layouts is not None:
         layouts(params)
     given = params if groups is None else [{"params": [params[i] for i in group]} for group in groups]
-    opt = FusedSAM(given, cls, sam=sam, backend=backend, **own, **options)
+    opt = FusedSAM(given, cls, variant=sam, backend=backend, **own, **options)
     return Training(params, opt).steps(range(steps))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
-from fastsam.integrations.accelerate import sam_of
+from fastsam.integrations.accelerate import unwrap_optimizer
 from tests.helpers.libraries import library
 from tests.helpers.sam_oracle import same_bits
 
@@ -44,14 +44,14 @@ def plain_loop(model: nn.Module, opt: FusedSAM, accumulated: int) -> None:
                 opt.first_step()
 
 
-@pytest.mark.shows("Accelerate", "`sam_of`: both halves, accumulation, clipping", "works")
+@pytest.mark.shows("Accelerate", "`unwrap_optimizer`: both halves, accumulation, clipping", "works")
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_the_steps_of_a_plain_loop(accumulated: int) -> None:
     """The recipe of the page: all micro-batches, first_step, all of them again, step."""
     start, _ = made()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
     model, opt = accelerator.prepare(*made(start))
-    sam = sam_of(opt)
+    sam = unwrap_optimizer(opt)
     schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(sam, 1))
 
     def backward(batches: Sequence[Tensor]) -> None:
@@ -79,7 +79,7 @@ def test_a_state_saved_and_loaded_by_accelerate(tmp_path: Any) -> None:
     def steps(model: nn.Module, opt: Any, batches: Tensor) -> None:
         for batch in batches:
             loss_of(model, batch).backward()
-            sam_of(opt).first_step(zero_grad=True)
+            unwrap_optimizer(opt).first_step(zero_grad=True)
             loss_of(model, batch).backward()
             opt.step()
             opt.zero_grad()
@@ -135,7 +135,7 @@ def test_its_grad_scaler_unscales_the_second_gradient(clip: bool) -> None:
     wrapped = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
     for batch in BATCHES:
         scaler.scale(loss_of(model, batch)).backward()
-        sam_of(wrapped).first_step(zero_grad=True)
+        unwrap_optimizer(wrapped).first_step(zero_grad=True)
         scaler.scale(loss_of(model, batch)).backward()
         if clip:
             scaler.unscale_(opt)
@@ -163,7 +163,7 @@ def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     wrapped = accelerate.optimizer.AcceleratedOptimizer(opt, scaler=scaler)
     before = copy.deepcopy(model)
     scaler.scale(loss_of(model, BATCHES[0])).backward()
-    sam_of(wrapped).first_step(zero_grad=True)
+    unwrap_optimizer(wrapped).first_step(zero_grad=True)
     scaler.scale(loss_of(model, BATCHES[0]) * torch.inf).backward()
     wrapped.step()
     assert same_bits(list(model.parameters()), list(before.parameters()))
@@ -173,13 +173,13 @@ def test_its_grad_scaler_skips_an_infinite_gradient() -> None:
     assert not wrapped.step_was_skipped
 
 
-@pytest.mark.shows("Accelerate", "`sam_of` of another optimizer", "clear error")
+@pytest.mark.shows("Accelerate", "`unwrap_optimizer` of another optimizer", "clear error")
 def test_what_has_no_fused_sam_in_it_is_refused() -> None:
     opt = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(TypeError, match="got AcceleratedOptimizer around SGD"):
-        sam_of(opt)
+        unwrap_optimizer(opt)
     with pytest.raises(TypeError, match="got None"):
-        sam_of(None)
+        unwrap_optimizer(None)
 
 
 @pytest.mark.shows("Accelerate", "`step()` of the prepared optimizer without a first half", "clear error")

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 import fastsam
 from fastsam import FusedSAM, frozen_batchnorm_stats
-from fastsam.integrations.lightning import sam_callback
+from fastsam.integrations import lightning as integration
 from tests.helpers.libraries import library
 from tests.helpers.sam_oracle import same_bits
 
 lightning = library("lightning")
+SAMCallback = integration.SAMCallback
 
 BATCHES = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -60,7 +61,7 @@ class OnePass(Model):
 
     def __init__(self, manual: bool = False) -> None:
         super().__init__(manual)
-        self.options = {"lr": 0.1, "momentum": 0.9, "sam": fastsam.MSAM(rho=0.3)}
+        self.options = {"lr": 0.1, "momentum": 0.9, "variant": fastsam.MSAM(rho=0.3)}
 
     def training_step(self, batch: Tensor, number: int) -> Tensor | None:
         loss = self.loss(batch)
@@ -144,7 +145,7 @@ def test_a_closure_midway_is_still_an_error() -> None:
 
 
 @pytest.mark.shows(
-    "Lightning", "automatic optimization with `sam_callback()`; clipping, bf16, running statistics", "works"
+    "Lightning", "automatic optimization with `SAMCallback()`; clipping, bf16, running statistics", "works"
 )
 @pytest.mark.parametrize(
     "settings", [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.05, "precision": "bf16-mixed"}]
@@ -152,13 +153,13 @@ def test_a_closure_midway_is_still_an_error() -> None:
 def test_automatic_mode_with_the_callback(settings: dict[str, Any]) -> None:
     model = Model()
     expected = plain(model, clip=settings.get("gradient_clip_val", 0.0), bf16="precision" in settings)
-    trainer = fit(model, sam_callback(), **settings)
+    trainer = fit(model, SAMCallback(), **settings)
     assert same(model, expected)
     assert trainer.global_step == len(BATCHES) == int(model.layers[1].num_batches_tracked)
     assert "log" not in vars(model), "the module is as it was"
 
 
-@pytest.mark.shows("Lightning", "`sam_callback()`: `self.log` writes in the first pass alone", "works")
+@pytest.mark.shows("Lightning", "`SAMCallback()`: `self.log` writes in the first pass alone", "works")
 def test_the_first_pass_alone_is_logged() -> None:
     first_passes: list[Tensor] = []
 
@@ -169,7 +170,7 @@ def test_the_first_pass_alone_is_logged() -> None:
                 first_passes.append(loss.detach())
             return loss
 
-    trainer = fit(Noting(), sam_callback())
+    trainer = fit(Noting(), SAMCallback())
     torch.testing.assert_close(trainer.callback_metrics["loss"], torch.stack(first_passes).sum())
     assert len(first_passes) == len(BATCHES)
 
@@ -179,13 +180,13 @@ def _adam(self: Model) -> torch.optim.Optimizer:
 
 
 @pytest.mark.shows(
-    "Lightning", "`sam_callback()` with `MSAM`: the clean weights are saved and left in the model", "works"
+    "Lightning", "`SAMCallback()` with `MSAM`: the clean weights are saved and left in the model", "works"
 )
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: bool) -> None:
     model = OnePass(manual)
     saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    fit(model, sam_callback(), saving, enable_checkpointing=True)
+    fit(model, SAMCallback(), saving, enable_checkpointing=True)
     clean = OnePass()
     opt = clean.configure_optimizers()
     for batch in BATCHES:
@@ -202,15 +203,15 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, manual: b
 
 def test_a_variant_of_one_pass_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     whole, first, second = (OnePass() for _ in range(3))
-    fit(whole, sam_callback(), max_epochs=2)
+    fit(whole, SAMCallback(), max_epochs=2)
     saving = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
-    fit(first, sam_callback(), saving, enable_checkpointing=True)
-    fit(second, sam_callback(), ckpt_path=str(tmp_path / "last.ckpt"), max_epochs=2)
+    fit(first, SAMCallback(), saving, enable_checkpointing=True)
+    fit(second, SAMCallback(), ckpt_path=str(tmp_path / "last.ckpt"), max_epochs=2)
     for a, b in zip(whole.parameters(), second.parameters(), strict=True):
         assert same_bits(a, b)
 
 
-@pytest.mark.shows("Lightning", "`sam_callback()` with `accumulate_grad_batches`, or another optimizer", "clear error")
+@pytest.mark.shows("Lightning", "`SAMCallback()` with `accumulate_grad_batches`, or another optimizer", "clear error")
 @pytest.mark.parametrize(
     ("settings", "optimizer", "message"),
     [
@@ -224,7 +225,7 @@ def test_the_callback_refuses_what_cannot_work(
     if optimizer is not None:
         monkeypatch.setattr(Model, "configure_optimizers", optimizer)
     with pytest.raises(ValueError, match=message):
-        fit(Model(), sam_callback(), **settings)
+        fit(Model(), SAMCallback(), **settings)
 
 
 def scaled() -> list[Any]:
@@ -247,12 +248,12 @@ def test_manual_mode_unscales_the_second_gradient() -> None:
 
 
 @pytest.mark.shows(
-    "Lightning", "`16-mixed` (GradScaler): automatic optimization, with and without `sam_callback()`", "clear error"
+    "Lightning", "`16-mixed` (GradScaler): automatic optimization, with and without `SAMCallback()`", "clear error"
 )
 @pytest.mark.parametrize(
     ("callbacks", "error", "message"),
     [
-        ((sam_callback,), ValueError, "precision='16-mixed' with FusedSAM .*bf16-mixed"),
+        ((SAMCallback,), ValueError, "precision='16-mixed' with FusedSAM .*bf16-mixed"),
         ((), RuntimeError, r"step\(\) has nothing to do: no closure"),
     ],
     ids=["callback", "alone"],

@@ -1,4 +1,4 @@
-"""LightningCLI, and jsonargparse below it: options are what the signature of `FusedSAM` shows."""
+"""LightningCLI, and jsonargparse below it: options are what a signature shows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Model(lightning.LightningModule):
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
 
 
+CLASS = "fastsam.integrations.lightning.CommandLineFusedSAM"
 QUIET = {
     "logger": "false",
     "enable_checkpointing": "false",
@@ -42,7 +43,7 @@ def trained_by(*arguments: str) -> dict[str, Any]:
         f"--trainer.{name}={value}" for name, value in {**QUIET, "accelerator": "cpu", "max_steps": "2"}.items()
     ]
     cli = LightningCLI(
-        Model, run=False, save_config_callback=None, args=["--optimizer=fastsam.FusedSAM", *arguments, *settings]
+        Model, run=False, save_config_callback=None, args=[f"--optimizer={CLASS}", *arguments, *settings]
     )
     cli.trainer.fit(cli.model)
     (opt,) = cli.trainer.optimizers

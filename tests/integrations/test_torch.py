@@ -195,16 +195,16 @@ def test_the_bases_checkpoint_goes_on() -> None:
     loop.assert_as(expected)
 
 
-@pytest.mark.shows("Composer's `SAM`", "`interval=k` is `every=k`: one step in k perturbs", "works")
+@pytest.mark.shows("Composer's `SAM`", "`interval=k` is `interval=k`: one step in k perturbs", "works")
 @pytest.mark.parametrize("interval", [2, 3])
 def test_an_interval(interval: int) -> None:
     """Beside its rule: a step perturbs where (t + 1) % interval == 0, counted from 0, else it is the base optimizer's.
     Ours perturbs in the first of k, so that theirs begins one before."""
-    loop, expected = Loop(sam=variants.SAM(rho=0.3, every=interval), rho=None), Loop()
+    loop, expected = Loop(variant=variants.SAM(rho=0.3, interval=interval), rho=None), Loop()
     base = SGD(expected.model.parameters(), **OPTIONS)
     params = list(expected.model.parameters())
     for t, batch in enumerate(BATCHES, interval - 1):
-        if loop.opt.two_passes:
+        if loop.opt.perturbs:
             loop.closure(batch)
             loop.opt.first_step(zero_grad=True)
         loop.closure(batch)

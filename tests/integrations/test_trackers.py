@@ -30,7 +30,7 @@ def test_the_history_as_a_data_frame(tmp_path: Path) -> None:
     frame = result.to_pandas()
     assert list(frame.index) == [1, 2, 3] and frame["train_loss"].tolist() == [r["train_loss"] for r in result.history]
     assert frame["test_loss"].isna().tolist() == [True, True, False]
-    assert fed.Result(result.model, [], {}, None).to_pandas().empty
+    assert fed.Result(result.model, [], {}, None, None).to_pandas().empty
 
 
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fastsam
 from fastsam import FusedSAM
 from fastsam.integrations import hf as integration
-from fastsam.integrations.accelerate import sam_of
-from fastsam.integrations.hf import SAMTraining
+from fastsam.integrations.accelerate import unwrap_optimizer
+from fastsam.integrations.hf import SAMTrainerMixin
 from tests.helpers.libraries import library
 from tests.helpers.places import ROOT
 from tests.helpers.sam_oracle import same_bits
@@ -79,7 +79,7 @@ class Trainer(InOrder, SAMTrainer):
 
 
 def trained(folder: Path, model: nn.Module, sam: fastsam.SAM | None = None, **settings: Any) -> Any:
-    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, sam=sam)
+    trainer = Trainer(model=model, args=arguments(folder, **settings), train_dataset=SAMPLES, variant=sam)
     trainer.train()
     return trainer
 
@@ -111,7 +111,7 @@ def plain_loop(
 ) -> tuple[nn.Module, list[float], list[float]]:
     """The same steps by hand: the model, the losses of the first passes, the norms of the second gradients."""
     model = copy.deepcopy(model).train()
-    opt = FusedSAM(groups(model), torch.optim.AdamW, sam=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    opt = FusedSAM(groups(model), torch.optim.AdamW, variant=sam, lr=0.02, betas=(0.9, 0.999), eps=1e-8)
     losses, norms = [], []
 
     def backward(batches: list[dict[str, Tensor]]) -> float:
@@ -126,7 +126,7 @@ def plain_loop(
 
     for batches in steps:
         losses.append(backward(batches))
-        if opt.two_passes:
+        if opt.perturbs:
             opt.first_step()
             backward(batches)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
@@ -206,9 +206,9 @@ def test_sam_moves_elsewhere_than_the_trainer_alone(tmp_path: Path) -> None:
     assert max(moved) > 1e-3
 
 
-@pytest.mark.shows("transformers", "`SAMTrainer` with `every=2`", "works")
+@pytest.mark.shows("transformers", "`SAMTrainer` with `interval=2`", "works")
 def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
-    sam = fastsam.SAM(rho=0.3, every=2)
+    sam = fastsam.SAM(rho=0.3, interval=2)
     start, calls = tiny_model(), 0
 
     def count(*_: Any) -> None:
@@ -228,7 +228,9 @@ def test_a_variant_that_perturbs_in_one_step_of_two(tmp_path: Path) -> None:
 def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated: str) -> None:
     start = tiny_model()
     clean = copy.deepcopy(start)
-    opt = FusedSAM(groups(clean), torch.optim.AdamW, sam=fastsam.MSAM(rho=0.3), lr=0.02, betas=(0.9, 0.999), eps=1e-8)
+    opt = FusedSAM(
+        groups(clean), torch.optim.AdamW, variant=fastsam.MSAM(rho=0.3), lr=0.02, betas=(0.9, 0.999), eps=1e-8
+    )
     for batches in list(windows(1))[:4]:
         opt.zero_grad()
         clean(**batches[0]).loss.backward()
@@ -240,7 +242,9 @@ def test_a_variant_of_one_pass_shows_the_clean_weights(tmp_path: Path, evaluated
     settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": evaluated, "eval_steps": 4}
     best = {"load_best_model_at_end": True} if evaluated == "steps" else {}
     args = arguments(tmp_path, **settings, **best)
-    trainer = Trainer(model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, sam=fastsam.MSAM(rho=0.3))
+    trainer = Trainer(
+        model=start, args=args, train_dataset=SAMPLES, eval_dataset=SAMPLES, variant=fastsam.MSAM(rho=0.3)
+    )
     trainer.train()
     assert same(trainer.model, clean) and not same(trainer.model, perturbed)
     trainer.save_model(str(tmp_path / "end"))
@@ -273,7 +277,7 @@ def test_a_language_model_counts_tokens_over_all_micro_batches(tmp_path: Path) -
         step()
 
     args = arguments(tmp_path, max_steps=1, gradient_accumulation_steps=2, max_grad_norm=0.0, weight_decay=0.0)
-    trainer = SAMTrainer(model=start, args=args, train_dataset=samples, sam=fastsam.SAM(rho=0.3))
+    trainer = SAMTrainer(model=start, args=args, train_dataset=samples, variant=fastsam.SAM(rho=0.3))
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(samples)
     trainer.train()
     assert same(trainer.model, expected)
@@ -292,7 +296,7 @@ def test_it_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, sam: fastsam.S
 
     def trainer(folder: str) -> Any:
         args = arguments(tmp_path / folder, save_steps=5, **settings)
-        return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, sam=sam)
+        return SAMTrainer(model=tiny_model(dropout=0.3), args=args, train_dataset=SAMPLES, variant=sam)
 
     whole, resumed = trainer("whole"), trainer("resumed")
     whole.train()
@@ -343,7 +347,7 @@ def test_two_processes_make_the_step_of_the_whole_batch(tmp_path: Path) -> None:
 def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     class Failing(Trainer):
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-            if sam_of(self.optimizer).is_perturbed:
+            if unwrap_optimizer(self.optimizer).is_perturbed:
                 raise RuntimeError("out of memory")
             return super().compute_loss(*arguments, **options)
 
@@ -352,7 +356,7 @@ def test_an_error_in_the_second_pass_leaves_the_weights(tmp_path: Path) -> None:
     trainer = Failing(model=start, args=arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=SAMPLES)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
-    assert same(start, before) and not sam_of(trainer.optimizer).is_perturbed
+    assert same(start, before) and not unwrap_optimizer(trainer.optimizer).is_perturbed
 
 
 @pytest.mark.shows("transformers", "`SAMTrainer`: running statistics take the first pass alone", "works")
@@ -371,9 +375,9 @@ def test_running_statistics_take_the_first_pass_alone(tmp_path: Path) -> None:
     assert int(model.norm.num_batches_tracked) == 6
 
 
-@pytest.mark.shows("transformers", "`SAMTraining` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
+@pytest.mark.shows("transformers", "`SAMTrainerMixin` before `Seq2SeqTrainer`; a FusedSAM of one's own", "works")
 def test_a_trainer_of_another_class_and_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    class Mine(InOrder, SAMTraining, transformers.Seq2SeqTrainer):
+    class Mine(InOrder, SAMTrainerMixin, transformers.Seq2SeqTrainer):
         pass
 
     start = tiny_model()
@@ -395,18 +399,18 @@ def _adam_by_class(model: nn.Module) -> dict[str, Any]:
 
 
 def _both(model: nn.Module) -> dict[str, Any]:
-    return {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "sam": fastsam.SAM()}
+    return {"optimizers": (FusedSAM(model.parameters(), lr=0.1), None), "variant": fastsam.SAM()}
 
 
 @pytest.mark.shows(
-    "transformers", "`SAMTrainer` with an optimizer that is no FusedSAM; `sam` beside an optimizer", "clear error"
+    "transformers", "`SAMTrainer` with an optimizer that is no FusedSAM; `variant` beside an optimizer", "clear error"
 )
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (_adam, "SAMTrainer: expected a FusedSAM.* got AdamW"),
         (_adam_by_class, "SAMTrainer: expected a FusedSAM.* got AdamW"),
-        (_both, "sam beside an optimizer"),
+        (_both, "variant cannot be combined with an optimizer"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(

@@ -82,7 +82,7 @@ def test_one_pass_inside_a_private_optimizer() -> None:
     ends = []
     for is_private in (True, False):
         model = tiny_model()
-        opt = FusedSAM(model.parameters(), SGD, sam=variants.MSAM(rho=0.3), **OPTIONS)
+        opt = FusedSAM(model.parameters(), SGD, variant=variants.MSAM(rho=0.3), **OPTIONS)
         module, stepped = private(model, opt) if is_private else (model, opt)
         for _ in range(4):
             stepped.zero_grad()

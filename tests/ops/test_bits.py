@@ -13,50 +13,53 @@ from torch import Tensor
 from fastsam.arena import Layout
 from fastsam.backends import Backend
 from fastsam_kernels import rules
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from tests.helpers.op_cases import BACKENDS, Case, Memory, bits, cases, explore, same_bits
 
 
 def step(backend: Backend, case: Case) -> dict[str, Tensor]:
     """All ops one after the other; what they wrote, in canonical form (NaN outside the segments)."""
     kernels, memory, device, table = backend.load(), Memory(case, backend.device), backend.device, case.table
-    hyper = case.hyper().to(device)
-    z, grads = memory.operand("z", case.values("z"), written=True), memory.operand("grads", case.values("grads"))
+    hparams = case.hparams().to(device)
+    params, grads = (
+        memory.operand("params", case.values("params"), written=True),
+        memory.operand("grads", case.values("grads")),
+    )
     g1 = memory.operand("g1", case.values("g1"))
-    origin = memory.field("origin", case.values("z").to(case.origin_dtype), written=True)
+    backup = memory.field("backup", case.values("params").to(case.backup_dtype), written=True)
     q, momentum = (memory.field(n, case.values(n, case.compute).abs()) for n in ("q", "momentum"))
     sumsq, clipped = (torch.zeros(case.rows, dtype=torch.float64, device=device) for _ in range(2))
     steps = torch.zeros(case.rows, int(table[:, 3].max()) + 1 if len(table) else 1, device=device)
 
-    kernels.norm_(sumsq, grads, z, table, hyper)
-    kernels.perturb_(z, origin, grads, table, hyper, sumsq, True)
-    out = {"perturbed": memory.read(z)}
-    kernels.perturb_(z, origin, grads, table, hyper, sumsq, False, case.seeds().to(device))
-    out["stochastic"] = memory.read(z)
+    kernels.norm_(sumsq, grads, params, table, hparams)
+    kernels.perturb_(params, backup, grads, table, hparams, sumsq, True)
+    out = {"perturbed": memory.read(params)}
+    kernels.perturb_(params, backup, grads, table, hparams, sumsq, False, case.seeds().to(device))
+    out["stochastic"] = memory.read(params)
     dual_sums, products = torch.zeros_like(sumsq), torch.zeros(case.rows, 2, dtype=torch.float64, device=device)
     mu, s, eps, shift = (memory.field(n, case.values(n, case.compute)) for n in ("mu", "s", "eps", "shift"))
-    kernels.dual_norm_(dual_sums, g1, mu, s, table, hyper)
-    kernels.dual_perturb_(z, origin, mu, g1, s, table, hyper, dual_sums, eps=eps)
+    kernels.dual_norm_(dual_sums, g1, mu, s, table, hparams)
+    kernels.dual_perturb_(params, backup, mu, g1, s, table, hparams, dual_sums, eps=eps)
     kernels.inner_(products, grads, g1, table)
     out |= {
-        "dual": memory.read(z),
+        "dual": memory.read(params),
         "mu": memory.read(mu),
         "eps": memory.read(eps),
         "dual_sums": dual_sums.cpu()[:, None],
     }
     out["products"] = products.cpu()
-    kernels.update_norm_(clipped, z, origin, g1, table, hyper, g1=grads, q=q)
+    kernels.update_norm_(clipped, params, backup, g1, table, hparams, g1=grads, q=q)
     kernels.update_(
-        z, origin, g1, table, hyper, "sgd", [momentum], g1=grads, q=q, sumsq_v=clipped, keep=True, shift=shift
+        params, backup, g1, table, hparams, "sgd", [momentum], g1=grads, q=q, sumsq_v=clipped, keep=True, shift=shift
     )
-    out["sgd"] = memory.read(z)
+    out["sgd"] = memory.read(params)
     for name, rule in rules.RULES.items():
         state = [memory.field(f"{name} {field}", case.values(field, case.compute).square() + 1) for field in rule.state]
         counts = {"steps": steps} if rule.counter else {}
         kernels.update_(
-            z, origin, g1, table, case.hyper(name).to(device), name, state, keep=True, q=q, g1=grads, **counts
+            params, backup, g1, table, case.hparams(name).to(device), name, state, keep=True, q=q, g1=grads, **counts
         )
-        out |= {f"{name} {i}": memory.read(field) for i, field in enumerate((z, origin, *state))}
+        out |= {f"{name} {i}": memory.read(field) for i, field in enumerate((params, backup, *state))}
     out["momentum"] = memory.read(momentum)
     return out | {"sumsq": sumsq.cpu()[:, None], "clipped": clipped.cpu()[:, None], "steps": steps.cpu()}
 
@@ -109,19 +112,19 @@ def test_rows_without_a_usable_norm_do_not_move(backend: Backend, save: bool, se
     @given(cases(max_rows=1), st.permutations((0.0, torch.inf, torch.nan, 4.0)))
     def holds(case: Case, norms: list[float]) -> None:
         case = replace(case, rows=4)
-        values = case.values("z")
+        values = case.values("params")
         values[:, ::7], values[:, 3::7] = -0.0, torch.nan
         memory = Memory(case, backend.device)
-        z = memory.operand("z", values, written=True)
-        origin = memory.field("origin", values.to(case.origin_dtype), written=save)
+        params = memory.operand("params", values, written=True)
+        backup = memory.field("backup", values.to(case.backup_dtype), written=save)
         grads = memory.operand("grads", torch.ones_like(values))
         sumsq = torch.tensor(norms, dtype=torch.float64).to(backend.device)
-        hyper = case.hyper(RHO=10.0, ADAPTIVE=0.0).to(backend.device)
+        hparams = case.hparams(RHO=10.0, ADAPTIVE=0.0).to(backend.device)
         memory.snapshot()
         seeds = torch.arange(4, device=backend.device) if seeded else None
-        backend.load().perturb_(z, origin, grads, case.table, hyper, sumsq, save, seeds)
+        backend.load().perturb_(params, backup, grads, case.table, hparams, sumsq, save, seeds)
         memory.check()
-        after, mask = memory.read(z), case.mask()
+        after, mask = memory.read(params), case.mask()
         for r, norm in enumerate(norms):
             before = values[r][mask[r]]
             if norm == 4.0:
@@ -141,33 +144,35 @@ def test_master_copies_follow_weights_that_someone_wrote(backend: Backend) -> No
     """Where z is no longer the rounding of its master, z counts; elsewhere the master keeps the digits that z has
     not."""
     master = torch.tensor([[1.0009765625, 1.0, 3.0, 0.1, 5.0]], device=backend.device)
-    z = master.to(torch.bfloat16)
-    z[0, 2] = 2.5
+    params = master.to(torch.bfloat16)
+    params[0, 2] = 2.5
     expected = torch.where(torch.tensor([[False, False, True, False, False]]).to(master.device), 2.5, master)
-    hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=backend.device)
-    hyper[..., Column.RHO] = 1.0
+    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=backend.device)
+    hparams[..., HParam.RHO] = 1.0
     table, sumsq = torch.tensor([[0, 5, 0, 0]]), torch.ones(1, dtype=torch.float64, device=backend.device)
     grads = [torch.full((5,), 2.0, dtype=torch.bfloat16, device=backend.device)]
-    backend.load().perturb_([z], master, grads, table, hyper, sumsq, True)
+    backend.load().perturb_([params], master, grads, table, hparams, sumsq, True)
     assert torch.equal(master, expected)
-    assert torch.equal(z, (expected + 2.0).to(torch.bfloat16))
+    assert torch.equal(params, (expected + 2.0).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_graph_that_saved_the_weights_is_stale_after_every_write(backend: Backend) -> None:
     kernels, device = backend.load(), backend.device
     table = Layout.of([torch.zeros(3, 4)]).table
-    hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=device)
+    hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64, device=device)
     sumsq, grads = torch.ones(1, dtype=torch.float64, device=device), [torch.ones(3, 4, device=device)]
-    origin, first, second = (torch.zeros(1, 256, device=device) for _ in range(3))
+    backup, first, second = (torch.zeros(1, 256, device=device) for _ in range(3))
     steps = torch.zeros(1, 1, device=device)
     writes = {
-        "perturb_": lambda z: kernels.perturb_(z, origin, grads, table, hyper, sumsq, True),
-        "restore_": lambda z: kernels.restore_(z, origin, table),
-        "dual_perturb_": lambda z: kernels.dual_perturb_(z, origin, first, grads, second, table, hyper, sumsq),
-        "update_": lambda z: kernels.update_(z, origin, grads, table, hyper, "sgd"),
-        "update_ with steps": lambda z: kernels.update_(
-            z, origin, grads, table, hyper, "adam", [first, second], steps=steps
+        "perturb_": lambda params: kernels.perturb_(params, backup, grads, table, hparams, sumsq, True),
+        "restore_": lambda params: kernels.restore_(params, backup, table),
+        "dual_perturb_": lambda params: kernels.dual_perturb_(
+            params, backup, first, grads, second, table, hparams, sumsq
+        ),
+        "update_": lambda params: kernels.update_(params, backup, grads, table, hparams, "sgd"),
+        "update_ with steps": lambda params: kernels.update_(
+            params, backup, grads, table, hparams, "adam", [first, second], steps=steps
         ),
     }
     for name, write in writes.items():

@@ -54,8 +54,8 @@ def outputs(op: Op, kernels: Any, poisoned: str | None) -> dict[str, list[Tensor
     """Bits of all operands and sums after a call, in which one operand, if any, was NaN."""
     found = operator(op)
     operands = Operands(found.sets[0])
-    if "z" not in op.operands:  # it is in the call for its dtype only: reading it would show everywhere
-        operands["z"] = [torch.full_like(t, torch.nan) for t in tensors(operands["z"])]
+    if "params" not in op.operands:  # it is in the call for its dtype only: reading it would show everywhere
+        operands["params"] = [torch.full_like(t, torch.nan) for t in tensors(operands["params"])]
     if poisoned is not None:
         for tensor in tensors(operands[poisoned]):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 12345)

@@ -1,4 +1,4 @@
-"""`csrc/math.h` and `kernels/columns.py` name the same columns of `hyper`, in the same places."""
+"""`csrc/math.h` and `kernels/columns.py` name the same columns of `hparams`, in the same places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import pytest
 
 from fastsam_kernels import rules
-from fastsam_kernels.columns import OWN, WIDTH, Column
+from fastsam_kernels.columns import OWN, WIDTH, HParam
 from fastsam_kernels.rule import MOST_FIELDS
 from tests.helpers.places import ROOT
 
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(not MATH.exists(), reason=f"{MATH} is not there:
 
 def test_math_h_declares_the_same_columns() -> None:
     text = MATH.read_text()
-    body = re.search(r"enum(?: class)? Column[^{]*\{([^}]*)\}", text)
-    assert body is not None, "math.h has no enum Column"
+    body = re.search(r"enum(?: class)? HParam[^{]*\{([^}]*)\}", text)
+    assert body is not None, "math.h has no enum HParam"
     declared = {name: int(value) for name, value in re.findall(r"(\w+)\s*=\s*(\d+)", body[1])}
-    assert declared == {name: int(column) for name, column in Column.__members__.items()}
-    assert f"kOwn = {OWN};" in text and max(Column) < OWN
+    assert declared == {name: int(column) for name, column in HParam.__members__.items()}
+    assert f"kOwn = {OWN};" in text and max(HParam) < OWN
     width = re.search(r"kWidth\s*=\s*(\d+)", text)
     assert width is not None and int(width[1]) == WIDTH
 

@@ -25,16 +25,16 @@ def test_dual_norm(backend: Backend) -> None:
     @explore(backend)
     @given(cases(), st.booleans(), st.booleans())
     def holds(case: Case, shared: bool, accumulate: bool) -> None:
-        hyper, grads, memory = case.hyper(), case.values("grads"), Memory(case, backend.device)
+        hparams, grads, memory = case.hparams(), case.values("grads"), Memory(case, backend.device)
         mu, s = case.values("mu", case.compute), case.values("s", case.compute)
         mu_ = memory.field("mu", mu)
         s_, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
         start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected, sumsq = start.clone(), start.to(backend.device)
-        reference.dual_norm_(expected, [grads.double()], mu.double(), s.double(), case.table, hyper, accumulate)
+        reference.dual_norm_(expected, [grads.double()], mu.double(), s.double(), case.table, hparams, accumulate)
         grads_ = memory.operand("grads", grads)
         memory.snapshot()
-        backend.load().dual_norm_(sumsq, grads_, mu_, s_, case.table, hyper.to(backend.device), accumulate)
+        backend.load().dual_norm_(sumsq, grads_, mu_, s_, case.table, hparams.to(backend.device), accumulate)
         memory.check()
         close(sumsq, expected, case.compute)
 
@@ -46,27 +46,27 @@ def test_dual_perturb(backend: Backend) -> None:
     @explore(backend, examples=60)
     @given(cases(), st.booleans(), st.booleans(), st.sampled_from((None, 0.0, torch.inf)))
     def holds(case: Case, shared: bool, with_eps: bool, norm: float | None) -> None:
-        hyper, sumsq, grads, memory = case.hyper(), case.sums(), case.values("grads"), Memory(case, backend.device)
+        hparams, sumsq, grads, memory = case.hparams(), case.sums(), case.values("grads"), Memory(case, backend.device)
         if norm is not None:
             sumsq[0] = norm
         mu, s = case.values("mu", case.compute), case.values("s", case.compute)
-        origin = case.values("origin", torch.float64).to(case.origin_dtype)
+        backup = case.values("backup", torch.float64).to(case.backup_dtype)
         s_, s = memory.shared("s", s) if shared else (memory.field("s", s), s)
-        origin_, origin = memory.shared("origin", origin) if shared else (memory.field("origin", origin), origin)
-        z64, eps64 = (torch.zeros(origin.shape, dtype=torch.float64) for _ in range(2))
+        backup_, backup = memory.shared("backup", backup) if shared else (memory.field("backup", backup), backup)
+        params64, eps64 = (torch.zeros(backup.shape, dtype=torch.float64) for _ in range(2))
         mu64 = mu.to(torch.float64, copy=True)
-        args64 = [grads.double()], s.double(), case.table, hyper, sumsq
-        reference.dual_perturb_([z64], origin.double(), mu64, *args64, eps64 if with_eps else None)
+        args64 = [grads.double()], s.double(), case.table, hparams, sumsq
+        reference.dual_perturb_([params64], backup.double(), mu64, *args64, eps64 if with_eps else None)
 
-        z_ = memory.operand("z", nan(case, case.dtype), written=True)
+        params_ = memory.operand("params", nan(case, case.dtype), written=True)
         mu_, grads_ = memory.field("mu", mu, written=True), memory.operand("grads", grads)
         eps_ = memory.field("eps", nan(case, case.compute), written=True) if with_eps else None
         memory.snapshot()
-        args = grads_, s_, case.table, hyper.to(backend.device), sumsq.to(backend.device)
-        backend.load().dual_perturb_(z_, origin_, mu_, *args, eps=eps_)
+        args = grads_, s_, case.table, hparams.to(backend.device), sumsq.to(backend.device)
+        backend.load().dual_perturb_(params_, backup_, mu_, *args, eps=eps_)
         memory.check()
         mask = case.mask()
-        close(memory.read(z_)[mask], z64[mask])
+        close(memory.read(params_)[mask], params64[mask])
         close(memory.read(mu_)[mask], mu64[mask])
         if eps_ is not None:
             close(memory.read(eps_)[mask], eps64[mask])
@@ -83,18 +83,22 @@ def test_rows_without_a_usable_norm_take_no_dual_step(backend: Backend) -> None:
     @given(cases(max_rows=1), st.permutations((0.0, inf, not_a_number, 4.0)))
     def holds(case: Case, norms: list[float]) -> None:
         case = replace(case, rows=4)
-        memory, w, grads = Memory(case, backend.device), case.values("z"), case.values("grads")
+        memory, w, grads = Memory(case, backend.device), case.values("params"), case.values("grads")
         w[:, ::7], grads[:, ::3] = -0.0, inf
-        z_ = memory.operand("z", nan(case, case.dtype), written=True)
-        origin_, grads_ = memory.field("origin", w.to(case.origin_dtype)), memory.operand("grads", grads)
+        params_ = memory.operand("params", nan(case, case.dtype), written=True)
+        backup_, grads_ = memory.field("backup", w.to(case.backup_dtype)), memory.operand("grads", grads)
         mu_ = memory.field("mu", case.values("mu", case.compute), written=True)
         s_ = memory.field("s", case.values("s", case.compute))
         eps_ = memory.field("eps", nan(case, case.compute), written=True)
         memory.snapshot()
-        args = case.table, case.hyper().to(backend.device), torch.tensor(norms, dtype=torch.float64).to(backend.device)
-        backend.load().dual_perturb_(z_, origin_, mu_, grads_, s_, *args, eps=eps_)
+        args = (
+            case.table,
+            case.hparams().to(backend.device),
+            torch.tensor(norms, dtype=torch.float64).to(backend.device),
+        )
+        backend.load().dual_perturb_(params_, backup_, mu_, grads_, s_, *args, eps=eps_)
         memory.check()
-        after, eps, mu, mask = memory.read(z_), memory.read(eps_), memory.read(mu_), case.mask()
+        after, eps, mu, mask = memory.read(params_), memory.read(eps_), memory.read(mu_), case.mask()
         for row in (r for r, norm in enumerate(norms) if norm != 4.0):
             assert same_bits(after[row][mask[row]], w[row][mask[row]])
             assert not eps[row][mask[row]].any() and mu[row][mask[row]].isfinite().all()

@@ -61,27 +61,31 @@ def test_threads_and_streamed_stores_change_no_bit() -> None:
 
     whole, pieces = Step(5, shapes=[(n,), (17,)]), Step(5, shapes=[(n,), (17,)])
     whole.run()
-    native.dual_perturb_(whole.z, whole.origin, whole.mu, whole.g1, whole.m, whole.table, whole.h, whole.sumsq, whole.v)
+    native.dual_perturb_(
+        whole.params, whole.backup, whole.mu, whole.g1, whole.m, whole.table, whole.h, whole.sumsq, whole.v
+    )
     native.norm_(pieces.sumsq, pieces.g1, [], pieces.table, pieces.h)
     cut = 8192 * 100 + 3  # pieces that start off every alignment
     for start in range(0, n, cut):
         length = min(cut, n - start)
         table = torch.tensor([[start, length, 0, 0]])
-        z, g1, g2 = (operand[0][start : start + length] for operand in (pieces.z, pieces.g1, pieces.g2))
-        native.perturb_([z], pieces.origin, [g1], table, pieces.h, pieces.sumsq, True)
-        native.update_([z], pieces.origin, [g2], table, pieces.h, "sgd", [pieces.m])
+        params, g1, g2 = (operand[0][start : start + length] for operand in (pieces.params, pieces.g1, pieces.g2))
+        native.perturb_([params], pieces.backup, [g1], table, pieces.h, pieces.sumsq, True)
+        native.update_([params], pieces.backup, [g2], table, pieces.h, "sgd", [pieces.m])
         dual = pieces.mu, [g1], pieces.m, table, pieces.h, pieces.sumsq, pieces.v
-        native.dual_perturb_([z], pieces.origin, *dual)
+        native.dual_perturb_([params], pieces.backup, *dual)
     shifted, rest = Step(5, shapes=[(n,), (17,)]), slice(3, n)  # streamed to places that no vector is aligned to
     table = torch.tensor([[3, n - 3, 0, 0]])
-    z, g1, g2 = (operand[0][rest] for operand in (shifted.z, shifted.g1, shifted.g2))
+    params, g1, g2 = (operand[0][rest] for operand in (shifted.params, shifted.g1, shifted.g2))
     native.norm_(shifted.sumsq, shifted.g1, [], shifted.table, shifted.h)
-    native.perturb_([z], shifted.origin, [g1], table, shifted.h, shifted.sumsq, True)
-    native.update_([z], shifted.origin, [g2], table, shifted.h, "sgd", [shifted.m])
-    native.dual_perturb_([z], shifted.origin, shifted.mu, [g1], shifted.m, table, shifted.h, shifted.sumsq, shifted.v)
+    native.perturb_([params], shifted.backup, [g1], table, shifted.h, shifted.sumsq, True)
+    native.update_([params], shifted.backup, [g2], table, shifted.h, "sgd", [shifted.m])
+    native.dual_perturb_(
+        [params], shifted.backup, shifted.mu, [g1], shifted.m, table, shifted.h, shifted.sumsq, shifted.v
+    )
     for other, part in ((pieces, slice(0, n)), (shifted, rest)):
-        assert torch.equal(whole.z[0][part], other.z[0][part])
-        assert torch.equal(whole.origin[:, part], other.origin[:, part])
+        assert torch.equal(whole.params[0][part], other.params[0][part])
+        assert torch.equal(whole.backup[:, part], other.backup[:, part])
         for name in ("m", "mu", "v"):
             assert torch.equal(getattr(whole, name)[:, part], getattr(other, name)[:, part])
 
@@ -92,17 +96,17 @@ def test_compiled_without_graph_breaks() -> None:
     expected, compiled = Step(7, shapes=[(6, 4), (6,)]), Step(7, shapes=[(6, 4), (6,)])
     x = torch.randn(5, 4)
 
-    def step(s: Step, z: list[Tensor]) -> None:
-        weight, bias = (p.detach().requires_grad_() for p in z)
+    def step(s: Step, params: list[Tensor]) -> None:
+        weight, bias = (p.detach().requires_grad_() for p in params)
         g1 = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).square().sum(), (weight, bias))
         native.norm_(s.sumsq, g1, [], s.table, s.h)
-        native.perturb_(z, s.origin, g1, s.table, s.h, s.sumsq, True)
-        native.update_(z, s.origin, g1, s.table, s.h, "sgd", [s.m])
+        native.perturb_(params, s.backup, g1, s.table, s.h, s.sumsq, True)
+        native.update_(params, s.backup, g1, s.table, s.h, "sgd", [s.m])
 
-    step(expected, expected.z)
+    step(expected, expected.params)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.z)
-    for a, b in zip(expected.z, compiled.z, strict=True):
+        torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.params)
+    for a, b in zip(expected.params, compiled.params, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -111,24 +115,24 @@ def test_compiled_without_graph_breaks() -> None:
     [
         (lambda s: s.__setattr__("g1", s.g1[:-1]), "one tensor per segment"),
         (lambda s: s.__setattr__("g1", [g.double() for g in s.g1]), "in the dtype of the weights"),
-        (lambda s: s.__setattr__("origin", s.origin.half()), "origin must have the dtype of the weights"),
-        (lambda s: s.__setattr__("h", s.h.float()), "hyper must be float64"),
+        (lambda s: s.__setattr__("backup", s.backup.half()), "backup must have the dtype of the weights"),
+        (lambda s: s.__setattr__("h", s.h.float()), "hparams must be float64"),
         (lambda s: s.__setattr__("table", s.table.int()), "table must be int64"),
         (lambda s: s.__setattr__("sumsq", torch.zeros(2, dtype=torch.float64)), "sumsq must be contiguous float64"),
     ],
 )
 def test_the_ops_refuse_what_does_not_fit(change, message: str) -> None:
     step = Step()
-    before = [z.clone() for z in step.z]
+    before = [p.clone() for p in step.params]
     change(step)
     with pytest.raises(RuntimeError, match=message):
-        native.perturb_(step.z, step.origin, step.g1, step.table, step.h, step.sumsq, True)
-    assert all(torch.equal(a, b) for a, b in zip(before, step.z, strict=True))
+        native.perturb_(step.params, step.backup, step.g1, step.table, step.h, step.sumsq, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, step.params, strict=True))
 
 
 def test_the_update_refuses_rules_and_states_that_it_does_not_know() -> None:
     step = Step()
-    operands = step.z, step.origin, step.g1, step.table, step.h
+    operands = step.params, step.backup, step.g1, step.table, step.h
     for rule, state, steps, message in (
         ("adamw", [], None, "rule must be one of .*adam.*, got adamw"),
         ("adam", [step.m], step.steps, "the state of adam has 2 fields"),

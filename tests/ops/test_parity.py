@@ -12,7 +12,7 @@ from torch import Tensor
 from fastsam.arena import Arena, Layout
 from fastsam.backends import Backend
 from fastsam_kernels import reference, rules
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from tests.helpers.op_cases import (
     BACKENDS,
     COLUMNS,
@@ -26,7 +26,7 @@ from tests.helpers.op_cases import (
     same_bits,
 )
 
-OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("origin", "g1", "q", "shift", "grad_scale", "flag")})
+OPTIONS = st.fixed_dictionaries({name: st.booleans() for name in ("backup", "g1", "q", "shift", "grad_scale", "flag")})
 SCALE = 8.0
 
 
@@ -35,19 +35,19 @@ def test_norm(backend: Backend) -> None:
     @explore(backend)
     @given(cases(), st.booleans(), st.booleans())
     def holds(case: Case, adaptive: bool, accumulate: bool) -> None:
-        hyper = case.hyper() if adaptive else case.hyper(ADAPTIVE=0)
+        hparams = case.hparams() if adaptive else case.hparams(ADAPTIVE=0)
         grads, weights = case.values("grads"), case.values("weights")
         start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected = start.clone()
         reference.norm_(
-            expected, [grads.double()], [weights.double()] if adaptive else [], case.table, hyper, accumulate
+            expected, [grads.double()], [weights.double()] if adaptive else [], case.table, hparams, accumulate
         )
 
         memory = Memory(case, backend.device)
         operands = memory.operand("grads", grads), memory.operand("weights", weights) if adaptive else []
         sumsq = start.to(backend.device)
         memory.snapshot()
-        backend.load().norm_(sumsq, *operands, case.table, hyper.to(backend.device), accumulate)
+        backend.load().norm_(sumsq, *operands, case.table, hparams.to(backend.device), accumulate)
         memory.check()
         close(sumsq, expected, case.compute)
 
@@ -59,28 +59,28 @@ def test_perturb(backend: Backend) -> None:
     @explore(backend, examples=30)
     @given(cases(), st.booleans())
     def holds(case: Case, save: bool) -> None:
-        hyper, sumsq, z, grads = case.hyper(), case.sums(), case.values("z"), case.values("grads")
-        origin = z.to(case.origin_dtype)
+        hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
+        backup = params.to(case.backup_dtype)
         if case.master:  # some weights were written since the master copy was made: z is no longer its rounding there
-            origin = origin + 1e-6
-            origin = torch.where(case.values("written").double() > 1, origin + 1, origin)
+            backup = backup + 1e-6
+            backup = torch.where(case.values("written").double() > 1, backup + 1, backup)
         elif save:
-            origin = nan(case, case.origin_dtype)
-        w = (resynchronised(origin, z) if case.master else z.double()) if save else origin.double()
+            backup = nan(case, case.backup_dtype)
+        w = (resynchronised(backup, params) if case.master else params.double()) if save else backup.double()
         expected = torch.zeros_like(w)
-        reference.perturb_([expected], w.clone(), [grads.double()], case.table, hyper, sumsq, False)
+        reference.perturb_([expected], w.clone(), [grads.double()], case.table, hparams, sumsq, False)
 
         memory = Memory(case, backend.device)
-        z_ = memory.operand("z", z if save else nan(case, case.dtype), written=True)
-        origin_ = memory.field("origin", origin, written=save)
+        params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+        backup_ = memory.field("backup", backup, written=save)
         grads_ = memory.operand("grads", grads)
         memory.snapshot()
-        args = case.table, hyper.to(backend.device), sumsq.to(backend.device), save
-        backend.load().perturb_(z_, origin_, grads_, *args)
+        args = case.table, hparams.to(backend.device), sumsq.to(backend.device), save
+        backend.load().perturb_(params_, backup_, grads_, *args)
         memory.check()
         mask = case.mask()
-        close(memory.read(z_)[mask], expected[mask])
-        assert torch.equal(memory.read(origin_)[mask].double(), w[mask])
+        close(memory.read(params_)[mask], expected[mask])
+        assert torch.equal(memory.read(backup_)[mask].double(), w[mask])
 
     holds()
 
@@ -94,27 +94,27 @@ def test_perturb_with_stochastic_rounding(backend: Backend) -> None:
     @explore(backend, examples=30)
     @given(cases(), st.booleans())
     def holds(case: Case, save: bool) -> None:
-        hyper, sumsq, z, grads = case.hyper(), case.sums(), case.values("z"), case.values("grads")
-        z[:, ::3] *= 2.0**-14  # subnormal float16 numbers among them
-        origin = z.to(case.origin_dtype, copy=True)
+        hparams, sumsq, params, grads = case.hparams(), case.sums(), case.values("params"), case.values("grads")
+        params[:, ::3] *= 2.0**-14  # subnormal float16 numbers among them
+        backup = params.to(case.backup_dtype, copy=True)
         if case.master:
-            origin = origin * (1 + 1e-3 * case.values("written").to(case.compute))
+            backup = backup * (1 + 1e-3 * case.values("written").to(case.compute))
         spec, seeds, at = (
             (backend.load(), None, backend.device) if case.dtype == case.compute else (reference, case.seeds(), "cpu")
         )
-        z64, origin64, *rest = (t.to(at, copy=True) for t in (z, origin, grads, hyper, sumsq))
-        spec.perturb_([z64], origin64, rest[:1], case.table, *rest[1:], save, seeds)
+        params64, backup64, *rest = (t.to(at, copy=True) for t in (params, backup, grads, hparams, sumsq))
+        spec.perturb_([params64], backup64, rest[:1], case.table, *rest[1:], save, seeds)
 
         memory = Memory(case, backend.device)
-        z_ = memory.operand("z", z if save else nan(case, case.dtype), written=True)
-        origin_, grads_ = memory.field("origin", origin, written=save), memory.operand("grads", grads)
+        params_ = memory.operand("params", params if save else nan(case, case.dtype), written=True)
+        backup_, grads_ = memory.field("backup", backup, written=save), memory.operand("grads", grads)
         memory.snapshot()
-        args = [t.to(backend.device) for t in (hyper, sumsq)]
-        backend.load().perturb_(z_, origin_, grads_, case.table, *args, save, case.seeds().to(backend.device))
+        args = [t.to(backend.device) for t in (hparams, sumsq)]
+        backend.load().perturb_(params_, backup_, grads_, case.table, *args, save, case.seeds().to(backend.device))
         memory.check()
         mask = case.mask()
-        assert same_bits(memory.read(z_)[mask], z64.cpu()[mask])
-        assert same_bits(memory.read(origin_)[mask], origin64.cpu()[mask])
+        assert same_bits(memory.read(params_)[mask], params64.cpu()[mask])
+        assert same_bits(memory.read(backup_)[mask], backup64.cpu()[mask])
 
     holds()
 
@@ -129,14 +129,14 @@ def test_stochastic_rounding_is_right_on_average(backend: Backend, dtype: torch.
     w = (torch.randn(n, generator=generator) * torch.logspace(-8, 2, n)).to(dtype)
     step = torch.randn(n, generator=generator).to(dtype).float() * w.abs().float() * 2.0**-9
     step = step.to(dtype).float()
-    hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
-    hyper[..., Column.RHO] = 1.0
-    z, origin = torch.zeros(rows, n, dtype=dtype, device=device), w.expand(rows, n).to(device).contiguous()
+    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams[..., HParam.RHO] = 1.0
+    params, backup = torch.zeros(rows, n, dtype=dtype, device=device), w.expand(rows, n).to(device).contiguous()
     grads = [step.to(dtype).expand(rows, n).to(device).contiguous()]
-    args = torch.tensor([[0, n, 0, 0]]), hyper.to(device), torch.ones(rows, dtype=torch.float64, device=device), False
-    backend.load().perturb_([z], origin, grads, *args, torch.arange(rows, device=device))
+    args = torch.tensor([[0, n, 0, 0]]), hparams.to(device), torch.ones(rows, dtype=torch.float64, device=device), False
+    backend.load().perturb_([params], backup, grads, *args, torch.arange(rows, device=device))
 
-    found, exact = z.cpu().double(), w.double() + step.double()
+    found, exact = params.cpu().double(), w.double() + step.double()
     down = torch.where(found < exact, found, -torch.inf).amax(0)
     up = torch.where(found > exact, found, torch.inf).amin(0)
     between = down.isfinite() & up.isfinite()
@@ -155,18 +155,18 @@ def test_restore_is_bitwise(backend: Backend) -> None:
     @explore(backend)
     @given(cases())
     def holds(case: Case) -> None:
-        origin = case.values("origin", torch.float64).to(case.origin_dtype)
-        origin[:, ::5] = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(origin)[
-            torch.arange(origin[:, ::5].shape[1]) % 4
+        backup = case.values("backup", torch.float64).to(case.backup_dtype)
+        backup[:, ::5] = torch.tensor([0.0, -0.0, torch.inf, torch.nan]).to(backup)[
+            torch.arange(backup[:, ::5].shape[1]) % 4
         ]
         memory = Memory(case, backend.device)
-        z = memory.operand("z", nan(case, case.dtype), written=True)
-        origin_ = memory.field("origin", origin)
+        params = memory.operand("params", nan(case, case.dtype), written=True)
+        backup_ = memory.field("backup", backup)
         memory.snapshot()
-        backend.load().restore_(z, origin_, case.table)
+        backend.load().restore_(params, backup_, case.table)
         memory.check()
         mask = case.mask()
-        after, expected = memory.read(z)[mask], origin.to(case.dtype)[mask]
+        after, expected = memory.read(params)[mask], backup.to(case.dtype)[mask]
         if case.master:  # rounding a NaN gives a NaN, of whatever payload
             assert torch.equal(after.isnan(), expected.isnan())
             after, expected = after.nan_to_num(0.0), expected.nan_to_num(0.0)
@@ -180,10 +180,10 @@ class Update:
 
     def __init__(self, case: Case, options: dict[str, bool], device: str) -> None:
         self.case, self.memory, self.device = case, Memory(case, device), device
-        z = case.values("z")
-        self.values: dict[str, Tensor] = {"z": z, "grads": case.values("grads"), "g1": case.values("g1")}
-        # Without an origin the weights are in z; with one z holds a perturbed point, which must not matter.
-        self.w = case.values("origin", torch.float64).to(case.origin_dtype) if options["origin"] else z
+        params = case.values("params")
+        self.values: dict[str, Tensor] = {"params": params, "grads": case.values("grads"), "g1": case.values("g1")}
+        # Without a backup the weights are in z; with one z holds a perturbed point, which must not matter.
+        self.w = case.values("backup", torch.float64).to(case.backup_dtype) if options["backup"] else params
         self.options: dict[str, object] = {}
         self.options64: dict[str, object] = {}
         if options["q"]:
@@ -194,11 +194,11 @@ class Update:
         if options["grad_scale"]:
             self.options["grad_scale"] = torch.tensor([SCALE], device=device)
             self.options64["grad_scale"] = torch.tensor([SCALE])
-        self.origin = self.memory.field("origin", self.w, written=True) if options["origin"] else None
-        self.z = self.memory.operand("z", z, written=True)
+        self.backup = self.memory.field("backup", self.w, written=True) if options["backup"] else None
+        self.params = self.memory.operand("params", params, written=True)
         self.grads = self.memory.operand("grads", self.values["grads"])
-        self.z64 = self.w.to(torch.float64, copy=True)
-        self.origin64 = self.w.to(torch.float64, copy=True) if options["origin"] else None
+        self.params64 = self.w.to(torch.float64, copy=True)
+        self.backup64 = self.w.to(torch.float64, copy=True) if options["backup"] else None
 
     def _add(self, name: str, values: Tensor) -> None:
         self.options[name] = self.memory.field(name, values)
@@ -208,20 +208,20 @@ class Update:
         """A field that the op updates, and its float64 twin."""
         return self.memory.field(name, values, written=True), values.to(torch.float64, copy=True)
 
-    def args(self, hyper: Tensor) -> tuple:
-        return self.z, self.origin, self.grads, self.case.table, hyper.to(self.device)
+    def args(self, hparams: Tensor) -> tuple:
+        return self.params, self.backup, self.grads, self.case.table, hparams.to(self.device)
 
-    def args64(self, hyper: Tensor) -> tuple:
-        return [self.z64], self.origin64, [self.values["grads"].double()], self.case.table, hyper
+    def args64(self, hparams: Tensor) -> tuple:
+        return [self.params64], self.backup64, [self.values["grads"].double()], self.case.table, hparams
 
     def check_weights(self, keep: bool) -> None:
-        """z as expected; origin too where it is kept up to date, and otherwise bit for bit what it was."""
+        """z as expected; backup too where it is kept up to date, and otherwise bit for bit what it was."""
         self.memory.check()
         mask = self.case.mask()
-        close(self.memory.read(self.z)[mask], self.z64[mask])
-        if self.origin is not None:
-            after = self.memory.read(self.origin)[mask]
-            close(after, self.z64[mask]) if keep else self.same(after, self.w[mask])
+        close(self.memory.read(self.params)[mask], self.params64[mask])
+        if self.backup is not None:
+            after = self.memory.read(self.backup)[mask]
+            close(after, self.params64[mask]) if keep else self.same(after, self.w[mask])
 
     @staticmethod
     def same(a: Tensor, b: Tensor) -> None:
@@ -233,15 +233,15 @@ def test_update_norm(backend: Backend) -> None:
     @explore(backend)
     @given(cases(), OPTIONS)
     def holds(case: Case, options: dict[str, bool]) -> None:
-        hyper, accumulate = case.hyper(), options["flag"]
+        hparams, accumulate = case.hparams(), options["flag"]
         update = Update(case, options, backend.device)
         start = case.sums() if accumulate else torch.full((case.rows,), torch.nan, dtype=torch.float64)
         expected, sumsq = start.clone(), start.to(backend.device)
-        reference.update_norm_(expected, *update.args64(hyper), **update.options64, accumulate=accumulate)
+        reference.update_norm_(expected, *update.args64(hparams), **update.options64, accumulate=accumulate)
         for buffer in update.memory.buffers:
             buffer.writable.zero_()
         update.memory.snapshot()
-        backend.load().update_norm_(sumsq, *update.args(hyper), **update.options, accumulate=accumulate)
+        backend.load().update_norm_(sumsq, *update.args(hparams), **update.options, accumulate=accumulate)
         update.memory.check()
         close(sumsq, expected, case.compute)
 
@@ -279,8 +279,8 @@ def test_update(backend: Backend, rule: str) -> None:
         count: float,
         found: bool | None,
     ) -> None:
-        hyper, keep, sumsq, mask = case.hyper(rule), options["flag"], case.sums(), case.mask()
-        hyper[:, 0, Column.CLIP] = 0.0  # this group is not clipped
+        hparams, keep, sumsq, mask = case.hparams(rule), options["flag"], case.sums(), case.mask()
+        hparams[:, 0, HParam.CLIP] = 0.0  # this group is not clipped
         update = Update(case, options, backend.device)
         if options["shift"]:
             shift = case.values("shift", case.compute)
@@ -301,9 +301,9 @@ def test_update(backend: Backend, rule: str) -> None:
         if found is not None:
             options32["found_inf"] = torch.tensor([float(found)], device=backend.device)
             options64["found_inf"] = torch.tensor([float(found)])
-        reference.update_(*update.args64(hyper), rule, state64, **options64)
+        reference.update_(*update.args64(hparams), rule, state64, **options64)
         update.memory.snapshot()
-        backend.load().update_(*update.args(hyper), rule, state32, **options32)
+        backend.load().update_(*update.args(hparams), rule, state32, **options32)
         update.check_weights(keep and not found)
         if known.counter:
             assert torch.equal(options32["steps"].cpu(), options64["steps"])
@@ -311,7 +311,7 @@ def test_update(backend: Backend, rule: str) -> None:
             after = update.memory.read(field)[mask]
             update.same(after, starts[name][mask]) if found else close(after, expected[mask])
         if found:
-            update.same(update.memory.read(update.z)[mask], update.w.to(case.dtype)[mask])
+            update.same(update.memory.read(update.params)[mask], update.w.to(case.dtype)[mask])
 
     holds()
 
@@ -330,10 +330,10 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
         assert rows == 1 or not one.is_contiguous()
         return [one, tensors[1].transpose(1, 2).contiguous().transpose(1, 2), *tensors[2:]]
 
-    z, g1, g2 = draw(), draw(), draw()
-    layout = Layout.of([t[0] for t in z])
+    params, g1, g2 = draw(), draw(), draw()
+    layout = Layout.of([t[0] for t in params])
     arena = Arena(layout, rows, backend.device)
-    hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
+    hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64)
     for column, value in (
         ("RHO", 0.05),
         ("LR", 0.1),
@@ -342,11 +342,11 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
         ("DECAY", 0.01),
         ("NESTEROV", 1.0),
     ):
-        hyper[..., COLUMNS[column]] = value
+        hparams[..., COLUMNS[column]] = value
 
     expected, perturbed = [], []
     for row in range(rows):
-        weights = [t[row].clone().requires_grad_() for t in z]
+        weights = [t[row].clone().requires_grad_() for t in params]
         optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
         norm = torch.linalg.vector_norm(torch.stack([g[row].norm() for g in g1]))
         perturbed.append([w.detach() + 0.05 * g[row] / norm for w, g in zip(weights, g1, strict=True)])
@@ -355,18 +355,20 @@ def test_real_parameters(backend: Backend, rows: int) -> None:
         optimizer.step()
         expected.append([w.detach() for w in weights])
 
-    kernels, hyper = backend.load(), hyper.to(backend.device)
-    z, g1, g2 = ([t.to(backend.device) for t in operand] for operand in (z, g1, g2))
+    kernels, hparams = backend.load(), hparams.to(backend.device)
+    params, g1, g2 = ([t.to(backend.device) for t in operand] for operand in (params, g1, g2))
     sumsq = torch.zeros(rows, dtype=torch.float64, device=backend.device)
-    kernels.norm_(sumsq, g1, [], layout.table, hyper)
-    kernels.perturb_(z, arena.field("origin"), g1, layout.table, hyper, sumsq, True)
+    kernels.norm_(sumsq, g1, [], layout.table, hparams)
+    kernels.perturb_(params, arena.field("backup"), g1, layout.table, hparams, sumsq, True)
     for row in range(rows):
-        for a, b in zip(z, perturbed[row], strict=True):
+        for a, b in zip(params, perturbed[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)
-    kernels.update_(z, arena.field("origin"), g2, layout.table, hyper, "sgd", [arena.field("momentum")], first=True)
+    kernels.update_(
+        params, arena.field("backup"), g2, layout.table, hparams, "sgd", [arena.field("momentum")], first=True
+    )
     for row in range(rows):
-        for a, b in zip(z, expected[row], strict=True):
+        for a, b in zip(params, expected[row], strict=True):
             torch.testing.assert_close(a[row].cpu(), b)
     ends = [(s.offset + s.length, s.offset + s.length + (-s.length) % 16) for s in layout.segments]
-    for name in ("origin", "momentum"):
+    for name in ("backup", "momentum"):
         assert all(not arena.field(name)[:, a:b].any() for a, b in ends), f"{name}: the padding is no longer zero"

@@ -56,7 +56,7 @@ TABLES: list[Misuse] = [
     ("of three columns", lambda t: t[:, :3].clone()),
     ("freed", freed),
 ]
-HYPERS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
+HPARAMS: list[Misuse] = [("without groups", lambda t: t[:, :0].clone())]
 VECTORS: list[Misuse] = [
     ("too short", lambda t: t.flatten()[:0]),
     ("of another dtype", lambda t: t.to(torch.float16)),
@@ -66,10 +66,10 @@ VECTORS: list[Misuse] = [
 HARMLESS = {
     ("norm_", "table an offset beyond the fields"),
     ("inner_", "table an offset beyond the fields"),
-    ("restore_", "z in another order"),
+    ("restore_", "params in another order"),
     ("dual_norm_", "grads in another order"),
 }
-FIELD_NAMES = {"origin", "mu", "s", "eps", "q", "state0", "state1", "shift", "high_", "low_"}
+FIELD_NAMES = {"backup", "mu", "s", "eps", "q", "state0", "state1", "shift", "high_", "low_"}
 
 
 def misuses(name: str, value: Any) -> list[Misuse]:
@@ -79,7 +79,7 @@ def misuses(name: str, value: Any) -> list[Misuse]:
         return TABLES
     if isinstance(value, Tensor) and name in FIELD_NAMES and value.dim() == 2:
         return FIELDS
-    return ([*VECTORS, *HYPERS] if name == "hyper" else VECTORS) if isinstance(value, Tensor) else []
+    return ([*VECTORS, *HPARAMS] if name == "hparams" else VECTORS) if isinstance(value, Tensor) else []
 
 
 def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
@@ -93,12 +93,12 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
             wrong = list(calls(step)[name][1])
             wrong[position] = change(wrong[position])
             yield f"{argument.name} {what}", op, step, wrong
-    if "hyper" in (a.name for a in op._schema.arguments):
+    if "hparams" in (a.name for a in op._schema.arguments):
         step = Step(shapes=[(33,), (5, 7), ()])
         wrong = list(calls(step)[name][1])
         position = [a.name for a in op._schema.arguments].index("table")
         wrong[position] = entry(0, 2, 1)(wrong[position])
-        yield "a group that hyper lacks", op, step, wrong
+        yield "a group that hparams lacks", op, step, wrong
     if name == "update_":
         step = Step(shapes=[(33,), (5, 7), ()])
         wrong = list(calls(step)[name][1])
@@ -108,8 +108,8 @@ def cases(name: str) -> Iterator[tuple[str, Any, Step, list[Any]]]:
 
 
 def everything(step: Step) -> str:
-    fields = (step.origin, step.m, step.v, step.q, step.mu, step.s, step.sumsq, step.steps, step.products)
-    return digest_of(*step.z, *step.g1, *step.g2, *fields)
+    fields = (step.backup, step.m, step.v, step.q, step.mu, step.s, step.sumsq, step.steps, step.products)
+    return digest_of(*step.params, *step.g1, *step.g2, *fields)
 
 
 @pytest.mark.parametrize("name", native._OPS)
@@ -154,7 +154,7 @@ def test_a_state_too_small_overwrites_no_neighbour() -> None:
     """A momentum of 8 numbers in front of somebody else's 255."""
     step = Step(shapes=[(263,)])
     memory = torch.zeros(263)
-    args = [step.z, step.origin, step.g2, step.table, step.h, "sgd", memory[:8].view(1, 8), *[None] * 3, []]
+    args = [step.params, step.backup, step.g2, step.table, step.h, "sgd", memory[:8].view(1, 8), *[None] * 3, []]
     with pytest.raises(RuntimeError, match="state must be a field"):
         torch.ops.fastsam.update_.default(*args, *[None] * 4, True, False, None)
     assert not memory.any()
@@ -173,10 +173,10 @@ def test_steps_too_few_for_the_slots_are_an_error() -> None:
 def test_rows_that_are_written_do_not_overlap(name: str) -> None:
     """Two rows of weights at one place, as an expanded tensor has them."""
     step = Step(shapes=[(16,)])
-    z = torch.zeros(1, 16).expand(2, 16)
+    params = torch.zeros(1, 16).expand(2, 16)
     grads, field, h = torch.zeros(2, 16), torch.zeros(2, step.layout.row_size), step.h.expand(2, -1, -1).contiguous()
     with pytest.raises(RuntimeError, match="rows that do not overlap"):
         if name == "perturb_":
-            native.perturb_([z], field, [grads], step.table, h, torch.zeros(2, dtype=torch.float64), True)
+            native.perturb_([params], field, [grads], step.table, h, torch.zeros(2, dtype=torch.float64), True)
         else:
-            native.update_([z], field, [grads], step.table, h, "sgd")
+            native.update_([params], field, [grads], step.table, h, "sgd")

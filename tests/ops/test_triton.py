@@ -16,7 +16,7 @@ from torch import Tensor
 from fastsam import backends
 from fastsam.arena import Arena, Layout
 from fastsam_kernels import reference
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rule import MOST_FIELDS
 from tests.helpers.op_cases import COLUMNS
 
@@ -36,21 +36,23 @@ class Step:
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         shapes = [(6, 4), (6,), (5000,)]
-        self.z, self.g1, self.g2 = ([torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3))
-        self.table = Layout.of(self.z).table
-        self.arena = Arena(Layout.of(self.z), device=device)
-        self.origin, self.momentum = self.arena.field("origin"), self.arena.field("momentum")
+        self.params, self.g1, self.g2 = (
+            [torch.randn(s, generator=generator).to(device) for s in shapes] for _ in range(3)
+        )
+        self.table = Layout.of(self.params).table
+        self.arena = Arena(Layout.of(self.params), device=device)
+        self.backup, self.momentum = self.arena.field("backup"), self.arena.field("momentum")
         self.mu, self.s, self.eps = (self.arena.field(name) for name in ("mu", "s", "eps"))
         self.sumsq = torch.zeros(1, dtype=torch.float64, device=device)
-        self.hyper = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
-        for column, value in ((Column.RHO, 0.05), (Column.LR, 0.1), (Column.A, 1.0), (COLUMNS["MOMENTUM"], 0.9)):
-            self.hyper[..., column] = value
-        self.hyper = self.hyper.to(device)
+        self.hparams = torch.zeros(1, 1, WIDTH, dtype=torch.float64)
+        for column, value in ((HParam.RHO, 0.05), (HParam.LR, 0.1), (HParam.A, 1.0), (COLUMNS["MOMENTUM"], 0.9)):
+            self.hparams[..., column] = value
+        self.hparams = self.hparams.to(device)
 
-    def run(self, kernels, z: list[Tensor], g1: list[Tensor], g2: list[Tensor]) -> None:
-        kernels.norm_(self.sumsq, g1, [], self.table, self.hyper)
-        kernels.perturb_(z, self.origin, g1, self.table, self.hyper, self.sumsq, True)
-        kernels.update_(z, self.origin, g2, self.table, self.hyper, "sgd", [self.momentum])
+    def run(self, kernels, params: list[Tensor], g1: list[Tensor], g2: list[Tensor]) -> None:
+        kernels.norm_(self.sumsq, g1, [], self.table, self.hparams)
+        kernels.perturb_(params, self.backup, g1, self.table, self.hparams, self.sumsq, True)
+        kernels.update_(params, self.backup, g2, self.table, self.hparams, "sgd", [self.momentum])
 
 
 @interpreted
@@ -59,10 +61,10 @@ def test_tensors_that_moved_are_found() -> None:
     ours, expected = Step(), Step()
     for seed in range(4):
         fresh = Step(seed=seed)  # the former step's gradients are freed, and their memory is handed out again
-        ours.run(triton_launch, ours.z, fresh.g1, fresh.g2)
-        expected.run(reference, expected.z, fresh.g1, fresh.g2)
-        ours.z = [z.clone() for z in ours.z]
-    for a, b in zip(ours.z, expected.z, strict=True):
+        ours.run(triton_launch, ours.params, fresh.g1, fresh.g2)
+        expected.run(reference, expected.params, fresh.g1, fresh.g2)
+        ours.params = [p.clone() for p in ours.params]
+    for a, b in zip(ours.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -71,8 +73,8 @@ def test_tables_are_made_once_per_content() -> None:
     step, device = Step(), torch.device("cpu")
     plan = tables.plan_of(step.table, device)
     assert tables.plan_of(step.table.clone(), device) is plan
-    operand, _ = tables.operand_of(step.z, plan, 1)
-    assert tables.operand_of(list(step.z), plan, 1)[0].pointer is operand.pointer
+    operand, _ = tables.operand_of(step.params, plan, 1)
+    assert tables.operand_of(list(step.params), plan, 1)[0].pointer is operand.pointer
     assert tables.operand_of(step.g1, plan, 1)[0].pointer is not operand.pointer
     other = step.table.clone()
     other[0, 1] = 5
@@ -112,12 +114,12 @@ def test_alignment_is_that_of_the_addresses(shift: int, dtype: torch.dtype, alig
 def test_compiled_without_graph_breaks() -> None:
     expected, compiled = Step(seed=7), Step(seed=7)
 
-    def step(s: Step, z: list[Tensor]) -> None:
-        s.run(triton_launch, z, s.g1, s.g2)
+    def step(s: Step, params: list[Tensor]) -> None:
+        s.run(triton_launch, params, s.g1, s.g2)
 
-    step(expected, expected.z)
-    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.z)
-    for a, b in zip(expected.z, compiled.z, strict=True):
+    step(expected, expected.params)
+    torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, compiled.params)
+    for a, b in zip(expected.params, compiled.params, strict=True):
         assert torch.equal(a, b)
 
 
@@ -148,18 +150,18 @@ def test_launchers_have_the_signatures_of_their_twins() -> None:
 def test_opcheck(op: str) -> None:
     step = Step()
     args = {
-        "norm_": (step.sumsq, step.g1, step.z, step.table, step.hyper),
-        "perturb_": (step.z, step.origin, step.g1, step.table, step.hyper, step.sumsq, True),
-        "restore_": (step.z, step.origin, step.table),
-        "dual_norm_": (step.sumsq, step.g1, step.mu, step.s, step.table, step.hyper),
+        "norm_": (step.sumsq, step.g1, step.params, step.table, step.hparams),
+        "perturb_": (step.params, step.backup, step.g1, step.table, step.hparams, step.sumsq, True),
+        "restore_": (step.params, step.backup, step.table),
+        "dual_norm_": (step.sumsq, step.g1, step.mu, step.s, step.table, step.hparams),
         "dual_perturb_": (
-            *(step.z, step.origin, step.mu, step.g1, step.s, step.table, step.hyper, step.sumsq),
+            *(step.params, step.backup, step.mu, step.g1, step.s, step.table, step.hparams, step.sumsq),
             step.eps,
         ),
         "inner_": (torch.zeros(1, 2, dtype=torch.float64), step.g1, step.g2, step.table),
         "accumulate_": (torch.zeros(9).long(), torch.zeros(9).long(), torch.ones(9), 0.1),
         "_update_": (
-            *(step.z, step.origin, step.g1, step.table, step.hyper, "sgd"),
+            *(step.params, step.backup, step.g1, step.table, step.hparams, "sgd"),
             *(step.momentum, None, None),
         ),
     }[op]
@@ -227,22 +229,22 @@ def test_a_captured_step_follows_the_schedule_and_the_gradients() -> None:
     ours, expected = Step("cuda"), Step("cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    start = [z.clone() for z in ours.z]
+    start = [p.clone() for p in ours.params]
     with torch.cuda.stream(stream):
-        ours.run(triton_launch, ours.z, [g.clone() for g in ours.g1], ours.g2)
+        ours.run(triton_launch, ours.params, [g.clone() for g in ours.g1], ours.g2)
     torch.cuda.current_stream().wait_stream(stream)
-    for z, value in zip(ours.z, start, strict=True):
-        z.copy_(value)
+    for p, value in zip(ours.params, start, strict=True):
+        p.copy_(value)
     ours.momentum.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ours.run(triton_launch, ours.z, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
+        ours.run(triton_launch, ours.params, [g * 1 for g in ours.g1], ours.g2)  # gradients in the graph's own memory
     for i in range(3):
         for step in (ours, expected):
-            step.hyper[..., Column.LR] = 0.1 / (i + 1)
+            step.hparams[..., HParam.LR] = 0.1 / (i + 1)
             for g in step.g1:
                 g.mul_(1.5)
         graph.replay()
-        expected.run(reference, expected.z, expected.g1, expected.g2)
-    for a, b in zip(ours.z, expected.z, strict=True):
+        expected.run(reference, expected.params, expected.g1, expected.g2)
+    for a, b in zip(ours.params, expected.params, strict=True):
         torch.testing.assert_close(a, b)

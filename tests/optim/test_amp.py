@@ -184,7 +184,7 @@ def test_a_region_of_autocast_around_whole_steps(base: type[torch.optim.Optimize
         torch.manual_seed(0)
         model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(16, 6)
         options = {"momentum": 0.9} if base is SGD else {}
-        opt = FusedSAM(model.parameters(), base, lr=0.1, sam=variant, **options)
+        opt = FusedSAM(model.parameters(), base, lr=0.1, variant=variant, **options)
 
         def closure(model: nn.Module = model, x: Tensor = x) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):

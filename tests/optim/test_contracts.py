@@ -35,7 +35,7 @@ def by_hand(training: Training, t: int, zero_grad: bool = True, spoil: Callable[
     """A step in halves. `spoil` is called with the number of each pass after its backward pass."""
     training.opt.zero_grad()
     training.backward(t)
-    if training.opt.two_passes:
+    if training.opt.perturbs:
         spoil and spoil(0)
         training.opt.first_step(zero_grad)
         loss_of(training, t).backward() if zero_grad else training.backward(t)
@@ -174,7 +174,7 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
     whole, calls = spec.make(4), []
     closure, halves, kept, cleared, context = (spec.make() for _ in range(5))
     for t in range(4):
-        perturbs = halves.opt.two_passes
+        perturbs = halves.opt.perturbs
 
         def each(t: int = t) -> Tensor:
             calls.append(closure.opt.is_perturbed)
@@ -209,8 +209,8 @@ def test_a_closure_is_the_two_halves(spec: Spec) -> None:
 
 
 def perturbations(spec: Spec, steps: int) -> list[bool]:
-    every = VARIANTS[spec.variant].every if spec.variant != "looksam" else 3
-    return [t % every == 0 for t in range(steps)]
+    interval = VARIANTS[spec.variant].interval if spec.variant != "looksam" else 3
+    return [t % interval == 0 for t in range(steps)]
 
 
 # --- backends, dtypes, layouts ---
@@ -270,7 +270,7 @@ def test_parameters_without_a_gradient_stay(spec: Spec) -> None:
         with training.opt.evaluating():
             before = copies([training.params[i] for i in second])
         training.backward(t)
-        if training.opt.two_passes:
+        if training.opt.perturbs:
             kept = drop(first)
             training.opt.first_step(zero_grad=True)
             assert same_bits(kept, [training.params[i] for i in first]), "not perturbed"
@@ -303,7 +303,7 @@ def test_a_scaler_changes_nothing(spec: Spec, unscales: bool) -> None:
     training, scaler = spec.make(), torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=1)
     for t in range(3):
         training.opt.zero_grad()
-        while training.opt.two_passes and training.opt.phase == "first":
+        while training.opt.perturbs and training.opt.phase == "first":
             scaler.scale(loss_of(training, t)).backward()
             training.opt.first_step(zero_grad=True)
         scaler.scale(loss_of(training, t)).backward()
@@ -325,7 +325,7 @@ def test_gradients_that_are_not_finite_leave_everything(spec: Spec) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
         scaler.scale(torch.ones(()))  # makes its scale
         before, old, kept = copies(training.params), state(training.opt), places(training.params)
-        for number in range(2) if training.opt.two_passes else (1,):
+        for number in range(2) if training.opt.perturbs else (1,):
             training.backward(start)
             if number in passes:
                 training.params[1].grad[2] = torch.nan if start else torch.inf
@@ -370,7 +370,7 @@ def looked_at(training: Training) -> None:
     training.backward(9)
     before = copies(training.params)
     with pytest.raises(KeyError), training.opt.perturbed():
-        assert same_bits(before, training.params) is not training.opt.two_passes
+        assert same_bits(before, training.params) is not training.opt.perturbs
         training.backward(9)
         raise KeyError
 
@@ -381,7 +381,7 @@ def raising_in(pass_: int) -> Callable[[Training], None]:
 
         def closure() -> Tensor:
             calls.append(1)
-            if len(calls) > pass_ or not training.opt.two_passes:
+            if len(calls) > pass_ or not training.opt.perturbs:
                 raise Interrupt
             value = loss_of(training, 9)
             value.backward()
@@ -398,13 +398,13 @@ def unusable(spoil: Callable[[Tensor], Tensor], first: bool = False) -> Callable
 
     def end(training: Training) -> None:
         training.backward(9)
-        if training.opt.two_passes and not first:
+        if training.opt.perturbs and not first:
             training.opt.first_step()
             training.backward(9)
         grad, training.params[0].grad = training.params[0].grad, None
         training.params[0].grad = spoil(grad)
         with pytest.raises(RuntimeError, match="sparse|storage was freed|storage of size 0|not allocated"):
-            training.opt.first_step() if training.opt.two_passes and first else training.opt.second_step()
+            training.opt.first_step() if training.opt.perturbs and first else training.opt.second_step()
 
     return end
 
@@ -486,7 +486,7 @@ def test_surroundings_change_no_bit(spec: Spec, name: str) -> None:
     for t in range(4):
         training.opt.zero_grad()
         training.backward(t)
-        if training.opt.two_passes:
+        if training.opt.perturbs:
             with SURROUNDINGS[name]() if t != 1 else nullcontext():
                 training.opt.first_step(zero_grad=True)
             loss_of(training, t).backward()
@@ -538,9 +538,9 @@ def test_a_group_that_is_added_leaves_the_others(spec: Spec) -> None:
             assert same_bits(training.params, spec.make(5).params), moment
         assert training.opt.state_dict()["param_groups"][1]["params"] == [3] and bool((late == 1).all())
         training.opt.zero_grad()
-        for _ in range(1 + training.opt.two_passes):
+        for _ in range(1 + training.opt.perturbs):
             late.grad = torch.ones_like(late)
-            training.opt.step() if training.opt.is_perturbed or not training.opt.two_passes else (
+            training.opt.step() if training.opt.is_perturbed or not training.opt.perturbs else (
                 training.opt.first_step()
             )
         with training.opt.evaluating():

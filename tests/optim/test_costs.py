@@ -71,7 +71,7 @@ def test_a_step_of_one_pass_is_two_calls_that_copy_no_weights(monkeypatch: pytes
     """The saved weights are updated where they are, and the parameters are written once, with the next perturbed
     point."""
     params, called, real = model(20), [], raw_calls._function
-    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, sam=MSAM())
+    opt = FusedSAM(params, torch.optim.SGD, lr=0.1, momentum=0.9, variant=MSAM())
 
     def watched(name: str) -> Any:
         return lambda *args: called.append((name, args[-1])) or real(name)(*args)

@@ -46,11 +46,11 @@ def step(net: nn.Module, opt: FusedSAM, number: int) -> None:
     opt.step(closure)
 
 
-@pytest.mark.parametrize("sam", [SAM(0.2), GSAM(0.2), SAM(0.2, every=2), MSAM(0.2)], ids=str)
+@pytest.mark.parametrize("sam", [SAM(0.2), GSAM(0.2), SAM(0.2, interval=2), MSAM(0.2)], ids=str)
 def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
     nets = [Net(), Net()]
     for number, net in enumerate(nets):
-        opt = FusedSAM(net.parameters(), torch.optim.AdamW, sam=sam, lr=0.05)
+        opt = FusedSAM(net.parameters(), torch.optim.AdamW, variant=sam, lr=0.05)
         if number:
             state_dict.get_optimizer_state_dict(net, opt)
             assert len(opt.state) == 4 and all(float(e["step"]) == 0 for e in opt.state.values())
@@ -61,13 +61,13 @@ def test_a_state_that_is_made_for_it_is_that_of_no_step(sam: SAM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sam", "flat"), [(SAM(0.2, every=3), False), (SAM(0.2, every=3), True), (LookSAM(0.2, k=3), False)], ids=str
+    ("sam", "flat"), [(SAM(0.2, interval=3), False), (SAM(0.2, interval=3), True), (LookSAM(0.2, k=3), False)], ids=str
 )
 @pytest.mark.parametrize("base", ["sgd", "nadam"])
 def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, flat: bool, tmp_path: Path) -> None:
     cls, options = BASES[base]
     net, other = Net(), Net()
-    opt, fresh = (FusedSAM(m.parameters(), cls, sam=sam, **options) for m in (net, other))
+    opt, fresh = (FusedSAM(m.parameters(), cls, variant=sam, **options) for m in (net, other))
     for number in range(4):
         step(net, opt, number)
     form = state_dict.StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -78,7 +78,7 @@ def test_the_count_of_steps_goes_on_in_a_fresh_optimizer(base: str, sam: SAM, fl
     state_dict.set_optimizer_state_dict(other, fresh, found, options=form)
     other.load_state_dict(net.state_dict())
     for number in range(4, 8):
-        assert fresh.two_passes == opt.two_passes
+        assert fresh.perturbs == opt.perturbs
         step(net, opt, number)
         step(other, fresh, number)
     assert same_bits(list(net.parameters()), list(other.parameters()))

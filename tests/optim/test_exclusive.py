@@ -24,7 +24,7 @@ Params = list[nn.Parameter]
 
 def saves_weights(opt: FusedSAM) -> bool:
     """Whether there is memory for a copy of the weights."""
-    return any("origin" in bucket.arena for bucket in opt._engine.buckets)
+    return any("backup" in bucket.arena for bucket in opt._engine.buckets)
 
 
 def in_halves(opt: FusedSAM, params: Params) -> None:

@@ -69,7 +69,7 @@ def test_frozen_parameters_take_no_memory(base: str, dtype: torch.dtype, sam: SA
     """`each`: bytes per parameter that is trained (docs/fused_sam.md)."""
     model, (cls, options) = Adapted(dtype), BASES[base]
     before = tensor_bytes()
-    opt = FusedSAM(model.parameters(), cls, sam=sam, **options)
+    opt = FusedSAM(model.parameters(), cls, variant=sam, **options)
     step(model, opt, 0)
     opt.zero_grad()
     trained = model.adapter.weight.numel()
@@ -116,10 +116,10 @@ def trained(
     before (3, 0), and needs one."""
     cls, options = base
     params = make_parameters(SHAPES, dtype)
-    opt = FusedSAM(params, cls, sam=sam, backend=backend, **options)
+    opt = FusedSAM(params, cls, variant=sam, backend=backend, **options)
     start = frozen_until or (3, 0)
     for number in range(6):
-        passes = 2 if opt.two_passes else 1
+        passes = 2 if opt.perturbs else 1
         for half in range(passes):
             late = (number, half) < start
             params[1].requires_grad_(not (late and frozen_until))

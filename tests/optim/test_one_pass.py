@@ -33,7 +33,7 @@ def test_msam_is_its_equations(options: dict[str, Any]) -> None:
     """g at w - rho*v/||v||, v <- mu*v + g, w <- w - lr*v, written out."""
     start, loss = problem()
     params = [nn.Parameter(p) for p in start]
-    opt = FusedSAM(params, torch.optim.SGD, sam=MSAM(rho=RHO), lr=0.1, momentum=0.9, **options)
+    opt = FusedSAM(params, torch.optim.SGD, variant=MSAM(rho=RHO), lr=0.1, momentum=0.9, **options)
     w, v = flat(start), torch.zeros_like(flat(start))
     for t in range(5):
         for p in params:
@@ -67,7 +67,7 @@ def test_asam_scales_the_vector(name: str, dtype: torch.dtype) -> None:
 def test_parameters_without_a_gradient(name: str) -> None:
     """Their weights stay; their momentum goes on pushing, a gradient that was not there does not."""
     params = make_parameters([(4,), (3,)], torch.float64)
-    opt = FusedSAM(params, lr=0.1, momentum=0.9, sam=type(ONE_PASS[name][0])(0.5))
+    opt = FusedSAM(params, lr=0.1, momentum=0.9, variant=type(ONE_PASS[name][0])(0.5))
     opt.step()  # nobody has one
     for grads in ((1.0, 2.0), (3.0, None), (1.0, None)):
         for p, g in zip(params, grads, strict=True):

@@ -76,7 +76,7 @@ def step_of(model: nn.Module, opt: FusedSAM) -> None:
 
 def hooked() -> tuple[nn.Sequential, FusedSAM]:
     model = network()
-    opt = FusedSAM(model.parameters(), torch.optim.SGD, sam=MSAM(RHO), lr=0.1, momentum=0.9, model=model)
+    opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=MSAM(RHO), lr=0.1, momentum=0.9, model=model)
     for _ in range(2):
         step_of(model, opt)
     return model, opt

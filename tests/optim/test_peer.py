@@ -68,7 +68,7 @@ def test_the_same_trajectory_as_pytorch_optimizer(
         return getattr(library, name)(params=params, base_optimizer=base, rho=sam.rho, **theirs, **more, **options)
 
     losses, their_params = train(peer)
-    ours, our_params = train(lambda p: FusedSAM(p, base, sam=sam, **options))
+    ours, our_params = train(lambda p: FusedSAM(p, base, variant=sam, **options))
     # a difference in the last bit grows over the steps; coupled, 4*g2 - 3*g1 multiplies it
     tolerance = {"rtol": 1e-7, "atol": 1e-7} if name == "SAM" else {"rtol": 1e-5, "atol": 1e-7}
     torch.testing.assert_close([*ours, *our_params], [*losses, *their_params], **tolerance)

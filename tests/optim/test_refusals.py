@@ -67,21 +67,21 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (torch.optim.LBFGS, {}, ValueError, "LBFGS calls a closure several times"),
     (lambda groups, **options: object(), {}, TypeError, "must make a torch.optim.Optimizer"),
     # variants
-    *((SGD, {"sam": GSAM(), **more}, ValueError, "beside sam") for more in ({"rho": 0.1}, {"adaptive": True})),
-    *((SGD, {"sam": wrong}, TypeError, "sam must be a variant") for wrong in (GSAM, "gsam")),
-    (SGD, {"sam": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
-    *((base, {"sam": MSAM()}, ValueError, words)
+    *((SGD, {"variant": GSAM(), **more}, ValueError, "combined with") for more in ({"rho": 1}, {"adaptive": 1})),
+    *((SGD, {"variant": wrong}, TypeError, "variant must be an instance") for wrong in (GSAM, "gsam")),
+    (SGD, {"variant": GSAM(rho=-1.0)}, ValueError, "rho must be 0 or more"),
+    *((base, {"variant": MSAM()}, ValueError, words)
       for base, words in ((SGD, "parameter group 0 has none; give one: momentum=0.9"),
                           (RMSPROP, "parameter group 0 has none"), (torch.optim.NAdam, "got NAdam"),
                           (torch.optim.Adagrad, "has to be torch.optim.SGD or RMSprop .* got Adagrad"))),
-    (ADAM, {"sam": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
-    (SGD, {"sam": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
-    (SGD, {"sam": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
-    *((SGD, {"sam": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
+    (ADAM, {"variant": MSAM(), "amsgrad": True}, ValueError, "without amsgrad"),
+    (SGD, {"variant": MSAM(), "momentum": 0.9, "assume_no_alias": True}, ValueError, "assume_no_alias=True with MSAM"),
+    (SGD, {"variant": LastGradient(), "assume_no_alias": True}, ValueError, "assume_no_alias=True with LastGradient"),
+    *((SGD, {"variant": kind(rho=-1.0), "momentum": 0.9}, ValueError, "rho must be") for kind in (MSAM, LastGradient)),
     # updates in the backward pass
     (SGD, {"optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True without assume_no_alias=True"),
     (SGD, {**EARLY, "skip_nonfinite": True}, ValueError, "optimizer_in_backward=True with skip_nonfinite=True"),
-    (SGD, {**EARLY, "sam": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
+    (SGD, {**EARLY, "variant": GSAM(0.1)}, ValueError, "optimizer_in_backward=True with GSAM"),
     (torch.optim.NAdam, EARLY, ValueError, "optimizer_in_backward=True .* makes its own step"),
     (ADAM, {**EARLY, "amsgrad": True}, ValueError, "optimizer_in_backward=True .* makes its own step"),
     # tensors without a value, or of another shape
@@ -98,10 +98,14 @@ def test_options_that_are_refused(base: Any, options: dict[str, Any], error: typ
 
 
 VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
-    *((kind, {"every": 2}, ValueError, "every must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
-    *((kind, {"radius": LESAM(sigma=1.0)}, ValueError, "radius must be") for kind in (MSAM, LastGradient)),
-    *((kind, {"every": v}, ValueError, "every must be .* steps?, got") for kind in (SAM, GSAM, VaSSO) for v in (0, -2)),
-    *((SAM, {"every": v}, TypeError, "every must be .* steps?, got") for v in (1.5, True, Hostile())),
+    *((kind, {"interval": 2}, ValueError, "interval must be left at 1") for kind in (MSAM, LastGradient, LookSAM)),
+    *((kind, {"rho_fn": LESAM(sigma=1.0)}, ValueError, "rho_fn must be") for kind in (MSAM, LastGradient)),
+    *(
+        (kind, {"interval": v}, ValueError, "interval must be .* steps?, got")
+        for kind in (SAM, GSAM, VaSSO)
+        for v in (0, -2)
+    ),
+    *((SAM, {"interval": v}, TypeError, "interval must be .* steps?, got") for v in (1.5, True, Hostile())),
     *((GSAM, {"alpha": v}, ValueError, "must be") for v in (-1.0, math.nan, math.inf)),
     *((WSAM, {"gamma": v}, ValueError, "gamma must be") for v in (1.0, -0.1, math.nan)),
     (WSAM, {"decouple": "no"}, TypeError, "decouple must be"),
@@ -110,8 +114,8 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     *((VaSSO, {"theta": v}, ValueError, "theta must be") for v in (0.0, 1.5)),
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),
-    *((kind, {"radius": 0.1}, TypeError, "radius must be a function") for kind in (SAM, LookSAM)),
-    (SAM, {"radius": torch.nn.Linear(1, 1)}, TypeError, "radius must be a function"),
+    *((kind, {"rho_fn": 0.1}, TypeError, "rho_fn must be a function") for kind in (SAM, LookSAM)),
+    (SAM, {"rho_fn": torch.nn.Linear(1, 1)}, TypeError, "rho_fn must be a function"),
     (LookSAM, {"k": 0}, ValueError, "k must be 1 or more"),
     (LookSAM, {"k": 2.0}, TypeError, "k must be a whole number"),
     (LookSAM, {"alpha": -1.0}, ValueError, "alpha must be 0 or more"),
@@ -135,8 +139,8 @@ def test_a_base_optimizer_without_a_learning_rate_serves_no_decoupled_sharpness(
 
     params = make_parameters([(3,)], torch.float32)
     with pytest.raises(ValueError, match="WSAM needs a base optimizer with a learning rate"):
-        FusedSAM(params, Fixed, sam=WSAM())
-    FusedSAM(params, Fixed, sam=WSAM(decouple=False))
+        FusedSAM(params, Fixed, variant=WSAM())
+    FusedSAM(params, Fixed, variant=WSAM(decouple=False))
 
 
 def test_parameters_that_are_refused() -> None:
@@ -177,7 +181,7 @@ def test_parameters_that_are_refused() -> None:
 def test_a_group_that_is_refused_is_not_added(backend: Backend) -> None:
     params = make_parameters([(5, 3), (8,)], torch.float32, backend.device)
     fresh = make_parameters([(3,)], torch.float32, backend.device)
-    opt = FusedSAM(params, SGD, sam=MSAM(), lr=0.1, momentum=0.9, backend=backend.name)
+    opt = FusedSAM(params, SGD, variant=MSAM(), lr=0.1, momentum=0.9, backend=backend.name)
     bad: list[tuple[Any, type[Exception], str]] = [
         ({"params": params[:1]}, ValueError, "more than one parameter group"),
         ({"params": fresh * 2}, ValueError, "duplicate"),
@@ -311,13 +315,13 @@ def test_calls_out_of_order(backend: Backend) -> None:
 
 def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     params = make_parameters([(5, 3)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, sam=SAM(every=2))
+    opt = FusedSAM(params, lr=0.1, variant=SAM(interval=2))
     with pytest.raises(RuntimeError, match="without first_step"):
         opt.second_step()
     backward(params, 0)
     opt.first_step()
     opt.second_step()
-    assert not opt.two_passes
+    assert not opt.perturbs
     opt.first_step()
     for call, words in ((opt.first_step, "called already"), (lambda: opt.step(lambda: None), "between first_step")):
         with pytest.raises(RuntimeError, match=words):
@@ -325,9 +329,9 @@ def test_halves_out_of_order_in_a_step_that_does_not_perturb() -> None:
     opt.restore()
     with pytest.raises(RuntimeError, match="nothing to restore"):
         opt.restore()
-    assert not opt.two_passes, "a step that was taken back does not count"
+    assert not opt.perturbs, "a step that was taken back does not count"
     opt.step()
-    assert opt.two_passes
+    assert opt.perturbs
 
 
 @pytest.mark.parametrize("base", [SGD, RMSPROP])
@@ -356,11 +360,11 @@ def test_a_closure_that_makes_the_step_itself(
     opt.step(closure_of(params))
 
 
-@pytest.mark.parametrize("waiting", [SAM(), SAM(every=2), MSAM()], ids=["SAM", "every", "MSAM"])
+@pytest.mark.parametrize("waiting", [SAM(), SAM(interval=2), MSAM()], ids=["SAM", "interval", "MSAM"])
 def test_two_optimizers_between_their_halves_over_one_parameter(waiting: SAM, backend: Backend) -> None:
     params = make_parameters([(3,), (4,), (5,)], torch.float32, backend.device)
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "backend": backend.name}
-    first = FusedSAM(params[:2], SGD, sam=waiting, **options)
+    first = FusedSAM(params[:2], SGD, variant=waiting, **options)
     shares, apart = FusedSAM(params[1:], SGD, **options), FusedSAM(params[2:], SGD, **options)
     begin, end = (first.step, first.eval) if isinstance(waiting, MSAM) else (first.first_step, first.second_step)
     for _ in range(2):

@@ -239,8 +239,8 @@ def test_distributed_data_parallel(style: str, two_ranks: list[dict[str, Tensor]
 
 def test_a_representation_has_base_variant_and_backend() -> None:
     params = make_parameters([(3,)], torch.float32)
-    found = repr(FusedSAM(params, SGD, sam=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
-    head = ["base optimizer: SGD", "variant: GSAM(every=1, radius=None, alpha=0.4)", "backend: reference"]
+    found = repr(FusedSAM(params, SGD, variant=GSAM(0.1, alpha=0.4), lr=0.1, backend="reference"))
+    head = ["base optimizer: SGD", "variant: GSAM(interval=1, rho_fn=None, alpha=0.4)", "backend: reference"]
     assert found.splitlines()[:4] == ["FusedSAM (", *head] and "rho: 0.1" in found
     assert f"backend: {backends.backend('cpu')}\n" in repr(FusedSAM(params, SGD, lr=0.1))
 

@@ -44,11 +44,11 @@ def test_a_weight_of_the_second_gradient_alone(base: type[torch.optim.Optimizer]
     """A step that perturbs is as with so much less of a learning rate; one that does not has the whole gradient."""
     start, _ = problem()
     ends = []
-    for sam, lr in ((Part(RHO, every=2), 0.1), (SAM(RHO, every=2), 0.025)):
+    for sam, lr in ((Part(RHO, interval=2), 0.1), (SAM(RHO, interval=2), 0.025)):
         params = [nn.Parameter(p.clone()) for p in start]
-        training = Training(params, FusedSAM(params, base, sam=sam, lr=lr))
+        training = Training(params, FusedSAM(params, base, variant=sam, lr=lr))
         for t in range(4):
-            training.opt.param_groups[0]["lr"] = lr if training.opt.two_passes else 0.1
+            training.opt.param_groups[0]["lr"] = lr if training.opt.perturbs else 0.1
             training.steps(range(t, t + 1))
         ends.append(params)
     for found, expected in zip(*ends, strict=True):
@@ -83,7 +83,7 @@ def test_asam_scales_another_direction_as_it_scales_the_gradient(dtype: torch.dt
 def test_the_radius_of_a_loss_is_both_of_its_kinds_in_these_steps() -> None:
     """Else the case beside the paper would show one of them only; and `rho` bounds it in every group, as a number and
     as a tensor."""
-    training, radii = fused(SAM(RHO, radius=LESAM(sigma=8.0)), "sgd", 0), []
+    training, radii = fused(SAM(RHO, rho_fn=LESAM(sigma=8.0)), "sgd", 0), []
     for t in range(6):
         training.backward(t)
         before = flat(copies(training.params))
@@ -116,7 +116,7 @@ def test_the_radius_of_a_loss_is_of_the_unscaled_gradient() -> None:
 
 def test_a_radius_of_ones_own() -> None:
     """Any function of rho and the norm, on the device; with another variant's direction."""
-    params, opt = fused(VaSSO(RHO, radius=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
+    params, opt = fused(VaSSO(RHO, rho_fn=lambda rho, norm: rho * norm / (1 + norm)), "sgd", 0)
     Training(params, opt).backward(0)
     before, d = flat(copies(params)), 0.9 * flat([p.grad for p in params if p.grad is not None])
     opt.first_step()
@@ -148,7 +148,7 @@ class Net(nn.Module):
 def test_sam_on_perturbs_normalisation_layers_alone_by_the_whole_radius(backend: backends.Backend) -> None:
     torch.manual_seed(0)
     net = Net().to(backend.device)
-    opt = FusedSAM(SAMON.groups(net), torch.optim.SGD, sam=SAMON(rho=0.5), lr=0.1, backend=backend.name)
+    opt = FusedSAM(SAMON.groups(net), torch.optim.SGD, variant=SAMON(rho=0.5), lr=0.1, backend=backend.name)
     names = [name for name, p in net.named_parameters() if any(p is q for q in opt.param_groups[0]["params"])]
     assert names == [f"layers.{i}.{kind}" for i in (1, 3) for kind in ("weight", "bias")]
     x, plain = torch.randn(16, 4).to(backend.device), copy.deepcopy(net)
@@ -194,7 +194,7 @@ def test_a_sharpness_follows_the_schedule_of_the_learning_rate() -> None:
 def test_looksam_reuses_nothing_where_there_is_nothing() -> None:
     """Without a perturbation both gradients are the same, so that no part of the second one is orthogonal: steps as of
     the base optimizer."""
-    steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, every=3))]
+    steps = [fused(sam, "sgd", 3).params for sam in (LookSAM(0.0, k=3, alpha=ALPHA), SAM(0.0, interval=3))]
     assert same_bits(*steps)
 
 

@@ -35,7 +35,7 @@ def test_a_step_between_is_the_base_optimizers(
         pytest.skip("the promise of `exclusive` forbids such writes")
     if backend.device != "cpu":
         pytest.skip("the problem is on the CPU")
-    own, still = (fused(SAM(RHO, every=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
+    own, still = (fused(SAM(RHO, interval=n), base, 1, backend.name, dtype, assume_no_alias=exclusive) for n in (4, 1))
     still.opt.param_groups[0]["rho"] = 0.0
     for training in (own, still):
         training.steps(range(1, 3))
@@ -45,21 +45,23 @@ def test_a_step_between_is_the_base_optimizers(
     assert same_bits(own.params, still.params)
 
 
-@pytest.mark.parametrize("sam", [SAM(RHO, every=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__)
+@pytest.mark.parametrize(
+    "sam", [SAM(RHO, interval=3), MSAM(RHO), LastGradient(RHO)], ids=lambda sam: type(sam).__name__
+)
 def test_weights_with_gaps_that_somebody_writes(sam: SAM, backend: backends.Backend) -> None:
     """A step that begins where the weights are reads them, and not the dense copy of them that the last step left."""
     ends = []
     for gaps in (False, True):
         room = torch.linspace(-1, 1, 48, device=backend.device).reshape(6, 8)
         w = nn.Parameter(room[:, :3] if gaps else room[:, :3].clone())
-        opt = FusedSAM([w], torch.optim.SGD, sam=sam, lr=0.1, momentum=0.9, backend=backend.name)
+        opt = FusedSAM([w], torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9, backend=backend.name)
         for _ in range(5):
             with opt.evaluating(), torch.no_grad():
                 w.mul_(0.5)
-            for _ in range(1 + opt.two_passes):
+            for _ in range(1 + opt.perturbs):
                 opt.zero_grad()
                 w.square().sum().backward()
-                opt.first_step() if opt.two_passes and not opt.is_perturbed else None
+                opt.first_step() if opt.perturbs and not opt.is_perturbed else None
             opt.second_step()
         ends.append(w.detach().clone())
     assert torch.equal(*ends)
@@ -81,7 +83,7 @@ def test_a_first_gradient_that_is_not_finite_changes_nothing(base: str) -> None:
 def test_parameters_without_a_gradient_in_one_of_the_passes() -> None:
     start, _ = problem()
     params = [nn.Parameter(p) for p in start]
-    opt = FusedSAM(params, torch.optim.SGD, sam=GSAM(RHO, alpha=ALPHA), lr=1.0)
+    opt = FusedSAM(params, torch.optim.SGD, variant=GSAM(RHO, alpha=ALPHA), lr=1.0)
     before = [p.detach().clone() for p in params]
     opt.first_step()  # nobody has one: the field of first gradients is there, and empty
     opt.restore()
@@ -139,7 +141,7 @@ def test_a_compiled_step_is_the_same(name: str) -> None:
 
 def test_a_parameter_without_a_gradient_keeps_what_it_remembers() -> None:
     params = make_parameters([(4,), (3,)], torch.float32)
-    opt = FusedSAM(params, lr=0.1, sam=VaSSO(theta=0.5))
+    opt = FusedSAM(params, lr=0.1, variant=VaSSO(theta=0.5))
     for grads in ((1.0, 2.0), (3.0, None), (None, None)):
         for _ in range(2):
             for p, g in zip(params, grads, strict=True):

@@ -48,7 +48,7 @@ def test_a_wrapper_is_refused_by_name(base: Any, message: str) -> None:
 def test_two_passes_over_parameters_of_opacus_are_refused() -> None:
     """As it marks them. It would add the gradients of both passes; of a variant of one pass it makes one private."""
     params = make_parameters([(3,)], torch.float32)
-    twice, once = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, sam=MSAM(rho=0.1))
+    twice, once = FusedSAM(params, SGD, lr=0.1), FusedSAM(params, SGD, lr=0.1, momentum=0.9, variant=MSAM(rho=0.1))
     params[0].summed_grad = None  # type: ignore[attr-defined]
     backward(params, 0)
     with pytest.raises(ValueError, match="DPOptimizer of Opacus.*MSAM"):
@@ -80,7 +80,7 @@ def test_lookahead_around_sam_is_lookahead_of_its_steps() -> None:
 @pytest.mark.parametrize("sam", [SAM(0.3), LastGradient(0.3)], ids=lambda sam: type(sam).__name__)
 def test_the_modes_of_a_schedule_free_base(sam: SAM) -> None:
     params = make_parameters([(5, 3), (8,)], torch.float64)
-    opt = FusedSAM(params, ScheduleFreeSGD, sam=sam, lr=0.1)
+    opt = FusedSAM(params, ScheduleFreeSGD, variant=sam, lr=0.1)
     base = opt.base_optimizer
     for step in range(3):
         opt.step(closure_of(params))

@@ -19,7 +19,7 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
 from fastsam.step import perturbation, weigh_
-from fastsam_kernels.columns import WIDTH, Column
+from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import sgd
 
 _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
@@ -28,7 +28,7 @@ _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not move
 @dataclass(frozen=True)
 class Kind:
     """What of a LocalUpdate decides which kernels are called: rows of one kind share their calls. Numbers stand in
-    `hyper`, row by row; those that torch's own operations are given stand here."""
+    `hparams`, row by row; those that torch's own operations are given stand here."""
 
     direction: Direction
     has_q: bool
@@ -107,7 +107,7 @@ class Rows:
         self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
         self.kernels = ops.bind(setup.backend, setup.device, setup.dtype)
         self.arena = Arena(setup.layout, rows, setup.device)
-        self.hyper = torch.zeros(rows, 1, WIDTH, dtype=torch.float64, device=setup.device)
+        self.hparams = torch.zeros(rows, 1, WIDTH, dtype=torch.float64, device=setup.device)
         self._common = _common(setup.options)
         self.losses = torch.zeros(rows, dtype=torch.float64, device=setup.device)
         self.sumsq = torch.zeros(rows, dtype=torch.float64, device=setup.device)
@@ -118,22 +118,22 @@ class Rows:
         return self.arena.field(name, self.dtype)
 
     def numbers(self, step: LocalUpdate, lr: float) -> tuple[float, ...]:
-        """A row of `hyper`."""
+        """A row of `hparams`."""
         values = self._common.copy()
         for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.mix.columns()):
             values[column] = value
-        values[Column.PENALTY] = step.penalty
-        values[Column.LR] = lr
-        values[Column.PHI] = step.proximal_coefficient
+        values[HParam.PENALTY] = step.penalty
+        values[HParam.LR] = lr
+        values[HParam.PHI] = step.proximal_coefficient
         return tuple(values)
 
 
 def _common(options: LocalOptions) -> list[float]:
-    """What all rows of `hyper` have in common in a run."""
+    """What all rows of `hparams` have in common in a run."""
     values = [0.0] * WIDTH
-    values[Column.DECAY] = options.weight_decay
-    values[Column.CLIP] = options.clip_norm or 0.0
-    values[Column.CLIP_FULL] = float(options.clip_scope == "full")
+    values[HParam.DECAY] = options.weight_decay
+    values[HParam.CLIP] = options.clip_norm or 0.0
+    values[HParam.CLIP_FULL] = float(options.clip_scope == "full")
     values[sgd.MOMENTUM] = options.momentum
     return values
 
@@ -150,7 +150,7 @@ class Form:
     def __init__(self, rows: Rows, part: slice) -> None:
         self.rows, self.part = rows, part
         self.kernels, self.layout = rows.kernels, rows.layout
-        self.z, self.hyper, self.losses = self.field("z"), rows.hyper[part], rows.losses[part]
+        self.z, self.hparams, self.losses = self.field("z"), rows.hparams[part], rows.losses[part]
         self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
         self.momentum = self.field("momentum") if rows.options.momentum else None
         self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
@@ -210,7 +210,7 @@ class Form:
         torch.sub(begin, self.z, out=p)
         self.z.copy_(begin)
         if self.folds:
-            phi, decay = self.hyper[:, :, Column.PHI], self.hyper[:, :, Column.DECAY]
+            phi, decay = self.hparams[:, :, HParam.PHI], self.hparams[:, :, HParam.DECAY]
             inside = phi if self.sumsq_v is not None else phi + decay
             own, folded = self.field("gradient_offset"), p * -inside.to(p.dtype)
             self.q = own.copy_(folded if not self.kind.has_q or self.q is None else folded.add_(self.q))
@@ -218,16 +218,16 @@ class Form:
     def radius_(self, pilot: Pilot, norms: Tensor, gradients: Tensor) -> None:
         """The radii that the pilot makes of the mean norms, `[rows]`, and gradients, `[rows, row_size]`, of the
         rows."""
-        self.hyper[:, 0, Column.RHO].copy_(pilot.radii(norms, gradients))
+        self.hparams[:, 0, HParam.RHO].copy_(pilot.radii(norms, gradients))
 
     # --- a step ---
 
     def pace_(self, numbers: Sequence[tuple[float, float]]) -> None:
         """The learning rate and the radius of the next step, for each row; a radius that a pilot found stays."""
-        rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hyper.device).unbind(1)
-        self.hyper[:, 0, Column.LR].copy_(rates)
+        rates, radii = to_device(torch.tensor(numbers, dtype=torch.float64), self.hparams.device).unbind(1)
+        self.hparams[:, 0, HParam.LR].copy_(rates)
         if not self.kind.piloted:
-            self.hyper[:, 0, Column.RHO].copy_(radii)
+            self.hparams[:, 0, HParam.RHO].copy_(radii)
 
     def perturb_(self, first: Gradients, eps: Tensor | None = None) -> None:
         """`z = w + eps` by the first gradients; with a dual, `eps` (`[rows, row_size]`) is kept where it is asked
@@ -237,20 +237,20 @@ class Form:
         if self.kind.direction is Direction.GRADIENT_MINUS_DUAL:
             mu, s = self.field("dual"), self.s
             assert s is not None
-            self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hyper)
-            self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hyper, self.sumsq, eps=eps)
+            self.kernels.dual_norm_(self.sumsq, grads, mu, s, table, self.hparams)
+            self.kernels.dual_perturb_([self.z], self.w, mu, grads, s, table, self.hparams, self.sumsq, eps=eps)
         else:
             if self.kind.direction is Direction.GRADIENT_PLUS:
                 grads = self._joined(first)
             weights = [self.w] if self.kind.direction is Direction.ADAPTIVE_GRADIENT else []
             if self.kind.scaled:
                 grads = self._times(grads, first, self.vectors["rho_scale"].sign())
-            self.kernels.norm_(self.sumsq, grads, weights, table, self.hyper)
+            self.kernels.norm_(self.sumsq, grads, weights, table, self.hparams)
             if self.kind.direction is Direction.GRADIENT_BY_DRIFT:
                 grads = self._by_drift(first)
             if self.kind.scaled:
                 grads = self._times(grads, first, self.vectors["rho_scale"])
-            self.kernels.perturb_([self.z], self.w, grads, table, self.hyper, self.sumsq, False)
+            self.kernels.perturb_([self.z], self.w, grads, table, self.hparams, self.sumsq, False)
         if self.kind.pull:
             self.z.lerp_(self.vectors["anchor"], self.kind.pull)
 
@@ -267,10 +267,10 @@ class Form:
         table, scale = self.layout.table, self.vectors["rho_scale"] if self.kind.scaled else None
         if scale is not None:
             d.mul_(scale.sign())
-        self.kernels.norm_(self.sumsq, [d], [], table, self.hyper)
+        self.kernels.norm_(self.sumsq, [d], [], table, self.hparams)
         if scale is not None:
             d.mul_(scale)
-        self.kernels.perturb_(z, w, [d], table, self.hyper, self.sumsq, False)
+        self.kernels.perturb_(z, w, [d], table, self.hparams, self.sumsq, False)
 
     def _drifted(self, e: Tensor) -> Tensor:
         """`e + drift*(w - w^t)`, in the field "direction"."""
@@ -328,10 +328,10 @@ class Form:
         g1 = first.like(grads) if first is not None and self.kind.keeps_first else None
         if self.kind.surrogate and g1:
             self.kernels.inner_(self.inner, g1, grads.tensors, grads.table)
-            weigh_(self.hyper, self.inner)
+            weigh_(self.hparams, self.inner)
         if self.sumsq_v is not None:
             self.kernels.update_norm_(
-                self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hyper, g1=g1, q=self.q
+                self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hparams, g1=g1, q=self.q
             )
         options = {"q": self.q} if self.shift is None else {"q": self.q, "shift": self.shift}
         self.kernels.update_(
@@ -339,7 +339,7 @@ class Form:
             self.w,
             grads.tensors,
             grads.table,
-            self.hyper,
+            self.hparams,
             "sgd",
             [self.momentum],
             g1=g1,

@@ -12,7 +12,7 @@ from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.mixture import Mixture
-from fastsam_kernels.columns import Column
+from fastsam_kernels.columns import HParam
 
 _PLAIN = LocalUpdate()
 
@@ -28,11 +28,11 @@ class Beside:
 
     def begin_(self, start: Tensor, mixture: Mixture, row: int) -> None:
         """start: `[row_size]`, v. row: the client's in alpha."""
-        hyper = self.rows.hyper
-        hyper[0, 0] = to_device(torch.tensor(self.rows.numbers(_PLAIN, 0.0), dtype=torch.float64), hyper.device)
+        hparams = self.rows.hparams
+        hparams[0, 0] = to_device(torch.tensor(self.rows.numbers(_PLAIN, 0.0), dtype=torch.float64), hparams.device)
         self.form.begin_(start)
         self.start, self.rate = start, mixture.rate
-        self.alpha = mixture.alpha[row : row + 1].to(hyper, copy=True)
+        self.alpha = mixture.alpha[row : row + 1].to(hparams, copy=True)
 
     def step_(self, first: bool, shared: Form, run: Callable[[], Gradients]) -> None:
         """A step of v. first: of the round. shared: w, before its own step, and so again afterwards. run: the gradient
@@ -41,8 +41,8 @@ class Beside:
         shared.z.lerp_(v, self.alpha.to(v.dtype))
         g = run()
         shared.z.copy_(w)
-        hyper = self.form.hyper[0, 0]
-        hyper[Column.A], hyper[Column.LR] = self.alpha[0], shared.hyper[0, 0, Column.LR]
+        hparams = self.form.hparams[0, 0]
+        hparams[HParam.A], hparams[HParam.LR] = self.alpha[0], shared.hparams[0, 0, HParam.LR]
         if first and self.rate:
             views = shared.layout.views((v - w)[0])
             slope = sum((views[i].double() * d.double()).sum() for i, d in zip(g.slots, g.tensors, strict=True))

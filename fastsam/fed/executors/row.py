@@ -213,7 +213,7 @@ class Row:
     def _fill(self, step: LocalUpdate, lr: float) -> None:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
-            self.rows.hyper[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
+            self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
         self._known, self._kind = (step, lr), Kind.of(step)
         self._filled = () if self._kind.rewrites else numbers
         self._run = self.passes.run if step.teacher is None else self._run_taught

@@ -45,7 +45,7 @@ class StackedRows:
         steps = [first.step] if shared else [task.step for task in tasks]
         numbers = [self.rows.numbers(step, first.lr) for step in steps]
         if self._numbered != (form.part, numbers):  # most often what was written last is what is wanted
-            form.hyper.copy_(to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), form.hyper.device))
+            form.hparams.copy_(to_device(torch.tensor(numbers, dtype=torch.float64).unsqueeze(1), form.hparams.device))
         self._numbered = None if crews[0].kind.rewrites else (form.part, numbers)
         form.losses.zero_()
         form.arrange(crews[0].kind)
@@ -76,7 +76,7 @@ class StackedRows:
         form = Form(self.scratch, slice(0, len(index)))
         for name in self.rows.arena.names:
             torch.index_select(self.rows.field(name), 0, index, out=form.field(name))
-        torch.index_select(self.rows.hyper, 0, index, out=form.hyper)
+        torch.index_select(self.rows.hparams, 0, index, out=form.hparams)
         torch.index_select(self.rows.losses, 0, index, out=form.losses)
         return form
 

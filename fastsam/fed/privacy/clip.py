@@ -20,9 +20,9 @@ _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's 
 
 def norms_of(rows: Tensor) -> list[float]:
     """Of each of `rows` `[n, row_size]`, to `_OFF`; of a row alone the same bits as among others."""
-    norm_, table, hyper = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
-    squares = hyper.new_empty(len(rows))
-    norm_(squares, [rows], [], table, hyper)
+    norm_, table, hparams = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
+    squares = hparams.new_empty(len(rows))
+    norm_(squares, [rows], [], table, hparams)
     return [math.sqrt(x) for x in squares.tolist()]
 
 
@@ -30,14 +30,14 @@ def norms_of(rows: Tensor) -> list[float]:
 def _operands(
     n: int, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[..., None], Tensor, Tensor]:
-    """The compiled kernel, else the reference's; the table of rows that are one segment; hyper."""
+    """The compiled kernel, else the reference's; the table of rows that are one segment; hparams."""
     try:
         kernels = ops.bind("native", device, dtype)
     except RuntimeError:  # there is none here
         kernels = ops.bind("reference", device, dtype)
     table = torch.tensor([[0, length, 0, 0]], device=device)
-    hyper = torch.zeros(n, 1, WIDTH, dtype=torch.float64, device=device)
-    return kernels.norm_, table, hyper
+    hparams = torch.zeros(n, 1, WIDTH, dtype=torch.float64, device=device)
+    return kernels.norm_, table, hparams
 
 
 def shorten_(rows: Tensor, limit: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""The SAM family, a variant a file: what `FusedSAM(..., sam=...)` takes."""
+"""The SAM family, a variant a file: what `FusedSAM(..., variant=...)` takes."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ class LastGradient(SAM):
     one that made that step's update, at w~, which costs no pass. A gradient that made no update (a GradScaler's inf) is
     not taken. With `adaptive` g is scaled as ASAM scales g1. One gradient pass a step; state: a copy of the weights,
     and g in its own dtype. Bytes per float32 parameter with SGD and momentum: 44 with the compiled kernels (20 of SGD,
-    8 to keep g, 4 for the norm, 12 for the next point), 48 with others. Raises ValueError for `every` and `radius`,
-    which it has no use for.
+    8 to keep g, 4 for the norm, 12 for the next point), 48 with others. Raises ValueError for `interval` and
+    `rho_fn`, which it has no use for.
     """
 
     memory: ClassVar[Memory] = Memory.GRADIENT

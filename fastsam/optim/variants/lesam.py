@@ -14,8 +14,8 @@ from fastsam.optim.variants.sam import check_real
 
 @dataclass(frozen=True)
 class LESAM:
-    """The `radius` of a variant at which the loss rises by the same amount in every step, to first order:
-    `SAM(rho=0.5, radius=LESAM(sigma=0.1))`.
+    """The `rho_fn` of a variant with which the loss rises by the same amount in every step, to first order:
+    `SAM(rho=0.5, rho_fn=LESAM(sigma=0.1))`.
 
         rho_t = min(sigma/||g1||, rho),   eps = rho_t * g1/||g1||
 

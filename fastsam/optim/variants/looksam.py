@@ -22,7 +22,7 @@ class LookSAM(SAM):
     the weights, and g1. Bytes per float32 parameter with SGD and momentum: in every k-th step 40 of SAM, 8 to keep g1,
     48 to make m (torch's calls); in the others 20 of SGD, 12 to read g1 and m.
     Raises TypeError and ValueError for a k that is no number of steps, ValueError for a negative alpha, one that is not
-    finite, and for `every`, which is k here.
+    finite, and for `interval`, which is k here.
     """
 
     memory: ClassVar[Memory] = Memory.ORTHOGONAL
@@ -33,8 +33,8 @@ class LookSAM(SAM):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_interval("k", self.k)
-        if self.every != 1:
-            raise ValueError(f"every must be left at 1, since k is LookSAM's interval, got every={self.every!r}")
+        if self.interval != 1:
+            raise ValueError(f"interval must be left at 1, because LookSAM has k in its place, got {self.interval!r}")
         check_real("alpha", self.alpha)
         if not self.alpha >= 0:
             raise ValueError(f"alpha must be 0 or more, got {self.alpha!r}")

@@ -26,7 +26,7 @@ class MSAM(SAM):
     compare). With `adaptive` v is scaled as ASAM scales g1. Radii are larger than SAM's. One gradient pass a step;
     state: a copy of the weights. Bytes per float32 parameter with SGD: 36 with the compiled kernels (20 of SGD, 4 for
     the norm, 12 for the next point; a kernel that summed the norm in the update would take 32), 40 with others. Raises
-    ValueError for `every` and `radius`, which it has no use for.
+    ValueError for `interval` and `rho_fn`, which it has no use for.
     """
 
     ahead: ClassVar[Ahead] = Ahead.MOMENTUM

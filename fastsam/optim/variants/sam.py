@@ -49,11 +49,11 @@ class SAM:
     options of every parameter group. Two gradient passes a step; state: a copy of the weights between them. Every other
     variant is a `SAM` too, and overrides what it chooses otherwise.
 
-    every: only one step in so many perturbs, the first of each; the others are the base optimizer's own, with one
-    gradient pass.
-    radius: None, or what a step's radius is, a function of tensors on the device: (rho `[1, groups]`, norm `[1]`), both
-    float64, to one like rho; `LESAM` is one.
-    Raises TypeError for an `every` that is no integer and a `radius` that is no function, ValueError for one below 1.
+    interval: number of steps of which the first perturbs; the other steps are the base optimizer's, with one gradient
+    pass.
+    rho_fn: None, or a function that returns the radius of a step, for example `LESAM`. It maps tensors on the device,
+    rho `[1, groups]` and norm `[1]`, both float64, to a tensor like rho.
+    Raises TypeError if `interval` is not an integer or `rho_fn` is not a function, ValueError if `interval` is below 1.
     """
 
     memory: ClassVar[Memory] = Memory.NONE
@@ -62,8 +62,8 @@ class SAM:
     rho: float | Tensor = 0.05
     adaptive: bool = False
     eta: float | Tensor = 0.0
-    every: int = 1
-    radius: Callable[[Tensor, Tensor], Tensor] | None = None
+    interval: int = 1
+    rho_fn: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Give a class that overrides `direction` its memory. Raises TypeError if it keeps another vector, or takes one
@@ -79,9 +79,14 @@ class SAM:
         cls.memory = Memory.DIRECTION
 
     def __post_init__(self) -> None:
-        check_interval("every", self.every)
-        if self.radius is not None and (not callable(self.radius) or isinstance(self.radius, torch.nn.Module)):
-            raise TypeError(f"radius must be a function such as fastsam.variants.LESAM(sigma=0.1), got {self.radius!r}")
+        check_interval("interval", self.interval)
+        if self.rho_fn is not None and (not callable(self.rho_fn) or isinstance(self.rho_fn, torch.nn.Module)):
+            raise TypeError(f"rho_fn must be a function such as fastsam.variants.LESAM(sigma=0.1), got {self.rho_fn!r}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickle; older ones call `interval` and `rho_fn` `every` and `radius`."""
+        names = {"every": "interval", "radius": "rho_fn"}
+        self.__dict__.update({names.get(name, name): value for name, value in state.items()})
 
     @property
     def mix(self) -> Mix:
@@ -112,18 +117,19 @@ class SAM:
 
     def perturbs(self, step: int) -> bool:
         """Whether the step with this number, counted from 0, perturbs."""
-        return step % self.every == 0
+        return step % self.interval == 0
 
 
 def check_one_pass(variant: SAM) -> None:
     """Raises ValueError for options that a variant of one pass has no use for."""
-    if variant.every != 1:
+    if variant.interval != 1:
         raise ValueError(
-            f"every must be left at 1: {type(variant).__name__} takes one pass in every step, got {variant.every!r}"
+            f"interval must be left at 1: {type(variant).__name__} takes one pass in every step, got "
+            f"{variant.interval!r}"
         )
-    if variant.radius is not None:
+    if variant.rho_fn is not None:
         raise ValueError(
-            f"radius must be left at None: it is made of the gradient's norm, and {type(variant).__name__} perturbs "
+            f"rho_fn must be left at None: it needs the gradient's norm, and {type(variant).__name__} perturbs "
             f"before the gradient is known"
         )
 

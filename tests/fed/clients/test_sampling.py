@@ -237,9 +237,12 @@ def test_a_cohort_is_a_number_of_clients(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cohort": 6, "participation": 0.2}, "cohort=6 clients a round, and there are 5 clients"),
+        ({"cohort": 6, "participation": 0.2}, "cohort=6 needs as many clients, but there are 5"),
         ({"cohort": 0, "participation": 0.2}, "cohort.*must be an integer >= 1, got 0"),
-        ({"cohort": 2, "participation": 0.5}, "cohort=2 stands in place of participation=0.5"),
+        (
+            {"cohort": 2, "participation": 0.5},
+            "cohort=2 needs participation at its default, but the run has participation=0.5",
+        ),
     ],
 )
 def test_a_cohort_that_cannot_be(options, words, tmp_path):

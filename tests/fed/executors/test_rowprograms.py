@@ -227,7 +227,7 @@ def test_samples_and_labels_that_are_not_there() -> None:
 
     def take(x: Tensor, y: Tensor, wanted: Tensor, batch: int = 5) -> None:
         known.program.steps_(
-            form.leaves, known.others, x, y, wanted, batch, form.z, None, form.layout.table, form.hyper, losses
+            form.leaves, known.others, x, y, wanted, batch, form.z, None, form.layout.table, form.hparams, losses
         )
 
     take(x, y, wanted)
@@ -488,7 +488,7 @@ def test_steps_check_the_memory_beside_the_weights() -> None:
 
     def take(z: Tensor = form.z, w: Tensor | None = None, table: Tensor = form.layout.table, **fields: Tensor) -> None:
         known.program.steps_(
-            form.leaves, known.others, x, y, wanted, 4, z, w, table, form.hyper, sums.clone(), **fields
+            form.leaves, known.others, x, y, wanted, 4, z, w, table, form.hparams, sums.clone(), **fields
         )
 
     take()

@@ -24,9 +24,9 @@ EXECUTORS = [("sequential", None), ("threads", 3), ("vmap", 8)]
 def peak_of_vectors(monkeypatch, clients, executor, slots):
     """The most rows `[row_size]` or `[rows, row_size]` that were alive at once, in rows, looked at four times in a
     round."""
-    counts, calls, own = [], [], Cohort.close
+    counts, calls, own = [], [], Cohort.finish
 
-    def close(self, results):
+    def finish(self, results):
         own(self, results)
         before = len(calls)
         calls.extend(results.client_ids)
@@ -39,7 +39,7 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
                 sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in found}.values())
             )
 
-    monkeypatch.setattr(Cohort, "close", close)
+    monkeypatch.setattr(Cohort, "finish", finish)
     x, y = oracle.ragged_clients(FLOAT, (1,))[0]
     model = torch.nn.Sequential(torch.nn.Linear(6, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
     gc.collect()

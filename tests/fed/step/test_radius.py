@@ -206,7 +206,7 @@ SCALED = {"rho_scale": SCALE}
     [
         ("step.local_update", "LocalUpdate.radius", "(1 - self.rho_end_factor) * k",
             "(1 - self.rho_end_factor) * (k + 1)", D.GRADIENT, FALLS, "sequential"),
-        ("executors.kernel_calls", "Form.pace_", "self.hyper[:, 0, Column.RHO].copy_(radii)", "pass", D.GRADIENT,
+        ("executors.kernel_calls", "Form.pace_", "self.hparams[:, 0, HParam.RHO].copy_(radii)", "pass", D.GRADIENT,
             FALLS, "vmap"),
         ("executors.kernel_calls", "Form.perturb_", 'self.vectors["rho_scale"].sign()', 'self.vectors["rho_scale"]',
             D.GRADIENT, SCALED,

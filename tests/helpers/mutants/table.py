@@ -264,12 +264,12 @@ algorithms.fedsmoo FedSMOO.local_update: client['mu_i'] => 0 * client['mu_i'] @ 
 algorithms.fedsmoo FedSMOO.finish_client: {**state, 'mu_i': results.dual} => {**state, 'mu_i': client['mu_i']} @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: torch.linalg.vector_norm(r) + NU => 1.0 @ fedsmoo
 algorithms.fedsmoo FedSMOO.step_server: value_at('rho', self.rho, round) * r => r @ fedsmoo
-fastsam_kernels.reference dual_perturb_: mu_ + (e - s_) / h[Column.PENALTY] => mu_ - (e - s_) / h[Column.PENALTY] @
+fastsam_kernels.reference dual_perturb_: mu_ + (e - s_) / h[HParam.PENALTY] => mu_ - (e - s_) / h[HParam.PENALTY] @
     fedsmoo clip-linear
 fastsam_kernels.reference dual_perturb_: e - s_ => e + s_ @ fedsmoo clip-linear
-fastsam_kernels.reference dual_perturb_: (e - s_) / h[Column.PENALTY] => e - s_ @ fedsmoo-alpha clip-linear
-fastsam_kernels.reference _dual_direction: h[Column.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype) =>
-    h[Column.PENALTY] * (g.to(dtype) - mu.to(dtype)) + s.to(dtype) @ fedsmoo
+fastsam_kernels.reference dual_perturb_: (e - s_) / h[HParam.PENALTY] => e - s_ @ fedsmoo-alpha clip-linear
+fastsam_kernels.reference _dual_direction: h[HParam.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype) =>
+    h[HParam.PENALTY] * (g.to(dtype) - mu.to(dtype)) + s.to(dtype) @ fedsmoo
 fastsam_kernels.reference _dual_direction: g.to(dtype) - mu.to(dtype) => g.to(dtype) + mu.to(dtype) @ fedsmoo
 fastsam_kernels.reference dual_perturb_: e_.copy_(e) => e_.copy_(-e) @ fedsmoo-alone
 # FedSAM, ASAM, schedules
@@ -277,7 +277,7 @@ algorithms.fedsam FedSAM.local_update: Direction.ADAPTIVE_GRADIENT if self.adapt
     Direction.GRADIENT @ fedsam-asam
 algorithms.fedsam FedSAM.local_update: self.eta => 0.0 @ fedsam-asam
 fastsam_kernels.reference perturb_: t * t * direction => t * direction @ fedsam-asam
-fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[Column.ETA]) * direction => direction @ fedsam-asam
+fastsam_kernels.reference norm_: (w.to(dtype).abs() + h[HParam.ETA]) * direction => direction @ fedsam-asam
 fastsam_kernels.reference perturb_: w + scale * direction => w - scale * direction @ fedsam
 executors.row Row._sharp_step: self.form.update_(second, first) => self.form.update_(first, second) @ fedsam
 algorithms.schedule formula: {'round': float(index + 1), **known} => {'round': float(index), **known} @ fedsam-schedule
@@ -286,8 +286,8 @@ algorithms.fedgsam FedGSAM.local_update: self.alpha => -self.alpha @ fedgsam
 algorithms.fedgsam FedGSAM.radius: rho - self.rho_min => rho @ fedgsam-schedule
 algorithms.fedgsam FedGSAM.radius: round.lr - self.lr_min => round.lr @ fedgsam-lr-min
 algorithms.fedgsam FedGSAM.radius: round.first_lr - self.lr_min => round.first_lr @ fedgsam-lr-min
-fastsam.step weigh_: sign - hyper[:, :, Column.B] * overlap => sign + hyper[:, :, Column.B] * overlap @ fedgsam
-fastsam.step weigh_: sign - hyper[:, :, Column.B] * overlap => sign + 0 * overlap @ fedgsam
+fastsam.step weigh_: sign - hparams[:, :, HParam.B] * overlap => sign + hparams[:, :, HParam.B] * overlap @ fedgsam
+fastsam.step weigh_: sign - hparams[:, :, HParam.B] * overlap => sign + 0 * overlap @ fedgsam
 fastsam_kernels.reference inner_: (b * b).sum => (a * a).sum @ fedgsam
 # FedLESAM
 algorithms.estimate LocalEstimate.estimate_step: old - server['w'] => server['w'] - old @ fedlesam
@@ -322,10 +322,10 @@ algorithms.fedrobust FedRobust.finish_client: {**state, 'Lam': results.input_map
     {**state, 'Lam': results.input_map.Lam, 'delta': 0 * results.input_map.delta} @ fedrobust
 # The run's own options, in the step
 fastsam_kernels.reference _clip_factor: max=1.0 => max=2.0 @ fedavg clip-idle
-fastsam_kernels.reference update_norm_: v = torch.where(h[Column.CLIP_FULL] != 0, v + h[Column.PHI] * w, v) => pass @
+fastsam_kernels.reference update_norm_: v = torch.where(h[HParam.CLIP_FULL] != 0, v + h[HParam.PHI] * w, v) => pass @
     feddyn clip-active
-fastsam_kernels.reference update_: torch.where(full, v + h[Column.PHI] * w, v) => v @ feddyn clip-active
-fastsam_kernels.reference update_: torch.where(full, 0.0, h[Column.PHI]) => 0.0 @ feddyn clip-linear
+fastsam_kernels.reference update_: torch.where(full, v + h[HParam.PHI] * w, v) => v @ feddyn clip-active
+fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PHI]) => 0.0 @ feddyn clip-linear
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum

@@ -62,7 +62,7 @@ class RowPass:
         (x, y, places), steps = _spans(crews, counts)
         two_passes = form.kind.two_passes
         self.program.steps_(
-            form.leaves, self.others, x, y, places, batch, form.z, form.w, form.layout.table, form.hyper, form.losses,
+            form.leaves, self.others, x, y, places, batch, form.z, form.w, form.layout.table, form.hparams, form.losses,
             momentum=form.momentum, q=form.q, shift=form.shift, steps=steps, sumsq=form.sumsq if two_passes else None,
             sumsq_v=form.sumsq_v,
             adaptive=form.kind.direction is Direction.ADAPTIVE_GRADIENT,
