@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,82 +17,12 @@ from fastsam.fed.executors.base import LocalOptions, Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.step.variant import StepVariant
 from fastsam.step import perturbation, weigh_
 from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import sgd
 
 _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What of a LocalUpdate decides which kernels are called: rows of one kind share their calls. Numbers stand in
-    `hparams`, row by row; those that torch's own operations are given stand here."""
-
-    direction: Direction
-    has_q: bool
-    has_phi: bool
-    keeps_first: bool
-    surrogate: bool
-    paced: bool = False  # the learning rate or the radius is another in every step
-    drift: float = 0.0
-    remembers: bool = False
-    pull: float = 0.0
-    piloted: bool = False  # the radius is found at the start
-    scaled: bool = False  # the radius is another in every weight
-
-    @classmethod
-    def of(cls, step: LocalUpdate) -> Kind:
-        surrogate, paced = bool(step.surrogate_gap), step.lr_end_factor != 1 or step.rho_end_factor != 1
-        given = step.gradient_offset is not None, bool(step.proximal_coefficient), step.keeps_first, surrogate, paced
-        return cls(
-            step.direction,
-            *given,
-            step.drift,
-            step.remembers,
-            step.pull,
-            step.pilot is not None,
-            step.rho_scale is not None,
-        )
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether something else writes into the numbers: they are not those that were written last."""
-        return self.surrogate or self.paced or self.piloted
-
-    @cached_property
-    def two_passes(self) -> bool:
-        """Whether a first gradient finds the perturbation."""
-        return self.direction.backward_passes == 2
-
-    @property
-    def constant(self) -> bool:
-        return self.direction is Direction.CONSTANT
-
-    @property
-    def walks(self) -> bool:
-        """Whether every step has a perturbation of its own that no gradient finds."""
-        return self.direction is Direction.PATH
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Names of the vectors that its steps only read, besides q and s."""
-        given = {
-            "direction_vector": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
-            "anchor": self.pull > 0,
-            "rho_scale": self.scaled,
-        }
-        return tuple(name for name, there in given.items() if there)
-
-    @property
-    def returns(self) -> bool:
-        """Whether its steps look back at where the round began."""
-        return bool(self.drift) or self.direction is Direction.GRADIENT_BY_DRIFT
-
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """Names of the fields that a step leaves to the next one, zero at the start."""
-        return ("path",) if self.walks else ("last",) if self.remembers else ()
 
 
 class Rows:
@@ -120,7 +49,7 @@ class Rows:
     def numbers(self, step: LocalUpdate, lr: float) -> tuple[float, ...]:
         """A row of `hparams`."""
         values = self._common.copy()
-        for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.mix.columns()):
+        for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.constants.mix.columns()):
             values[column] = value
         values[HParam.PENALTY] = step.penalty
         values[HParam.LR] = lr
@@ -144,7 +73,7 @@ class Form:
     z: `[rows, row_size]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a
     gradient.
     q, shift, s: what the kernels read beside them, `[rows, row_size]` (of s all rows may be one). vectors: others by
-    name (`Kind.vectors`), in the same way.
+    name (`StepVariant.vectors`), in the same way.
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -154,7 +83,7 @@ class Form:
         self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
         self.momentum = self.field("momentum") if rows.options.momentum else None
         self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
-        self.kind = Kind(Direction.NONE, False, False, False, False)
+        self.kind = LocalUpdate().constants.variant
         self.w: Tensor | None = None
         self.q: Tensor | None = None
         self.s: Tensor | None = None
@@ -168,7 +97,7 @@ class Form:
         """One view `[rows, *shape]` per parameter, for autograd."""
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
-    def arrange(self, kind: Kind) -> None:
+    def arrange(self, kind: StepVariant) -> None:
         """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another
         tensor there."""
         self.kind = kind

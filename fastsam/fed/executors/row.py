@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
 from fastsam.fed.executors.gradient_passes import Gradients, Passes
-from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
+from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.mixed import Beside
 from fastsam.fed.executors.phases import repeated, together
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
+from fastsam.fed.step.constants import Constants
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
@@ -48,7 +49,8 @@ class Row:
         self._run = self._run_perturbed = self.passes.run
         self._teacher = Taught(setup, self.form, self.replica)
         self._filled: tuple[float, ...] = ()
-        self._known: tuple[LocalUpdate | None, float] = None, 0.0
+        self._known: tuple[Constants | None, float] = None, 0.0
+        self._checked: LocalUpdate | None = None
         self._kind = self.form.kind
         self._sized: tuple[int | None, ...] = ()
         self._only: tuple[int, ...] | None = None
@@ -61,8 +63,9 @@ class Row:
         """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
-        if task.step is not self._known[0]:
+        if task.step is not self._checked:
             check_vectors(task.step, start)
+            self._checked = task.step
         own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
         self.task, self.start, self.buffers = task, start if own is None else own, buffers
         self.carried: ClientResults | None = None  # what phases before this one left, from which it goes on
@@ -188,7 +191,7 @@ class Row:
         """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they
         are."""
         form = self.form
-        if self._known[0] is not step or self._known[1] != self.task.lr or self._kind.rewrites:
+        if self._known[0] is not step.constants or self._known[1] != self.task.lr or self._kind.rewrites:
             self._fill(step, self.task.lr)
         if step.teacher is not None:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
@@ -214,7 +217,7 @@ class Row:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-        self._known, self._kind = (step, lr), Kind.of(step)
+        self._known, self._kind = (step.constants, lr), step.constants.variant
         self._filled = () if self._kind.rewrites else numbers
         self._run = self.passes.run if step.teacher is None else self._run_taught
         untaught = step.teacher is None or step.teacher.perturbs
