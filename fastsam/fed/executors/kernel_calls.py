@@ -83,11 +83,9 @@ class Form:
         self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
         self.momentum = self.field("momentum") if rows.options.momentum else None
         self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
-        self.kind = LocalUpdate().constants.variant
-        self.w: Tensor | None = None
-        self.q: Tensor | None = None
         self.s: Tensor | None = None
         self.vectors: dict[str, Tensor] = {}
+        self._select(LocalUpdate().constants.variant)
 
     def field(self, name: str) -> Tensor:
         return self.rows.field(name)[self.part]
@@ -98,11 +96,25 @@ class Form:
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
     def arrange(self, kind: StepVariant) -> None:
-        """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another
-        tensor there."""
+        """Take the fields that steps of `kind` work on, if the last steps were of another one.
+
+        `q` is then the field of that name; an owner may put another tensor there.
+        """
+        if kind is not self.kind:
+            self._select(kind)
+
+    def _select(self, kind: StepVariant) -> None:
+        """Select the fields and the calls of steps of `kind`, so that a step makes no decisions."""
         self.kind = kind
-        self.w = self.field("w") if kind.two_passes or kind.walks else None
-        self.q = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
+        self.w: Tensor | None = self.field("w") if kind.two_passes or kind.walks else None
+        self.q: Tensor | None = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
+        shift = self.shift
+        self._shift = {} if shift is None else {"shift": shift}
+        starts = [self.z, self.w, self.field("origin") if kind.returns else None]
+        self._starts = [field for field in starts if field is not None]
+        zeros = [self.momentum, *map(self.field, kind.memory)]
+        self._zeros = [field for field in zeros if field is not None]
+        self._prepares = self.w is not None or self.sumsq_v is not None
 
     @property
     def folds(self) -> bool:
@@ -122,15 +134,10 @@ class Form:
 
     def begin_(self, start: Tensor) -> None:
         """The weights of the start (`[row_size]`, or `[rows, row_size]`) in every row, and no momentum."""
-        self.z.copy_(start)
-        if self.w is not None:
-            self.w.copy_(start)
-        if self.momentum is not None:
-            self.momentum.zero_()
-        if self.kind.returns:
-            self.field("origin").copy_(start)
-        for name in self.kind.memory:
-            self.field(name).zero_()
+        for field in self._starts:
+            field.copy_(start)
+        for field in self._zeros:
+            field.zero_()
 
     def shift_(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
@@ -244,7 +251,16 @@ class Form:
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 
     def update_(self, grads: Gradients, first: Gradients | None) -> None:
-        """The step itself: `z`, and `w` where there is one."""
+        """Take the step itself, in `z`, and in `w` if there is one."""
+        g1 = self._prepare_update(grads, first) if self._prepares else None
+        self.kernels.update_(
+            [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],
+            g1=g1, sumsq_v=self.sumsq_v, keep=self.w is not None, q=self.q, **self._shift,
+        )  # fmt: skip
+
+    def _prepare_update(self, grads: Gradients, first: Gradients | None) -> list[Tensor] | None:
+        """Return the first gradients if the update reads them. Restore what only the first pass used, and compute what
+        clipping and a surrogate gap need."""
         if self.kind.walks or self.kind.pull:
             if self.w is not None and len(grads.slots) < len(self.layout.segments):
                 self.z.copy_(self.w)  # what the pass did not use was moved too, and must not stay so
@@ -262,17 +278,4 @@ class Form:
             self.kernels.update_norm_(
                 self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hparams, g1=g1, q=self.q
             )
-        options = {"q": self.q} if self.shift is None else {"q": self.q, "shift": self.shift}
-        self.kernels.update_(
-            [self.z],
-            self.w,
-            grads.tensors,
-            grads.table,
-            self.hparams,
-            "sgd",
-            [self.momentum],
-            g1=g1,
-            sumsq_v=self.sumsq_v,
-            keep=self.w is not None,
-            **options,
-        )
+        return g1
