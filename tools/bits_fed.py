@@ -25,7 +25,8 @@ COMMON: dict[str, Any] = {
     **{"rounds": 3, "participation": 0.8, "batch_size": 5, "local_epochs": 2},
     **{"momentum": 0.3, "weight_decay": 0.01, "sampler": "fixed"},
 }
-NOISE = {"clip_update": 0.5, "noise_multiplier": 1.0, "momentum": 0.0}
+NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0}, "momentum": 0.0}
+LOCAL_NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "noise": "local"}, "momentum": 0.0}
 EVERYBODY = {"participation": 1.0}
 STEPS = {"local_steps": 7, "local_epochs": 1}
 
@@ -120,10 +121,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multi-Krum": ("FedSAM", {"aggregation": "multi_krum:0.3", **EVERYBODY}),
     "norm filter": ("FedAvg", {"aggregation": "norm_filter", "weighting": "samples", **EVERYBODY}),
     "noise": ("FedAvg", NOISE),
-    "noise of clients": ("FedSAM", {**NOISE, "noise": "local", "aggregation": "median"}),
+    "noise of clients": ("FedSAM", {**LOCAL_NOISE, "aggregation": "median"}),
     "noise and a round without clients": ("FedAvgM", {**NOISE, "sampler": "bernoulli", "participation": 0.1}),
     "noise and measures": ("FedSAM", {**NOISE, "measures": ["sharpness", "consistency"]}),
-    "shortened updates": ("SCAFFOLD", {"clip_update": 0.05}),
+    "shortened updates": ("SCAFFOLD", {"privacy": {"clip": 0.05}}),
     "measures": ("FedSAM", {"measures": ["train", "sharpness", "drifts", "perturbation_drift", "variances"]}),
     "measures of duals": ("FedSMOO", {"measures": ["dual_gap", "smoothness", "consistency"]}),
     "measures of a path": ("FedLESAM", {"measures": ["estimation_bias", "drifts"]}),
@@ -159,6 +160,10 @@ def train(
         **options: further options of `fed.run`.
     """
     keywords = {**COMMON, "executor": executor, "test": clients((40,), seed=9)[0], **options}
+    if "privacy" in keywords:
+        given = keywords.pop("privacy")
+        older = {"clip_update" if name == "clip" else name: value for name, value in given.items()}
+        keywords |= {"privacy": fed.Privacy(**given)} if hasattr(fed, "Privacy") else older
     keywords = {spelled(name, inspect.signature(fed.run).parameters): value for name, value in keywords.items()}
     with tempfile.TemporaryDirectory() as folder:
         for rounds in (*parts, keywords["rounds"]):

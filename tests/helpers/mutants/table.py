@@ -329,7 +329,7 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PHI]) => 0.0 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
-executors.kernel_calls Form._select: [self.momentum, *map(self.field, kind.memory)] => [*map(self.field, kind.memory)] @ fedavg momentum
+executors.kernel_calls Form._select: [self.momentum, *map(self.field, kind.memory)] => [] @ fedavg momentum
 executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
