@@ -25,7 +25,7 @@ import fastsam
 from fastsam import fed
 
 PACKAGE = Path(fastsam.__file__).parent
-STEADY = 4  # rounds before the one that is traced
+STEADY = 4  # number of rounds before the traced round
 
 
 class OwnFedAvg(fed.FedAvg):

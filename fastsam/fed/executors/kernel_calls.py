@@ -251,7 +251,7 @@ class Form:
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 
     def update_(self, grads: Gradients, first: Gradients | None) -> None:
-        """Take the step itself, in `z`, and in `w` if there is one."""
+        """Update `z`, and `w` if the steps have it."""
         g1 = self._prepare_update(grads, first) if self._prepares else None
         self.kernels.update_(
             [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],

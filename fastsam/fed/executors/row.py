@@ -40,7 +40,7 @@ class Row:
     """
 
     task: Task
-    given: Task  # whose samples are at hand, for all phases
+    given: Task  # the task of all phases, with its samples opened
     carried: ClientResults | None  # the results of phases before, from which this one goes on
     done: tuple[ClientResults, ...]  # the results of other models
     losses: list[Tensor]
@@ -101,8 +101,8 @@ class Row:
         self.random.begin(task.pass_seed(0))
 
     def _begin_extras(self, step: LocalUpdate) -> None:
-        """Begin what a local update may have in addition to its steps: epochs of its own, gradients at the start, a map
-        of the inputs."""
+        """Begin the parts of a local update that are not steps: its number of epochs, gradients at the start, a map of
+        the inputs."""
         if step.epochs is not None:
             self.task = replace(self.task.phase(step), snapshots=self.task.snapshots)
         if step.full_gradient or step.pilot is not None:
@@ -172,7 +172,7 @@ class Row:
         return results if step.constants.is_plain and self.carried is None else self._with_extras(results)
 
     def _with_extras(self, results: ClientResults) -> ClientResults:
-        """Return the results with those of `_begin_extras`, of a second model, and of the phases before."""
+        """Add the results of the parts that are not steps, of a second model, and of the phases before."""
         results = replace(results, gradient=self.gradient, norms=self.norms)
         if self.map is not None:
             ascents = self.k * (self.map.steps - 1)
@@ -214,10 +214,9 @@ class Row:
     # --- its beginning ---
 
     def _begin(self, step: LocalUpdate) -> None:
-        """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they
-        are."""
-        if self._known[0] is not step.constants or self._known[1] != self.task.lr or self._kind.rewrites:
-            self._fill(step, self.task.lr)
+        """Write the numbers of the step, and let its kernels read its vectors."""
+        if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
+            self._fill(step, self.task.work.lr)
         if step.teacher is not None:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
         self.form.arrange(self._kind)
@@ -274,7 +273,7 @@ class Row:
         work, envelope = task.work, task.step.envelope
         times = 1 if envelope is None else envelope.steps
         # What else there is is one for all clients of a run.
-        shape = (task.samples, task.batch_size, task.epochs, work.steps, times)
+        shape = (task.samples, work.batch_size, task.epochs, work.steps, times)
         if self._sized != shape:
             self._sized, sizes = shape, [n for n in task.batch_sizes() for _ in range(times)]
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)

@@ -26,7 +26,7 @@ from fastsam.fed.loop.contract import (
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
-Constants = tuple[LocalUpdate, int]  # of one client: a local update, and its row in the vectors of it
+Constants = tuple[LocalUpdate, int]  # a client's local update, and the client's row in its vectors
 
 
 class Contract:
@@ -76,15 +76,15 @@ class CheckedContract(Contract):
     """Calls of the methods of a user's algorithm: every returned value is checked, and arguments are guarded against
     writes.
 
-    In the first round the rows of several clients are compared with the rows of single clients, the padding of rows is
-    looked at, and attributes that the round changes are named in a warning.
+    In the first round the rows of several clients are compared with the rows of single clients. The padding of rows is
+    checked then, and a warning names attributes that the round has changed.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
         super().__init__(algorithm)
-        self._index = -1  # of the round that the following belong to
+        self._index = -1  # index of the present round
         self._guard = Unwritten()
-        self._copy: Any = None  # of the algorithm, whose rows are compared
+        self._copy: Any = None  # a copy of the algorithm, in the first round until rows have been compared
         self._attributes: dict[str, object] = {}
         self._new_clients = 0
         self._has_seen_upload = True

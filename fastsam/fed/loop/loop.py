@@ -152,17 +152,9 @@ class Loop:
         """Return round t, and the same as the algorithm may see it."""
         settings = self.settings
         round = visible = Round(
-            t,
-            settings.lr_of(t),
-            settings.local_epochs,
-            len(self.population.sizes),
-            cohort_size,
-            settings.server_lr_of(t),
-            settings.lr_of(0),
-            self.layout,
-            settings.momentum,
-            settings.seed,
-        )
+            t, settings.lr_of(t), settings.local_epochs, len(self.population.sizes), cohort_size,
+            settings.server_lr_of(t), settings.lr_of(0), self.layout, settings.momentum, settings.seed,
+        )  # fmt: skip
         for stage in self.stages:
             visible = stage.visible_round(visible)
         return round, visible

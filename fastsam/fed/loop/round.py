@@ -143,6 +143,8 @@ class Cohort:
             self._first = state, self._constants([state], new[:1])[0]
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
+        if self._first is not None and not known:
+            return [self._first[1]] * len(clients)
         found: dict[int, Constants] = {}
         ids, states = list(known), list(known.values())
         for places in alike(states):

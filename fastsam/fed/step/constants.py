@@ -76,14 +76,15 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """What follows from the numbers of a LocalUpdate. Equal local updates share one object.
+    """Properties that follow from the numbers of a LocalUpdate. Equal local updates share one object.
 
     Args:
         mix: weights of the two gradients.
         variant: which kernels a step calls.
         vectors: names of the vectors that are given.
         chains: the step can be one of several phases.
-        is_plain: nothing is done beside the steps: no first gradient, map, teacher, envelope, second model or phase.
+        is_plain: the client only takes steps, without a gradient at the start, a map of the inputs, a teacher, an
+            envelope, a second model, or phases.
     """
 
     mix: Mix

@@ -46,7 +46,7 @@ class StepVariant:
 
     @cached_property
     def rewrites(self) -> bool:
-        """True if the device or a schedule writes into `hparams`, which then differ from what was written last."""
+        """True if the device or a schedule changes `hparams` after they were written."""
         return self.surrogate or self.paced or self.piloted
 
     @cached_property
@@ -61,7 +61,7 @@ class StepVariant:
 
     @cached_property
     def walks(self) -> bool:
-        """True if every step has a perturbation of its own that no gradient finds."""
+        """True if every step has another perturbation, found without a gradient."""
         return self.direction is Direction.PATH
 
     @cached_property
