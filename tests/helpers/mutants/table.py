@@ -217,7 +217,7 @@ algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
-executors.kernel_calls Form.begin_: self.field(name).zero_() => pass @ fedtoga
+executors.kernel_calls Form._select: map(self.field, kind.memory) => () @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
@@ -329,7 +329,7 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PHI]) => 0.0 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
-executors.kernel_calls Form.begin_: self.momentum.zero_() => pass @ fedavg momentum
+executors.kernel_calls Form._select: [self.momentum, *map(self.field, kind.memory)] => [] @ fedavg momentum
 executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
