@@ -360,7 +360,7 @@ algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w
 algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
 executors.phases repeated: torch.mul(anchor, -task.step.proximal_coefficient, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
-executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
+executors.row Row._read_vectors: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
 algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.local_update: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.finish_client: results.alpha[:, None] => client['alpha'] @ apfl
