@@ -138,12 +138,13 @@ test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a 
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
+check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, prose of changed lines, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for

@@ -60,9 +60,9 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
             if any(_differs(a, b) for a, b in zip(_parts(together, place, n), _parts(made, 0, 1), strict=False)):
                 raise AlgorithmError(
                     f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
-                    "each by itself, so that results would depend on the executor. Each row must come from its own client: "
-                    "delta.norm(dim=1, keepdim=True) in place of delta.norm(), and no random numbers but those of a "
-                    "generator with a seed of round.seed"
+                    "each by itself, so that results would depend on the executor. Each row must come from its own "
+                    "client: delta.norm(dim=1, keepdim=True) in place of delta.norm(), and no random numbers but "
+                    "those of a generator with a seed of round.seed"
                 )
 
 
