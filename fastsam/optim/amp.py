@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from fastsam.optim.watch import parameters_of
+from fastsam.optim.parameters import parameters_of
 
 
 class LeavesScalingToStep:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.scalars import NUMBERS, OWN_OPTIONS, check_number
-from fastsam.optim.watch import parameters_of
 from fastsam_kernels.rules import RULES
 
 OURS = (

@@ -86,8 +86,6 @@ class Bucket:
         self._strides = [t.stride() for t in self.tensors]
         self._contiguous = all(t.is_contiguous() for t in self.tensors)
         self._all = tuple(range(len(self.tensors)))
-        # The imaginary part of a conjugate has its sign changed lazily; only with one element is it dense.
-        self._single = [i for i, t in enumerate(self.tensors) if t.numel() == 1]
         self._selections: dict[tuple[int, ...], Selection] = {}
         self._whole: Selection | None = None
 
@@ -133,20 +131,24 @@ class Bucket:
 
         Raises RuntimeError for a gradient that the kernels cannot read.
         """
-        grads: list[Any] = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
-        try:
-            # These find absent and sparse gradients too: they have no such properties.
-            ordered = (
-                all(map(_is_contiguous, grads)) if self._contiguous else [g.stride() for g in grads] == self._strides
-            )
-            plain = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
-            plain = plain and (torch.compiler.is_compiling() or self._bare(grads))
+        found = list(map(gradient_of, self.params)) if self.sharded else [p.grad for p in self.params]
+        slots = tuple(i for i, g in enumerate(found) if g is not None)
+        grads = [g for g in found if g is not None]
+        if not self._readable(slots, grads):
+            slots, grads = present(found, self.tensors, self.numbers)
+        return self.whole if len(slots) == len(found) else self.select(slots), grads
+
+    def _readable(self, slots: tuple[int, ...], grads: list[Any]) -> bool:
+        """Return True if kernels can read these gradients of the parameters in `slots` where they are."""
+        try:  # a sparse gradient has no such properties
+            if self._contiguous:
+                ordered = all(map(_is_contiguous, grads))
+            else:
+                ordered = [g.stride() for g in grads] == [self._strides[i] for i in slots]
+            alike = ordered and [g.dtype for g in grads].count(self.dtype) == len(grads)
+            return alike and (torch.compiler.is_compiling() or self._bare(slots, grads))
         except (AttributeError, RuntimeError, TypeError):
-            plain = False
-        if plain:
-            return self.whole, grads
-        slots, grads = present(grads, self.tensors, self.numbers)
-        return self.select(slots), grads
+            return False
 
     def raw_calls(self, selection: Selection) -> Any:
         """The shorter way to the kernels on these weights (`fastsam_kernels.raw_calls`), where the backend has one and
@@ -165,10 +167,13 @@ class Bucket:
             setattr(selection, name, found)
         return None if found is None or found.watched() else found
 
-    def _bare(self, grads: Sequence[Tensor]) -> bool:
-        """True for tensors of torch's own class, and no views whose signs are still to be changed: their elements are
-        what lies at their address."""
-        return list(map(type, grads)).count(Tensor) == len(grads) and not any(grads[i].is_neg() for i in self._single)
+    def _bare(self, slots: tuple[int, ...], grads: Sequence[Tensor]) -> bool:
+        """Return True for tensors of torch's own class in the shape of their parameters, without a pending sign: their
+        elements are what lies at their address."""
+        shapes = [g.shape for g in grads] == [self.tensors[i].shape for i in slots]
+        # The imaginary part of a conjugate has a pending sign; it is dense only with one element.
+        signs = not any(g.is_neg() for g in grads if g.numel() == 1)
+        return shapes and signs and list(map(type, grads)).count(Tensor) == len(grads)
 
     def field(self, name: str) -> Tensor:
         """A field of the update's state, `[1, row_size]` in the dtype of the arithmetic; zeros at first."""

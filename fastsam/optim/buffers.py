@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from operator import is_
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -20,12 +19,13 @@ from fastsam.optim import parameters
 from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
 from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
 from fastsam.optim.mixing import Call
+from fastsam.optim.param_guard import ParamGuard, any_gradient
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
 from fastsam.optim.sharded import drop_gathered, gathering, local
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
-from fastsam.optim.watch import Steady, Watch, any_gradient, parameters_of, steady_of
 from fastsam.step import Mix
 
 
@@ -68,8 +68,7 @@ class Buffers:
         self.left_out: list[Tensor] = []  # parameters that have no buffers
         self._decided: set[int] = set()  # ids of the parameters of which this is known
         self._updates: list[FusedUpdate] = []
-        self._watch: Watch | None = None
-        self._steady: Steady | None = None  # of the last look, if it may be shortened
+        self._guard: ParamGuard | None = None
         self._carried: Weights = {}
         self._ref = ref(self)
 
@@ -106,16 +105,14 @@ class Buffers:
             self._admit()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
-        steady = self._steady
-        grads = None if steady is None else steady.gradients(groups, state)
-        if grads is None:
+        first, guard = self.one_pass or self.phase is Phase.IDLE, self._guard
+        calls = None if guard is None else guard.gradients(groups, state, first)
+        if calls is None:
             self._follow()
             self._admit()
-            self._follow_state(groups, state)
-        watch = self._watch
-        assert watch is not None
-        first = self.one_pass or self.phase is Phase.IDLE
-        if first and (abandoned := watch.abandoned()):
+            self._follow_state(state)
+        assert self._guard is not None
+        if first and (abandoned := self._guard.abandoned()):
             raise RuntimeError(
                 f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other "
                 f"ones, as "
@@ -124,11 +121,9 @@ class Buffers:
                 "load this one's state_dict() into it"
             )
         self._refresh_options(groups)
-        if grads is not None and self._steady is steady:
-            bucket = self.buckets[0]
-            return [(bucket, bucket.whole, grads)]
-        calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
-        self._steady = self._steady_after(calls)
+        if calls is None or self._guard is not guard:
+            calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
+            self._guard.expect(calls, first)
         return calls
 
     def _admit(self) -> None:
@@ -148,16 +143,6 @@ class Buffers:
             self._read_options()
         self._scalars.copy_live()
 
-    def _steady_after(self, calls: Sequence[Call]) -> Steady | None:
-        """For the next `look`, where the parameters have one dtype and this one took their very gradients."""
-        if len(calls) == 1:
-            bucket, selection, grads = calls[0]
-            if selection is bucket.whole and all(map(is_, grads, [p.grad for p in bucket.params])):
-                watch, left_out = self._watch, self.left_out
-                every = (watch.params, left_out) if watch is not None and left_out else None
-                return steady_of(self.base.param_groups, bucket.params, grads, self.base.state, every)
-        return None
-
     @torch._disable_dynamo
     def _read_options(self) -> None:
         if rule_of(self.base) is not self.rule:
@@ -165,33 +150,33 @@ class Buffers:
         else:
             self._scalars.read(self.base.param_groups)
 
-    def _follow_state(self, groups: list[Group], state: State) -> None:
-        assert self._watch is not None
-        if not self._watch.same_state(state):
-            self._watch.note(groups, state)
+    def _follow_state(self, state: State) -> None:
+        assert self._guard is not None
+        if not self._guard.same_state(state):
+            self._guard.note_state(state)
             for update in self._updates:
                 update.forget()
 
     def _follow(self) -> None:
         """Notices parameters that moved, were converted or replaced."""
-        if self._watch is None:
+        if self._guard is None:
             self.rebuild()
         elif torch.compiler.is_compiling():
             return
-        elif not self._watch.same_parameters(self.base.param_groups):
+        elif not self._guard.same_parameters(self.base.param_groups):
             self.rebuild()
-        elif not self._watch.same_memory():
+        elif not self._guard.same_memory():
             self._check_shapes()
             midway = self.phase is not Phase.IDLE and any(bucket.in_place for bucket in self.buckets)
             if midway or not all(bucket.fits() for bucket in self.buckets):
                 self.rebuild()
             else:
-                parameters.check(self._watch.params)
+                parameters.check(self._guard.params)
                 for bucket in self.buckets:
                     bucket.moved()
                 for update in self._updates:
                     update.forget()
-                self._watch = self._look(self._watch.params, self._watch.members)
+                self._guard = self._make_guard(self._guard.params, self.buckets, self.left_out)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -223,14 +208,13 @@ class Buffers:
         self.perturbations = self.perturbations.to(device)
         sumsq = torch.zeros(1, dtype=torch.float64, device=device)
         self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
-        absent = set(map(id, left_out))
-        members = [p for p in params if id(p) not in absent] if left_out else params
-        watch = self._look(params, members)
+        guard = self._make_guard(params, buckets, left_out)
         # From here on nothing can fail.
         self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._watch, self._carried = watch, {}
+        self._guard, self._carried = guard, {}
         self.split = any(bucket.axes for bucket in buckets)
-        self._gathering = gathering(members) if any(bucket.sharded for bucket in buckets) else []
+        members = [p for bucket in buckets for p in bucket.params] if any(b.sharded for b in buckets) else []
+        self._gathering = gathering(members)
         self.left_out, self._decided = left_out, set(map(id, params))
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
@@ -239,12 +223,10 @@ class Buffers:
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
         return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._decided)]
 
-    def _look(self, params: list[Tensor], members: list[Tensor]) -> Watch:
-        # the groups, and the buckets or `left_out`
-        watch = Watch(params, 2, self._watch, None if members is params else members)
-        watch.note(self.base.param_groups, self.base.state)
-        self._steady = None
-        return watch
+    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], left_out: list[Tensor]) -> ParamGuard:
+        guard = ParamGuard(self.base.param_groups, params, buckets, left_out, self._guard)
+        guard.note_state(self.base.state)
+        return guard
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
@@ -267,7 +249,7 @@ class Buffers:
 
     def saved(self) -> Weights:
         """Copies of master weights and, while perturbed, of the unperturbed weights."""
-        if self._watch is None:
+        if self._guard is None:
             return self._carried
         return saved_weights(self.buckets, self.phase is not Phase.IDLE)
 
@@ -277,7 +259,7 @@ class Buffers:
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         if perturbed:
             _between.add(self._ref)
-        self._carried, self._watch, self._steady = weights, None, None
+        self._carried, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
         self.left_out = [params[i] for i in left_out or ()]

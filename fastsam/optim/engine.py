@@ -297,7 +297,7 @@ class Engine(Buffers):
             except (RuntimeError, TypeError, ValueError):
                 for bucket in self.buckets:
                     bucket.restore_fitting_()
-                self.phase, self._steady = Phase.IDLE, None
+                self.phase = Phase.IDLE
                 raise
             for bucket in self.buckets:
                 bucket.restore_(bucket.held)

@@ -61,7 +61,7 @@ class Exchange:
     """Some parameters, aliases of their own memory, and where their perturbed weights are in a step.
 
     `params` is the bucket's list, of which these are in `slots`: a list of our own would be another reference to each,
-    see `Watch.abandoned`.
+    see `ParamGuard.abandoned`.
     """
 
     def __init__(self, params: Sequence[Tensor], slots: Sequence[int], own: Sequence[Tensor]) -> None:

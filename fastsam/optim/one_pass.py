@@ -144,7 +144,7 @@ class OnePass(Engine):
 
     def rest_(self) -> None:
         """From the clean weights to the perturbed point; nothing before the first step."""
-        if self._watch is None and not self._carried and not self.base.state:
+        if self._guard is None and not self._carried and not self.base.state:
             return
         self.begin_step()
         self._follow()

@@ -15,9 +15,9 @@ from fastsam.optim.early import Early
 from fastsam.optim.engine import PLAIN, Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.one_pass import engine_of
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.statistics import Statistics
 from fastsam.optim.turns import Turns
-from fastsam.optim.watch import parameters_of
 
 NOT_THERE = (
     "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has "
