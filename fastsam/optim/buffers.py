@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import parameters
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
 from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
 from fastsam.optim.mixing import Call
@@ -99,7 +100,7 @@ class Buffers:
         are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
         parameters."""
         groups, state = self.base.param_groups, self.base.state
-        self._come_home()
+        self._swap_back()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
             self._follow()
             self._admit()
@@ -131,12 +132,12 @@ class Buffers:
         if self.left_out and any_gradient(self.left_out):
             self.rebuild()
 
-    def _come_home(self) -> None:
+    def _swap_back(self) -> None:
         """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they
         are."""
         if self.phase is not Phase.IDLE:
             for bucket in self.buckets:
-                bucket.come_home()
+                bucket.backup.swap_back()
 
     def _refresh_options(self, groups: list[Group]) -> None:
         if self._scalars.changed(groups):
@@ -167,7 +168,9 @@ class Buffers:
             self.rebuild()
         elif not self._guard.same_memory():
             self._check_shapes()
-            midway = self.phase is not Phase.IDLE and any(bucket.in_place for bucket in self.buckets)
+            midway = self.phase is not Phase.IDLE and any(
+                bucket.backup.target is Target.PARAMS for bucket in self.buckets
+            )
             if midway or not all(bucket.fits() for bucket in self.buckets):
                 self.rebuild()
             else:
@@ -245,7 +248,9 @@ class Buffers:
             return
         staying = set(map(id, params))
         for bucket in self.buckets:
-            bucket.restore_(bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying)))
+            bucket.backup.restore(
+                bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying))
+            )
 
     def saved(self) -> Weights:
         """Copies of master weights and, while perturbed, of the unperturbed weights."""

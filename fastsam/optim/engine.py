@@ -90,8 +90,8 @@ class Engine(Buffers):
         """Whether the step that begins, or is under way, perturbs."""
         return self.always or self.variant.perturbs(self.steps)
 
-    def perturb_(self, scale: Tensor | None = None, lent: bool = False) -> None:
-        """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. lent: the
+    def perturb_(self, scale: Tensor | None = None, donate: bool = False) -> None:
+        """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. donate: the
         caller clears the gradients next, so that their memory may be used. Raises RuntimeError, before anything is
         written, for unusable gradients."""
         calls = self._calls = self.look()
@@ -100,7 +100,7 @@ class Engine(Buffers):
         if not torch.compiler.is_compiling():
             self.begin_step()
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.backup.begin_step()
         if not self.plain:
             if not torch.compiler.is_compiling():
                 for _, _, grads in calls:
@@ -110,18 +110,18 @@ class Engine(Buffers):
             calls = self._calls = self._directed_(calls, scale)
         if self._seed is not None:
             self._seed.add_(1)
-        self._move_(calls, scale, lent)
+        self._move_(calls, scale, donate)
 
-    def _move_(self, calls: list[Call], scale: Tensor | None, lent: bool = False) -> None:
+    def _move_(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
         """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
-        that are saved. lent: see `perturb_`."""
+        that are saved. donate: see `perturb_`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
         alone = len(calls) == 1 and seed is None and not (self.sized or self.split)
         raw = None
         if alone:
             bucket, selection, grads = calls[0]
-            raw = bucket.leave(selection, grads, lent) or bucket.raw_calls(selection)
-        if raw is None or (self._scalars.adaptive and calls[0][0].masters):
+            raw = bucket.swap(selection, grads, donate) or bucket.raw_calls(selection)
+        if raw is None or (self._scalars.adaptive and calls[0][0].backup.is_master):
             self._norm_(calls)
             if self.variant.rho_fn is not None:
                 self._scalars.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
@@ -141,7 +141,7 @@ class Engine(Buffers):
         if self.early is not None:
             self.early.made.clear()
             for bucket, selection, _ in calls:
-                if lent and bucket.away:
+                if donate and bucket.backup.is_swapped:
                     self.early.listen(bucket, selection.slots, self._update_one_)
 
     def _update_one_(self, bucket: Bucket, slot: int) -> bool:
@@ -156,7 +156,7 @@ class Engine(Buffers):
             self._scalars.read(groups)
         self._scalars.copy_live()
         _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
-        if not bucket.bring(slot):
+        if not bucket.backup.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
@@ -165,10 +165,10 @@ class Engine(Buffers):
             raise RuntimeError(COULD_NOT)
         return True
 
-    def _come_home(self) -> None:
+    def _swap_back(self) -> None:
         if self.early is not None:
             self.early.stop()
-        super()._come_home()
+        super()._swap_back()
 
     def _directed_(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
         """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass
@@ -237,7 +237,7 @@ class Engine(Buffers):
                 update.put_back(before)
             raise
         for bucket in self.buckets:
-            bucket.note_versions()
+            bucket.backup.note_update()
         self._written()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
@@ -251,12 +251,10 @@ class Engine(Buffers):
         interrupt may find it half made."""
         if self.phase is Phase.IDLE:
             for bucket in self.buckets:
-                bucket.begin()
+                bucket.backup.begin_step()
                 bucket.held = bucket.select(())
         for bucket, selection, _ in calls:
-            bucket.in_place = bucket.updates_whole and not bucket.masters
-            if bucket.in_place:
-                selection.load()
+            bucket.backup.begin_unperturbed(selection, bucket.updates_whole)
         self.phase = Phase.PERTURBED
 
     @torch.no_grad()
@@ -291,16 +289,16 @@ class Engine(Buffers):
             for bucket, selection, grads in self._calls:
                 bucket.unperturb_(selection, grads, self._sum, self._seed)
         elif self.phase is not Phase.IDLE:
-            self._come_home()
+            self._swap_back()
             try:
                 self._follow()
             except (RuntimeError, TypeError, ValueError):
                 for bucket in self.buckets:
-                    bucket.restore_fitting_()
+                    bucket.backup.restore_fitting(bucket.held)
                 self.phase = Phase.IDLE
                 raise
             for bucket in self.buckets:
-                bucket.restore_(bucket.held)
+                bucket.backup.restore(bucket.held)
         self.phase = Phase.IDLE
         self._calls = []
         self._written()

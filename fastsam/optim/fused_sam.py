@@ -187,7 +187,7 @@ class FusedSAM(Saving):
         self._scaling.refuse_unscaled(self)
         graph = torch.is_grad_enabled()
         try:
-            self._engine.perturb_(None if self._engine.plain else self._scaling.scale, lent=zero_grad)
+            self._engine.perturb_(None if self._engine.plain else self._scaling.scale, donate=zero_grad)
             self._statistics.freeze()
             if zero_grad:
                 self.zero_grad()
@@ -354,7 +354,7 @@ class FusedSAM(Saving):
         with torch.enable_grad():
             loss = self._pass(closure, self._engine.phase)  # between steps
             if self._engine.always or self._engine.perturbs:
-                self._engine.perturb_(lent=True)
+                self._engine.perturb_(donate=True)
                 self._statistics.freeze()
                 self._pass(closure, Phase.PERTURBED)
         self._second_pass()

@@ -106,7 +106,7 @@ class Mixing:
             for g2 in last:
                 g2.mul_(a)
             if reading.beside is not None:
-                other = bucket.views(bucket.arena.field(reading.beside, bucket.dtype), selection)
+                other = selection.views(bucket.arena.field(reading.beside, bucket.dtype))
                 for g2, g1 in zip(last, other, strict=True):
                     g2.add_(g1 * b)
         return reading
@@ -211,7 +211,7 @@ def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total
 def _ratio(calls: Sequence[Call]) -> Tensor:
     """float64 `[1]`: `||g||/||m||` of these gradients and the memory, 0 where that is none. The weight of gradients is
     1 or -1 just now."""
-    kept = [(b, part, b.views(b.arena.field(MEMORY, b.dtype), part)) for b, part, _ in calls]
+    kept = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
     one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
     g, m = summed(calls, one, squares), summed(kept, one, squares)
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
@@ -238,8 +238,9 @@ def _corrected(
 ) -> list[partial[Any]]:
     """`w -= lr*sharpness*(g2 - g1)` from the weights as the update has left them: the update of an SGD with these
     numbers in `hparams`."""
-    backup = bucket.backup if bucket.masters else None
+    master = bucket.backup.is_master
+    backup = bucket.backup.weights if master else None
     options = {"steps": None, "g1": bucket.first(selection), "grad_scale": grad_scale, "found_inf": found_inf}
     operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, {**options, "first": False, "keep": bucket.masters})
+    calls = op_calls(bucket, operands, {**options, "first": False, "keep": master})
     return [*calls, partial(selection.store)] if selection.indirect else calls

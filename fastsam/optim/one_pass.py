@@ -99,7 +99,7 @@ class OnePass(Engine):
         return all(b.perturbed_slots(part, along, self._sum, self._seed) == part.slots for b, part, along in moves)
 
     def _versions_now(self) -> list[int]:
-        return [version for bucket in self.buckets for version in bucket.versions_now()]
+        return [version for bucket in self.buckets for version in bucket.backup.versions()]
 
     def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
         """The step from the saved weights, and the perturbation of what it gives."""
@@ -118,7 +118,7 @@ class OnePass(Engine):
         elif not self._scalars.adaptive and all(b.updates_whole and part is b.held for b, part, _ in calls):
             self._updated = Phase.PERTURBED
             for bucket in self.buckets:
-                bucket.in_saved = not bucket.masters
+                bucket.backup.begin_in_backup()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         found = super()._following(calls, found_inf) + self._keeping(calls, found_inf)
@@ -158,7 +158,7 @@ class OnePass(Engine):
             self.recover_()
             moves = self._ahead(whole)
         for bucket in self.buckets:
-            bucket.begin(saved=self.phase is Phase.PERTURBED)
+            bucket.backup.begin_step(has_weights=self.phase is Phase.PERTURBED)
         self._calls = moves
         self._move_(moves, None)
         self._rested = moves
@@ -267,9 +267,9 @@ def _along_gradient(bucket: Bucket, whole: bool) -> Call:
 def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
     """What the bucket's one such vector has of these parameters."""
     if torch.compiler.is_compiling():  # to which views made outside would be inputs of their own
-        return bucket.views(vector, part)
+        return part.views(vector)
     if part.along is None:
-        part.along = bucket.views(vector, part)
+        part.along = part.views(vector)
     return part.along
 
 
@@ -282,7 +282,7 @@ def _kept(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: T
     if part is not bucket.whole:
         taken.zero_()
     if grads:
-        torch._foreach_copy_(bucket.views(taken, part), list(grads))
+        torch._foreach_copy_(part.views(taken), list(grads))
     if found_inf is not None:
         torch.where(found_inf == 0, taken, memory, out=taken)
     return taking(memory, taken)

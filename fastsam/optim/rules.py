@@ -63,11 +63,9 @@ def calls_of(
     g1: the first gradients, where the update reads them.
     """
     state, steps = operands_of(rule, bucket, kind)
-    backup = None if bucket.in_place or bucket.in_saved else bucket.backup
-    tensors = [bucket.backup] if bucket.in_saved else part.tensors
-    operands = tensors, backup, grads, part.table, bucket.hparams, rule.name, state
+    operands = *bucket.backup.operands(part), grads, part.table, bucket.hparams, rule.name, state
     options: dict[str, Any] = {"steps": steps, "g1": g1, "grad_scale": grad_scale, "found_inf": found_inf}
-    options |= {"first": first, "keep": bucket.masters}
+    options |= {"first": first, "keep": bucket.backup.is_master}
     return op_calls(bucket, operands, options)
 
 

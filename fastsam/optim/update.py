@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import Bucket
 from fastsam.optim.rules import Kind, Rule, calls_of, operands_of
 from fastsam.optim.selection import Selection
@@ -92,7 +93,8 @@ class FusedUpdate:
         field of other gradients that the update reads too. Until they run, weights and state are as they were (saved,
         where they had not been)."""
         bucket = self.bucket
-        if selection is not bucket.held and not bucket.in_place:
+        target = bucket.backup.target
+        if selection is not bucket.held and target is not Target.PARAMS:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
@@ -100,7 +102,7 @@ class FusedUpdate:
             plan = self._plans[selection] = self._plan(selection, kinds, state)
         # Whether a first update is skipped decides what the next one is, so here the host has to know.
         if found_inf is not None and any(part.first for part in plan.parts) and found_inf.item() != 0:
-            return [partial(bucket.restore_, selection)]
+            return [partial(bucket.backup.restore, selection)]
         calls: list[partial[Any]] = []
         for part in plan.parts:
             mine = grads if part.index is None else [grads[i] for i in part.index]
@@ -109,9 +111,9 @@ class FusedUpdate:
                 if raw is not None:
                     calls += self._raw(part, raw, mine)
                     continue
-            g1 = None if beside is None else bucket.views(bucket.arena.field(beside, bucket.dtype), part.selection)
+            g1 = None if beside is None else part.selection.views(bucket.arena.field(beside, bucket.dtype))
             calls += self._calls(part, mine, grad_scale, found_inf, g1)
-        if selection.indirect and not bucket.in_saved:
+        if selection.indirect and target is not Target.BACKUP:
             calls.append(partial(selection.store))
         if plan.missing:
             afterwards.append(partial(state.update, plan.missing))
@@ -133,13 +135,13 @@ class FusedUpdate:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other
         gradients."""
         bucket = self.bucket
-        in_place = bucket.in_place or bucket.in_saved
+        in_place = bucket.backup.target is not Target.RESTORED
         if part.raw == (raw, in_place) and raw.again(part.calls, grads):
             return part.calls
         # An interrupt on the way leaves the calls of another step, which are not to be made again.
         part.raw = None, False
         state, steps = operands_of(self.rule, bucket, part.kind)
-        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
+        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
         if raw.REPEATS:  # other calls hold the gradients, which must not outlive the step
             part.calls, part.raw = calls, (raw, in_place)
         return calls
@@ -160,13 +162,13 @@ class FusedUpdate:
     def _written(self) -> dict[str, Tensor]:
         bucket = self.bucket
         fields = {name: bucket.field(name) for name in self.rule.state if name in bucket.arena}
-        return {**fields, "steps": bucket.steps, "backup": bucket.backup}
+        return {**fields, "steps": bucket.steps, "backup": bucket.backup.weights}
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """A parameter without a second gradient is restored; one without a first gradient is updated from where it
         is."""
         bucket, held = self.bucket, set(self.bucket.held.slots)
-        bucket.restore_(bucket.select(tuple(sorted(held.difference(selection.slots)))))
+        bucket.backup.restore(bucket.select(tuple(sorted(held.difference(selection.slots)))))
         late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
         if late:
             saved = bucket.select(tuple(i for i, _ in late))
