@@ -35,6 +35,11 @@ MESSAGE = (
     "second backward pass. scaler.update() makes this scaler ready for the next step"
 )
 
+SHARDED = (
+    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's "
+    "MixedPrecisionPolicy), which needs none, with skip_nonfinite=True for steps that are not finite"
+)
+
 
 class Scaling:
     """Which GradScaler steps an optimizer, so that the first pass can ask it what it did to the gradients."""
@@ -73,14 +78,14 @@ class Scaling:
         return self.saved if scaler is None else scaler._scale  # there is no way to ask that does not wait
 
 
-def forget_scales(optimizer: Optimizer) -> None:
+def forget_scales(optimizer: Any) -> None:
     """A GradScaler takes its attributes away only after a step that succeeded, and would multiply with them in the
     next."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
-def refuse_closure(optimizer: Optimizer, one_pass: bool = False) -> None:
+def refuse_closure(optimizer: Any, one_pass: bool = False) -> None:
     """Raises RuntimeError when a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)

@@ -91,11 +91,14 @@ class CopyBackup:
             return [self.weights], None
         return selection.tensors, self.weights if self.target is Target.RESTORED else None
 
-    def direct_operands(self, selection: Selection) -> tuple[Target, Sequence[Tensor], Tensor | None]:
-        """Return the operands of direct calls, and a key under which calls with these operands are kept."""
-        if self.target is Target.BACKUP:
-            return Target.BACKUP, selection.views(self.weights), self.weights
-        return Target.RESTORED, selection.tensors, self.weights
+    @property
+    def direct_key(self) -> Target:
+        """The key under which direct calls are kept: calls of equal keys have equal `direct_operands`."""
+        return Target.BACKUP if self.target is Target.BACKUP else Target.RESTORED
+
+    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
+        """Return the operands `params` and `backup` of direct calls."""
+        return selection.views(self.weights) if self.target is Target.BACKUP else selection.tensors, self.weights
 
     def note_update(self) -> None:
         """Note that an update was made."""
@@ -215,10 +218,12 @@ class SwapBackup(CopyBackup):
         super().begin_step(has_weights)
         self._swap = None
 
-    def direct_operands(self, selection: Selection) -> tuple[Target, Sequence[Tensor], Tensor | None]:
-        if self.target is Target.PARAMS:
-            return Target.PARAMS, selection.tensors, None
-        return super().direct_operands(selection)
+    @property
+    def direct_key(self) -> Target:
+        return self.target
+
+    def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
+        return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)
 
     def swaps(self, selection: Selection) -> bool:
         return selection.swap is not None

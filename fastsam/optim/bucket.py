@@ -135,10 +135,10 @@ class Bucket:
         nobody watches torch's calls; else None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
-        key, params, backup = self.backup.direct_operands(selection)
+        key = self.backup.direct_key
         if key not in selection.raw_calls:
-            make = getattr(self.kernels, "raw_calls", None)
-            selection.raw_calls[key] = make and make(params, backup, selection.table, self.hparams)
+            make, operands = getattr(self.kernels, "raw_calls", None), self.backup.direct_operands(selection)
+            selection.raw_calls[key] = make and make(*operands, selection.table, self.hparams)
         found = selection.raw_calls[key]
         return None if found is None or found.watched() else found
 

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from fastsam.optim import parameters
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
-from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
 from fastsam.optim.mixing import Call
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
 from fastsam.optim.sharded import drop_gathered, gathering, local
+from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 from fastsam.step import Mix
@@ -95,23 +95,23 @@ class Buffers:
         assert self.sumsq is not None
         return self.sumsq
 
-    def look(self) -> list[Call]:
+    def collect_grads(self) -> list[Call]:
         """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that
         are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
         parameters."""
         groups, state = self.base.param_groups, self.base.state
         self._swap_back()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
-            self._follow()
+            self._sync_params()
             self._admit()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
         first, guard = self.one_pass or self.phase is Phase.IDLE, self._guard
         calls = None if guard is None else guard.gradients(groups, state, first)
         if calls is None:
-            self._follow()
+            self._sync_params()
             self._admit()
-            self._follow_state(state)
+            self._sync_state(state)
         assert self._guard is not None
         if first and (abandoned := self._guard.abandoned()):
             raise RuntimeError(
@@ -151,14 +151,14 @@ class Buffers:
         else:
             self._scalars.read(self.base.param_groups)
 
-    def _follow_state(self, state: State) -> None:
+    def _sync_state(self, state: State) -> None:
         assert self._guard is not None
         if not self._guard.same_state(state):
             self._guard.note_state(state)
             for update in self._updates:
                 update.forget()
 
-    def _follow(self) -> None:
+    def _sync_params(self) -> None:
         """Notices parameters that moved, were converted or replaced."""
         if self._guard is None:
             self.rebuild()
@@ -271,15 +271,15 @@ class Buffers:
         self._decided = set() if left_out is None else set(map(id, params))
 
     @torch._disable_dynamo
-    def make_state_(self) -> None:
+    def make_state(self) -> None:
         """The state that the base optimizer has after its first step, as it is before it: for those who fill it with
         one that was saved. Of the parameters that have a gradient."""
-        self._follow()
+        self._sync_params()
         self._admit()
         for update in self._updates:
             update.begin(self._scalars.kinds, self.base.state)
 
-    def _written(self) -> None:
+    def _invalidate_unsharded(self) -> None:
         """Drop what torch keeps of the weights of before: autocast's casts and gathered parameters."""
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # else a region of autocast around both passes casts the weights once

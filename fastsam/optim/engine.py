@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from fastsam.optim.bucket import Bucket
 from fastsam.optim.buffers import Buffers, Phase
-from fastsam.optim.checkpoint import STEPS
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
 from fastsam.optim.mixing import Call, Mixing, squares
@@ -20,6 +19,7 @@ from fastsam.optim.rules import rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
+from fastsam.optim.state_dict_format import STEPS
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.conventions import FreedError, refuse_freed
 
@@ -33,7 +33,7 @@ UNREDUCED = (
 
 
 class Engine(Buffers):
-    """Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights
+    """Every method either does its work or raises and leaves a phase from which `recover` brings the original weights
     back."""
 
     def __init__(
@@ -90,11 +90,17 @@ class Engine(Buffers):
         """Whether the step that begins, or is under way, perturbs."""
         return self.always or self.variant.perturbs(self.steps)
 
-    def perturb_(self, scale: Tensor | None = None, donate: bool = False) -> None:
-        """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. donate: the
-        caller clears the gradients next, so that their memory may be used. Raises RuntimeError, before anything is
-        written, for unusable gradients."""
-        calls = self._calls = self.look()
+    def perturb(self, calls: list[Call], scale: Tensor | None, donate: bool) -> None:
+        """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
+
+        Args:
+            calls: gradients of each bucket.
+            scale: loss scale of the gradients, None for 1 or if it is not known.
+            donate: the caller clears the gradients next, so that their memory may be used.
+
+        Raises RuntimeError, before anything is written, for unusable gradients.
+        """
+        self._calls = calls
         if self.split and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
         if not torch.compiler.is_compiling():
@@ -106,15 +112,15 @@ class Engine(Buffers):
                 for _, _, grads in calls:
                     refuse_freed(grads)
             if not self.perturbs:
-                return self._stay()
-            calls = self._calls = self._directed_(calls, scale)
+                return self._skip_perturbation()
+            calls = self._calls = self._with_directions(calls, scale)
         if self._seed is not None:
             self._seed.add_(1)
-        self._move_(calls, scale, donate)
+        self._move(calls, scale, donate)
 
-    def _move_(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
+    def _move(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
         """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
-        that are saved. donate: see `perturb_`."""
+        that are saved. donate: see `perturb`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
         alone = len(calls) == 1 and seed is None and not (self.sized or self.split)
         raw = None
@@ -122,7 +128,7 @@ class Engine(Buffers):
             bucket, selection, grads = calls[0]
             raw = bucket.swap(selection, grads, donate) or bucket.raw_calls(selection)
         if raw is None or (self._scalars.adaptive and calls[0][0].backup.is_master):
-            self._norm_(calls)
+            self._norm(calls)
             if self.variant.rho_fn is not None:
                 self._scalars.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
             self.phase = phase
@@ -133,20 +139,20 @@ class Engine(Buffers):
             try:
                 bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
             except FreedError:
-                self.phase = before  # to take back a perturbation, `recover_` would read the gradients
+                self.phase = before  # to take back a perturbation, `recover` would read the gradients
                 raise
         self.phase = Phase.PERTURBED
         self._calls = []
-        self._written()
+        self._invalidate_unsharded()
         if self.early is not None:
             self.early.made.clear()
             for bucket, selection, _ in calls:
                 if donate and bucket.backup.is_swapped:
-                    self.early.listen(bucket, selection.slots, self._update_one_)
+                    self.early.listen(bucket, selection.slots, self._update_one)
 
-    def _update_one_(self, bucket: Bucket, slot: int) -> bool:
+    def _update_one(self, bucket: Bucket, slot: int) -> bool:
         """The update of a parameter whose second gradient is whole, while others wait for theirs. False: it is left to
-        `update_`."""
+        `update`."""
         groups, state = self.base.param_groups, self.base.state
         if self.phase is not Phase.PERTURBED or bucket not in self.buckets or rule_of(self.base) is not self.rule:
             return False
@@ -170,30 +176,30 @@ class Engine(Buffers):
             self.early.stop()
         super()._swap_back()
 
-    def _directed_(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
+    def _with_directions(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
         """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass
         needs them."""
         if self.parts:
-            calls = [self._moving(*call) for call in calls]
+            calls = [self._perturbed_subset(*call) for call in calls]
         if self.mixing.keeps_first:
             for bucket, selection, grads in calls:
                 bucket.keep_first_(selection, grads)
         return self.mixing.directed(calls, scale) if self.directs else calls
 
-    def _moving(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> Call:
+    def _perturbed_subset(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> Call:
         """Those of these parameters that the variant perturbs."""
         moves = list(map(self.variant.moves, self.base.param_groups))
         found = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if moves[bucket.groups[i]]]
         return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
 
-    def _stay(self) -> None:
+    def _skip_perturbation(self) -> None:
         """The first pass of a step that does not perturb: the weights are not saved, since nothing moves them."""
         for bucket in self.buckets:
             bucket.held = bucket.select(())
         self.phase, self._calls = Phase.PERTURBED, []
 
-    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
-        """Second pass, fused, with what `look` gave: the original weights back, and the step from them."""
+    def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
+        """Second pass, fused, with what `collect_grads` gave: the original weights back, and the step from them."""
         if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
         perturbed, beside = self.always or self.perturbs, None
@@ -238,7 +244,7 @@ class Engine(Buffers):
             raise
         for bucket in self.buckets:
             bucket.backup.note_update()
-        self._written()
+        self._invalidate_unsharded()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls after an update: the step is counted."""
@@ -258,7 +264,7 @@ class Engine(Buffers):
         self.phase = Phase.PERTURBED
 
     @torch.no_grad()
-    def mix_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Tensor | None:
+    def combine_grads(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Tensor | None:
         """For a base optimizer that makes its own step: its gradients become what the variant makes of them. Returns
         `found_inf`, not 0 where a variant that mixes had first gradients that were not finite."""
         self._after = []
@@ -267,7 +273,7 @@ class Engine(Buffers):
             self._after, found_inf = reading.after, reading.found_inf
         return found_inf
 
-    def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
+    def finish_step(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""
         if self.mixes and made:
             if self.perturbs:
@@ -277,13 +283,13 @@ class Engine(Buffers):
                 call()
         if not self.always:
             self.steps, self.finishing = self.steps + 1, False
-        self._written()
+        self._invalidate_unsharded()
 
-    def recover_(self) -> None:
-        """The original weights back, bit for bit, from whatever phase; nothing when they are there.
+    def recover(self) -> None:
+        """Bring the original weights back, bit for bit, from whatever phase.
 
-        Raises as `look` does when a parameter changed so that its saved weights have no place in it; all others are
-        restored then.
+        Raises as `collect_grads` does if a parameter changed so that its saved weights have no place in it; all others
+        are restored then.
         """
         if self.phase is Phase.PERTURBING:
             for bucket, selection, grads in self._calls:
@@ -291,7 +297,7 @@ class Engine(Buffers):
         elif self.phase is not Phase.IDLE:
             self._swap_back()
             try:
-                self._follow()
+                self._sync_params()
             except (RuntimeError, TypeError, ValueError):
                 for bucket in self.buckets:
                     bucket.backup.restore_fitting(bucket.held)
@@ -301,11 +307,11 @@ class Engine(Buffers):
                 bucket.backup.restore(bucket.held)
         self.phase = Phase.IDLE
         self._calls = []
-        self._written()
+        self._invalidate_unsharded()
 
-    def fall_back_(self) -> None:
+    def fall_back(self) -> None:
         """After an exception in a step: the weights as they were between steps, bit for bit."""
-        self.recover_()
+        self.recover()
 
     def nonfinite(self, calls: Sequence[Call], found_inf: Tensor | None) -> Tensor:
         """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the
@@ -322,7 +328,7 @@ class Engine(Buffers):
         alike."""
         return self.perturbations if self.stochastic_rounding else None
 
-    def _norm_(self, calls: Sequence[Call]) -> None:
+    def _norm(self, calls: Sequence[Call]) -> None:
         """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it."""
         adaptive = self._scalars.adaptive
         if self.split:

@@ -226,7 +226,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
         kept, moved = [p.data_ptr() for p in model.parameters() if p.numel()], []
         for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
             model().backward()
-            opt._engine._follow()
+            opt._engine._sync_params()
             opt._engine.buckets[0].device = torch.device("cuda")  # whose streams may be captured
             with opt.perturbed():
                 moved.append(kept != [p.data_ptr() for p in model.parameters() if p.numel()])

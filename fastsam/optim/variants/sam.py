@@ -151,3 +151,16 @@ def check_real(name: str, value: float) -> None:
     of their own."""
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def variant_of(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
+    """Return the given variant, or a SAM with these options if None is given."""
+    if variant is None:
+        return SAM(0.05 if rho is None else rho, adaptive, eta)
+    if not isinstance(variant, SAM):
+        raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
+    if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
+        raise ValueError(
+            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
+        )
+    return variant
