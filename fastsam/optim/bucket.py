@@ -181,10 +181,12 @@ class Bucket:
     ) -> list[Tensor]:
         """What to perturb these parameters along: `choose(g, memory, after)`, see `SAM.direction`. The others' memory
         stays. factor: None for 1."""
-        memory, after = self.field(MEMORY), self.field(NEXT)
         g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
+        if MEMORY not in self.arena:
+            return self._rounded(choose(g, g[:, :0], g[:, :0]), selection)
+        memory, after = self.field(MEMORY), self.field(NEXT)
         found = choose(g, memory, after)
         if selection is not self.whole and (others := self._others(selection)).slots:
             torch._foreach_copy_(others.views(after), others.views(memory))
@@ -318,6 +320,7 @@ class Bucket:
         return tuple(i for i, weights in saved if same_bits(self.aliases[i], weights.to(self.dtype)))
 
 
+Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

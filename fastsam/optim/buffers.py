@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim import parameters
 from fastsam.optim.backup import Target
-from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
-from fastsam.optim.mixing import Call
+from fastsam.optim.bucket import MEMORY, Bucket, Call, buckets_of
 from fastsam.optim.param_guard import ParamGuard, any_gradient
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.rules import Group, Rule, rule_of

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import Bucket
+from fastsam.optim.bucket import Bucket, Call
 from fastsam.optim.buffers import Buffers, Phase
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
-from fastsam.optim.mixing import Call, Mixing, squares
+from fastsam.optim.mixing import Mixing, squares
 from fastsam.optim.rules import rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
@@ -51,11 +51,11 @@ class Engine(Buffers):
         # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
-        self.directs = variant.memory is Memory.DIRECTION
-        self.sized = variant.rho_fn is not None
+        self.directs = variant.has_direction
+        self.sized = variant.rho_fn is not None or variant.norm_degree != 2
         self.parts = type(variant).moves is not SAM.moves
         # What SAM does, and nothing else.
-        self.plain = self.always and not (self.mixes or self.sized or self.parts)
+        self.plain = self.always and not (self.mixes or self.directs or self.sized or self.parts)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
@@ -331,6 +331,11 @@ class Engine(Buffers):
     def _norm(self, calls: Sequence[Call]) -> None:
         """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it."""
         adaptive = self._scalars.adaptive
+        if self.variant.norm_degree != 2:
+            if adaptive:
+                raise ValueError(f"adaptive=True in a parameter group cannot be combined with {self.variant}")
+            self._sum.copy_(_largest(calls, self._sum).square())
+            return
         if self.split:
             self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
             return
@@ -351,3 +356,11 @@ class Engine(Buffers):
         if self.mixing.unit is not None:
             found["unit"] = float(self.mixing.unit)
         return found
+
+
+def _largest(calls: Sequence[Call], like: Tensor) -> Tensor:
+    """Return the largest absolute value in the vectors of `calls`, 0 without any, NaN if one is NaN."""
+    tensors = [g for _, _, grads in calls for g in grads if g.numel()]
+    if not tensors:
+        return torch.zeros_like(like)
+    return torch.stack([norm.to(like.dtype) for norm in torch._foreach_norm(tensors, torch.inf)]).amax().view(1)

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from fastsam.backends import select
 from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
-from fastsam.optim.engine import Call, Phase
+from fastsam.optim.bucket import Call
+from fastsam.optim.buffers import Phase
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.one_pass import engine_of
 from fastsam.optim.param_groups import add_param_group, check_parameters, share_groups

@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
+from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket, Call
 from fastsam.optim.rules import op_calls
 from fastsam.optim.scalars import Scalars, Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.columns import HParam
-
-Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
 
 
 class Reading(NamedTuple):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket
+from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Call
 from fastsam.optim.buffers import Phase
 from fastsam.optim.engine import PLAIN, Engine
-from fastsam.optim.mixing import Call, silent, taking
+from fastsam.optim.mixing import silent, taking
 from fastsam.optim.rules import Group, rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastsam import ops
 from fastsam.optim import parameters
@@ -10,9 +10,6 @@ from fastsam.optim.one_pass import check_base
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.scalars import OWN_OPTIONS, check_group
 from fastsam.optim.sharded import is_sharded, refuse_options
-
-if TYPE_CHECKING:
-    from fastsam.optim.fused_sam import FusedSAM
 
 
 def share_groups(optimizer: Any) -> None:
@@ -24,7 +21,7 @@ def share_groups(optimizer: Any) -> None:
             setattr(base, name, getattr(optimizer, name))
 
 
-def add_param_group(optimizer: FusedSAM, param_group: dict[str, Any]) -> None:
+def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
     """Add a group to both optimizers, or raise and add nothing."""
     if isinstance(param_group, dict):
         for name in OWN_OPTIONS:
@@ -40,11 +37,16 @@ def add_param_group(optimizer: FusedSAM, param_group: dict[str, Any]) -> None:
         raise
 
 
-def check_parameters(optimizer: FusedSAM) -> None:
+def check_parameters(optimizer: Any) -> None:
     """Raise if `optimizer` cannot optimize its parameters."""
     params, engine = parameters_of(optimizer.param_groups), optimizer._engine
     parameters.check(params)
     if any(map(is_sharded, params)):
+        if engine.variant.norm_degree != 2:
+            raise ValueError(
+                f"{type(engine.variant).__name__} with DTensor parameters is not supported, because its norm is not "
+                f"reduced between ranks. Take a variant with an L2 norm"
+            )
         refuse_options(engine.stochastic_rounding, engine.exclusive)
     for dtype in {p.dtype for p in params}:
         ops.bind(optimizer._engine.backend, params[0].device, dtype)

@@ -7,17 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import is_, is_not, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastsam.optim.bucket import Bucket, Call
+from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local
-
-if TYPE_CHECKING:
-    from fastsam.optim.bucket import Bucket
-    from fastsam.optim.mixing import Call
-    from fastsam.optim.selection import Selection
 
 try:  # private to torch: without it, every pass looks at every tensor in Python
     from torch._C._dynamo.guards import TensorGuards

@@ -1,11 +1,12 @@
-"""State dicts and pickles of `FusedSAM`, at any moment of a step. `state_dict_format` has the format."""
+"""State dicts and pickles of `FusedSAM`, at any moment of a step. `state_dict_format` has the format.
+Each function gets the `FusedSAM`."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -19,9 +20,7 @@ from fastsam.optim.param_groups import share_groups
 from fastsam.optim.parameters import parameters_of
 from fastsam.optim.state_dict_format import COPIED_ALONE, Loaded, pack
 from fastsam.optim.statistics import Statistics
-
-if TYPE_CHECKING:
-    from fastsam.optim.fused_sam import FusedSAM
+from fastsam.optim.variants.sam import Memory
 
 NOT_THERE = (
     "torch.distributed.checkpoint saves the state of an optimizer whose weights are perturbed: what it loads into has "
@@ -41,7 +40,7 @@ def called_by_checkpoint(function: str) -> bool:
     return frame is not None and frame.f_code.co_name == function
 
 
-def make_state_dict(optimizer: FusedSAM) -> dict[str, Any]:
+def make_state_dict(optimizer: Any) -> dict[str, Any]:
     """Return the state dict of an optimizer."""
     engine = optimizer._engine
     share_groups(optimizer)
@@ -56,7 +55,7 @@ def make_state_dict(optimizer: FusedSAM) -> dict[str, Any]:
         own["training"] = engine.training
     if (left_out := engine.numbers_left_out()) is not None:
         own["left_out"] = left_out
-    if engine.directs and optimizer._scaling.scale is not None:
+    if engine.variant.memory is Memory.DIRECTION and optimizer._scaling.scale is not None:
         own["scale"] = float(optimizer._scaling.scale)
     state_dict = pack(optimizer.base_optimizer.state_dict(), params, engine.saved(), own)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
@@ -65,7 +64,7 @@ def make_state_dict(optimizer: FusedSAM) -> dict[str, Any]:
     return state_dict
 
 
-def load_state_dict(optimizer: FusedSAM, state_dict: dict[str, Any]) -> None:
+def load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """Take over a state dict."""
     engine = optimizer._engine
     optimizer._require(
@@ -105,7 +104,7 @@ def load_state_dict(optimizer: FusedSAM, state_dict: dict[str, Any]) -> None:
         warnings.warn(COPIED_ALONE.format(loaded.lost), UserWarning, stacklevel=3)
 
 
-def make_pickle(optimizer: FusedSAM) -> dict[str, Any]:
+def make_pickle(optimizer: Any) -> dict[str, Any]:
     """Return what a copy or a pickle of an optimizer consists of."""
     engine = optimizer._engine
     share_groups(optimizer)
@@ -132,7 +131,7 @@ def make_pickle(optimizer: FusedSAM) -> dict[str, Any]:
     }
 
 
-def load_pickle(optimizer: FusedSAM, state: dict[str, Any]) -> None:
+def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     """Make an optimizer of what `make_pickle` returned."""
     backend, perturbed, saved = (state.pop(name) for name in ("backend", "perturbed", "saved"))
     rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
@@ -159,7 +158,7 @@ def load_pickle(optimizer: FusedSAM, state: dict[str, Any]) -> None:
     optimizer._follow_modules()
 
 
-def make_initial_state(optimizer: FusedSAM) -> None:
+def make_initial_state(optimizer: Any) -> None:
     """Make a step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for
     one that was saved to come in."""
     share_groups(optimizer)

@@ -15,7 +15,9 @@ from fastsam.optim.variants import (
     MSAM,
     WSAM,
     FriendlySAM,
+    GradientPenalty,
     LastGradient,
+    LInfSAM,
     LookSAM,
     VaSSO,
 )
@@ -122,6 +124,25 @@ class PaperFriendly(Paper):
     def direction(self, g1: Tensor) -> Tensor:
         self.m = self.lmbda * self.m + (1 - self.lmbda) * g1
         return g1 - self.sigma * self.m
+
+
+class PaperGradientPenalty(Paper):
+    """Zhao et al. 2022, the gradient of the penalized loss to first order; `alpha` is given."""
+
+    alpha: float
+
+    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+        return (1 - self.alpha) * g1 + self.alpha * g2
+
+
+class PaperLInf(Paper):
+    """Foret et al. 2021, equation 2 with p = infinity: `run` divides by the L2 norm of the signs."""
+
+    def direction(self, g1: Tensor) -> Tensor:
+        return g1.sign()
+
+    def radius(self, norm: Tensor) -> Tensor | float:
+        return 0.05 * norm
 
 
 class PaperVaSSO(Paper):
@@ -243,6 +264,8 @@ CASES: dict[str, Case] = {
     ),
     "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(interval=3), THIRD),
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
+    "gradient penalty": Case(GradientPenalty(RHO, alpha=ALPHA), lambda: PaperGradientPenalty(alpha=ALPHA)),
+    "l-inf": Case(LInfSAM(0.05), PaperLInf),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2), OTHER),
     "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),
