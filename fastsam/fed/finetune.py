@@ -57,7 +57,7 @@ def finetune(
     weights = next(p for p in model.parameters() if p.requires_grad)
     population = prepare(clients, test, weights.dtype, weights.device, isinstance(given, BatchLoss), collate)
     loss = trial_batch.batch_loss(given, population)
-    evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.validation, settings.seed)
+    evaluator = Evaluator(cast(Loss, loss), population, _classifies(result), settings.client_test_split, settings.seed)
     if not evaluator.classifies:
         raise ValueError(
             "fine-tuning reports each client's accuracy. It needs a test set and a model with one output per class. "

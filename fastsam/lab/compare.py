@@ -20,6 +20,7 @@ from fastsam.fed.common.atomic_files import make_directory, read_json, write_jso
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
+from fastsam.fed.rundir.manifest import with_current_names
 from fastsam.lab import experiment, report
 from fastsam.lab.config import ConfigError, Source, resolve
 from fastsam.lab.experiment import Experiment
@@ -215,7 +216,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
+    return with_current_names(content) if isinstance(content, dict) else {}
 
 
 def write_record(plan: Plan, directory: Path) -> None:
@@ -238,7 +239,7 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     between swept values of the data has a line for each, with the value in its name."""
     config = plan.configs[0]
     swept = {axis.key for axis in plan.sweep}
-    keys = ("rounds", "participation", "local_epochs", "batch_size", "model", "validation")
+    keys = ("rounds", "participation", "local_epochs", "batch_size", "model", "client_test_split")
     firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
     configs = {data_key(c): c for c in reversed(plan.configs)}
     told = {

@@ -24,6 +24,7 @@ from fastsam.fed.common.atomic_files import read_bytes, read_json
 from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
+from fastsam.fed.rundir.manifest import with_current_names
 from fastsam.lab.keys import KEYS, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):
@@ -81,6 +82,8 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
         ) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
+    if path.suffix == ".json":
+        content = with_current_names(content)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key not in TABLES}
     values = {key: value for key, value in content.items() if key not in tables}
     compare = tables.pop("compare", {})

@@ -20,8 +20,8 @@ from fastsam.fed.executors.sequential import Sequential
 class Scaffold:
     """Control variates, on the server and on every client. Derives from nothing."""
 
-    down: ClassVar[float] = 2
-    up: ClassVar[float] = 2
+    download_vectors: ClassVar[float] = 2
+    upload_vectors: ClassVar[float] = 2
     rho: float | None = None
 
     def init_server(self, w0: Tensor) -> State:

@@ -26,7 +26,7 @@ class Sometimes(fed.FedAvg):
     def finish_client(self, server: Any, client: Any, results: Any, about: Any) -> Any:
         _, upload = super().finish_client(server, client, results, about)
         state = {} if about.index % 2 else {"h": results.delta.clone()}
-        total = {"odd": results.delta} if results.samples[0] % 2 else {}  # the executor closes them one by one
+        total = {"odd": results.delta} if results.num_samples[0] % 2 else {}  # the executor closes them one by one
         return state, Upload(upload.mean, total)
 
 

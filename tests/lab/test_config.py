@@ -182,8 +182,8 @@ def test_flags_that_may_be_a_word_or_a_list(tmp_path: Path) -> None:
     for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2]), ("[3]", [3])):
         assert resolve(tmp_path, FILE, "--weighting", value).weighting == wanted
     assert resolve(tmp_path, FILE, "--lr", "cosine(0.1, 0.01, 5)").lr == "cosine(0.1, 0.01, 5)"
-    assert resolve(tmp_path, FILE, "--personal", "out").personal == "out"
-    assert resolve(tmp_path, FILE, "--personal", "out,hidden").personal == ["out", "hidden"]
+    assert resolve(tmp_path, FILE, "--local-parameters", "out").local_parameters == "out"
+    assert resolve(tmp_path, FILE, "--local-parameters", "out,hidden").local_parameters == ["out", "hidden"]
 
 
 def test_bad_flags(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from fastsam.fed.clients.weights import own_weights
 from fastsam.fed.loop import client_state, trial_step
 from fastsam.fed.loop.contract import (
     asked,
-    check_aggregation,
     check_begin,
     check_client,
     check_server,
@@ -32,8 +31,11 @@ from fastsam.fed.loop.pooled_data import in_turn, pooled
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.privacy import mechanism
+from fastsam.fed.privacy.options import check_run as check_privacy
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.stages.noise import noise_of
+from fastsam.fed.stages.order import chain
+from fastsam.fed.stages.robust import check_aggregation
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -65,7 +67,7 @@ def assemble(
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
-    mechanism.check(settings, algorithm, tried.changed_buffers)
+    check_privacy(settings, algorithm, tried.changed_buffers)
     personal = personal_of(
         algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
     )
@@ -73,7 +75,7 @@ def assemble(
     w0 = view.row.clone()
     server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
     check_begin(server, "init_server")
-    privacy = mechanism.make(settings, parameter_layout, len(population.sizes), place)
+    noise = noise_of(settings, parameter_layout, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
@@ -97,25 +99,23 @@ def assemble(
     chosen = executors.choose(settings.executor, setup)
     nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
-    made = make(
+    measuring = make(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
         batch_size=settings.batch_size, rounds=settings.rounds, seed=settings.seed, classifies=tried.classifies,
     )  # fmt: skip
-    return Loop(
-        population,
+    stages = chain(
         algorithm,
-        settings,
-        chosen,
-        evaluator,
-        view,
-        states,
-        made,
-        ranks,
-        parameter_layout,
-        weights,
+        clip_update=settings.clip_update,
+        buffers=settings.buffers,
+        rule=settings.rule,
+        measures=measuring,
+        noise=noise,
+    )
+    run = Loop(
+        population, algorithm, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,
-        privacy,
-    ), state
+    )  # fmt: skip
+    return run, state
 
 
 def _check_inputs(

@@ -4,15 +4,12 @@ seen."""
 from __future__ import annotations
 
 import cmath
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation import Rule
-from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Algorithm, State, Upload
+from fastsam.fed.algorithms.base import State, Upload
 from fastsam.fed.step.local_update import VECTORS, LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
@@ -60,59 +57,6 @@ def check_algorithm(algorithm: object) -> None:
             f"algorithm must be like fastsam.fed.FedAvg(), got {algorithm!r} without {', '.join(missing)}; "
             "derive its class from fastsam.fed.Algorithm"
         )
-
-
-_FEWEST = 3  # clients of a round among whom a majority can stand against one
-
-
-def check_aggregation(rule: Rule | None, algorithm: object, cohort: int, ranks: int) -> None:
-    """Raises ValueError, with what would work, where a robust rule has no meaning. cohort: clients that a round is
-    likely to have at most."""
-    if rule is None:
-        return
-    name = type(algorithm).__name__
-    if getattr(algorithm, "pools_data", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
-        )
-    if getattr(algorithm, "uses_sums", False):
-        raise no_sums(rule, name)
-    if getattr(algorithm, "sends_weights", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
-            f"weights of their own "
-            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with "
-            "clip_update=..."
-        )
-    if ranks > 1:
-        raise ValueError(
-            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes "
-            f"are never together; "
-            "use one process, or aggregation='mean'"
-        )
-    if cohort < _FEWEST:
-        raise ValueError(
-            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and "
-            f"this run has rounds of "
-            f"{cohort}; use a larger participation, or aggregation='mean'"
-        )
-
-
-def no_sums(rule: Rule, name: str) -> ValueError:
-    """The algorithm of that name has sums that no rule can stand in for."""
-    served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
-    return ValueError(
-        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
-        f"keep "
-        f"(Upload(sum=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
-        f"{served}"
-    )
-
-
-def _compared(algorithm: Algorithm) -> bool:
-    """Whether whole models of its clients can be compared, and means are all that its server reads."""
-    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data or stays)
 
 
 def check_server(server: object, like: Tensor, who: str) -> State:
@@ -254,28 +198,6 @@ def check_closed(closed: object, server: State, n: int) -> tuple[State, Upload]:
     return state, upload
 
 
-def own_weights_of(upload: Upload, sends_weights: bool, n: int, device: torch.device) -> Tensor | None:
-    """The weights that n clients send, float64 `[n]`; None for an algorithm whose clients send none.
-
-    Raises ValueError for weights that do not belong to what the algorithm says of itself, are not n, or negative.
-    """
-    if (upload.weight is not None) != sends_weights:
-        raise ValueError(
-            "finish_client must return an Upload with a weight in every round if the class says sends_weights = True, "
-            "and never otherwise; got "
-            f"{'none with' if sends_weights else 'one without'} sends_weights = True"
-        )
-    if upload.weight is None:
-        return None
-    weights = torch.as_tensor(upload.weight, dtype=torch.float64, device=device).detach()
-    if weights.shape != (n,) or bool((weights < 0).any()):
-        raise ValueError(
-            f"Upload(weight=...) of finish_client must be a number >= 0 for each of the {n} clients, [{n}]; got "
-            f"{weights.tolist() if weights.shape == (n,) else list(weights.shape)}"
-        )
-    return weights
-
-
 def _check_rows(vectors: Mapping[str, Tensor], n: int, what: str) -> None:
     for name, x in vectors.items():
         if x.dim() == 0 or len(x) != n:
@@ -304,47 +226,6 @@ class Unwritten:
                     f"a function of the algorithm wrote into {name}, which is shared; it must return a new tensor "
                     "(x + y in place of x += y or x.add_(y))"
                 )
-
-
-def numbers(found: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
-    """What a method of the measures returned, as Python's own numbers.
-
-    Raises ValueError unless it is a dict of numbers (or None), under names that are not `reserved`.
-    """
-    return {
-        name: value if value is None or isinstance(value, (int, float)) else _number(value, who, name)
-        for name, value in _entries(found, who, reserved)
-    }
-
-
-def rows_of_numbers(found: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
-    """As `numbers`, of n clients: a list or a tensor of n numbers under each name."""
-    made: dict[str, list[float]] = {}
-    for name, values in _entries(found, who, reserved):
-        if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
-            raise ValueError(
-                f"{who} of the measures must return {n} numbers, one for each client, got {_kind(values)} for {name!r}"
-            )
-        made[name] = [_number(value, who, name) for value in values]
-    return made
-
-
-def _entries(found: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{who} of the measures must return a dict of numbers, got {_kind(found)}")
-    for name in found:
-        if name in reserved:
-            raise ValueError(f"{who} of the measures returned {name!r}, which the run has already; choose another name")
-    return found.items()
-
-
-def _number(value: Any, who: str, name: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{who} of the measures must return numbers (or None), got {_kind(value)} for {name!r}"
-        ) from error
 
 
 def _tensors(state: Mapping[Any, Any]) -> bool:

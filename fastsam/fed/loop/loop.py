@@ -1,4 +1,10 @@
-"""The federated loop: sample -> constants -> train -> client_end -> server -> evaluate -> log -> checkpoint."""
+"""The federated loop.
+
+One round:  Loop._sample -> Cohort.tasks (Algorithm.init_client, local_update) -> Executor.train (local steps)
+            -> Cohort.finish (Stage.process_results, Algorithm.finish_client, Stage.process_uploads, fixed-point sums)
+            -> Cohort.all_reduce -> Stage.process_aggregate -> Algorithm.step_server -> Stage.process_buffers
+            -> Evaluator -> Stage.measure, Stage.record -> RunDirectory.log and save
+"""
 
 from __future__ import annotations
 
@@ -16,37 +22,38 @@ from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
 from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import ClientStates
-from fastsam.fed.loop.contract import asked, check_finite, check_server, numbers
+from fastsam.fed.loop.contract import asked, check_finite, check_server
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import ClientModels
-from fastsam.fed.loop.round import BUFFERS, Cohort
-from fastsam.fed.measures import NAMES
-from fastsam.fed.measures.base import Measures
-from fastsam.fed.privacy.mechanism import Privacy
+from fastsam.fed.loop.round import Cohort
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
-from fastsam.fed.step.model_copy import Replica, move_buffers
+from fastsam.fed.stages.base import Stage
+from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.parameter_layout import ParameterLayout
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.ranks import Ranks
 
-_KEYS = (  # of a record, apart from those of evaluations and measures
+_KEYS = (  # of a record, apart from those of evaluations and stages
     *("round", "lr", "server_lr", "clients", "samples", "steps", "train_loss", "megabytes_down", "megabytes_up"),
-    *("backprops", "seconds_training", "seconds", "clip_update", "epsilon", "delta"),
+    *("backprops", "seconds_training", "seconds"),
 )
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What a run is made of, and its rounds. It knows neither what an algorithm does nor how an executor trains.
+    """The parts of a run, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
-    view: the replica on which the global model is evaluated. states: the store of the clients' states. layout: what a
-    row holds.
-    weights: of all clients, where the user names them. personal: where the clients have models of their own. privacy:
-    the noise.
+    Args:
+        view: the replica on which the global model is evaluated.
+        states: the store of the clients' states.
+        layout: the parameters of a row.
+        stages: the chain between the clients' local work and the server's step.
+        weights: the weights of all clients if the user gives them.
+        personal: makes the clients' own models, if they have any.
     """
 
     population: Population
@@ -56,12 +63,11 @@ class Loop:
     evaluator: Evaluator
     view: Replica
     states: ClientStates
-    measures: Measures | None
     ranks: Ranks
     layout: ParameterLayout
+    stages: Sequence[Stage] = ()
     weights: Sequence[int] | None = None
     personal: ClientModels | None = None
-    privacy: Privacy | None = None
 
     def run(self, state: RunState, directory: RunDirectory | None, listeners: Listeners) -> RunState:
         """The rounds that are left after `state`. Whatever ends it early (Ctrl-C too), the directory then holds the
@@ -94,150 +100,141 @@ class Loop:
         return replace(state, clients={}).nbytes + sum(clients)
 
     def record_keys(self) -> list[str] | None:
-        """Return the names of the numbers that a record may have, or None if measures of the user's add to them."""
-        if self.measures is not None and not type(self.measures).__module__.startswith("fastsam."):
+        """Return the names of the numbers that a record may have, or None if a stage adds names of the user's."""
+        of_stages = [stage.record_keys for stage in self.stages]
+        if None in of_stages:
             return None
-        measured = [] if self.measures is None else [key for keys in NAMES.values() for key in keys]
-        return [*_KEYS, *self.evaluator.nothing(), *measured]
+        return [*_KEYS, *self.evaluator.nothing(), *(key for keys in of_stages for key in keys or ())]
 
     @cached_property
     def sampler(self) -> sampling.Sampler:
-        """Who takes part in a round."""
+        """The sampler of the clients of a round."""
         settings = self.settings
-        return sampling.make(settings.sampler, len(self.population.sizes), settings.participation, not self._poisson)
+        return sampling.make(settings.sampler, len(self.population.sizes), settings.participation, not self._may_empty)
 
     @cached_property
-    def _poisson(self) -> bool:
-        return self.privacy is not None and self.privacy.poisson
+    def _may_empty(self) -> bool:
+        """True if a round in which no client was sampled has a server step."""
+        return any(stage.keeps_empty_rounds for stage in self.stages)
 
     def _round(self, state: RunState, exchange: Exchange) -> RunState:
-        began = time.perf_counter()
-        settings, clients, t = self.settings, len(self.population.sizes), state.round
-        before = row_contract.attributes(self.algorithm) if t == 0 else None
-        active = self._cohort(t)
-        if callable(settings.sampler) or settings.available:  # they may draw what they like; the ranks need one cohort
-            active = self.ranks.cohort(active, clients, state.server["w"])
-        about = Round(
+        """Return the state after one more round."""
+        began, t = time.perf_counter(), state.round
+        client_ids = self._sample(t, state)
+        round, visible = self._rounds_of(t, len(client_ids))
+        if not client_ids:
+            return self._skipped(state, round, visible, began)
+        attributes = row_contract.attributes(self.algorithm) if t == 0 else None
+        state, mine = self._assigned(state, client_ids)
+        cohort = Cohort(self, state, round, visible, client_ids, mine, exchange)
+        executor = self.chosen.executor
+        tasks = cohort.tasks(executor, self._next(t))
+        for results in executor.train(state.server["w"], state.buffers, tasks):
+            cohort.finish(results)
+        cohort.all_reduce()
+        cohort.check()
+        server, buffers = self._server_step(state, cohort.sums, round, visible)
+        if t == 0:
+            check_padding({"w": server["w"]}, self.layout, "the state that step_server returns")
+            row_contract.warn_changed(self.algorithm, attributes or {})
+        cohort.lent.check()
+        trained = time.perf_counter() - began
+        after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
+        if self.ranks.first:
+            record = self._record(cohort, after, trained)
+            warn(record["outliers"], state.history, self.settings.aggregation)
+            state.history.append(record | {"seconds": time.perf_counter() - began})
+        self.states.commit()
+        return after
+
+    def _rounds_of(self, t: int, cohort_size: int) -> tuple[Round, Round]:
+        """Return round t, and the same as the algorithm may see it."""
+        settings = self.settings
+        round = visible = Round(
             t,
             settings.lr_of(t),
             settings.local_epochs,
-            clients,
-            len(active),
+            len(self.population.sizes),
+            cohort_size,
             settings.server_lr_of(t),
             settings.lr_of(0),
             self.layout,
             settings.momentum,
             settings.seed,
         )
-        if not active:
-            return self._skipped(state, about, began)
-        mine = active
-        if self.ranks.size > 1:
-            dealt = self.ranks.deal(active, {i: self.population.sizes[i] for i in active}, state.homes)
-            state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
-            mine = [i for i in active if dealt[i] == self.ranks.rank]
-        cohort = Cohort(
-            self.algorithm,
-            self.population,
-            settings,
-            state,
-            about,
-            active,
-            self.states,
-            exchange,
-            self.measures,
-            mine,
-            self.weights,
-            self.privacy,
-        )
-        executor = self.chosen.executor
-        tasks = cohort.tasks(executor, self._next(t))
-        for ends in executor.train(state.server["w"], state.buffers, tasks):
-            cohort.close(ends)
-        cohort.join()
-        cohort.check()
-        server = self._stepped(state, cohort, about)
-        if t == 0:
-            check_padding({"w": server["w"]}, self.layout, "the state that step_server returns")
-            row_contract.warn_changed(self.algorithm, before or {})
-        check_finite(server, state.server, t + 1, about.server_lr)
-        cohort.lent.check()
-        trained = time.perf_counter() - began
-        buffers = state.buffers
-        if settings.buffers == "average" and buffers:
-            buffers = move_buffers(buffers, cohort.server_aggregate.mean(BUFFERS))
-        if self.ranks.first:
-            record = self._record(cohort, server, buffers, trained)
-            warn(record["outliers"], state.history, settings.aggregation)
-            state.history.append(record | {"seconds": time.perf_counter() - began})
-        self.states.commit()
-        return RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
+        for stage in self.stages:
+            visible = stage.visible_round(visible)
+        return round, visible
 
-    def _stepped(self, state: RunState, cohort: Cohort | None, about: Round) -> dict[str, Tensor]:
-        """The server's state after its step. cohort: None where nobody was sampled, and the step is of noise alone."""
-        t, privacy = about.index, self.privacy
-        if privacy is None or not privacy.at_server:
-            assert cohort is not None
-            aggregate: Aggregate = cohort.server_aggregate
-        else:
-            plain = None if cohort is None else cohort.aggregate
-            aggregate = privacy.aggregate(plain, t, state.server, about.cohort_size)
-            about = privacy.told(about) if cohort is None else cohort.told
-        server = asked(self.algorithm, "step_server", (state.server, aggregate, about), t)
+    def _assigned(self, state: RunState, client_ids: Sequence[int]) -> tuple[RunState, Sequence[int]]:
+        """Assign the clients of a round to the ranks. Return the state after the clients' states have moved, and the
+        clients of this rank."""
+        if self.ranks.size == 1:
+            return state, client_ids
+        dealt = self.ranks.deal(client_ids, {i: self.population.sizes[i] for i in client_ids}, state.homes)
+        state = replace(state, clients=self.ranks.move_states(state.clients, dealt, state.homes, self.states.adopt))
+        return state, [i for i in client_ids if dealt[i] == self.ranks.rank]
+
+    def _server_step(
+        self, state: RunState, aggregate: Aggregate | None, round: Round, visible: Round
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return the server's state and the model's buffers after the round. `aggregate` is None if no client was
+        sampled."""
+        for stage in self.stages:
+            aggregate = stage.process_aggregate(aggregate, state.server, round)
+        assert aggregate is not None  # a round without clients has a server step only if a stage makes its aggregate
+        server = asked(self.algorithm, "step_server", (state.server, aggregate, visible), round.index)
         server = check_server(server, state.server["w"], "step_server")
-        return server
+        check_finite(server, state.server, round.index + 1, round.server_lr)
+        buffers = state.buffers
+        for stage in self.stages:
+            buffers = stage.process_buffers(buffers, aggregate)
+        return server, buffers
 
-    def _cohort(self, t: int) -> list[int]:
-        """Who takes part in round t, as this rank draws it."""
-        settings, clients = self.settings, len(self.population.sizes)
+    def _sample(self, t: int, state: RunState) -> list[int]:
+        """Return the clients of round t, the same on all ranks."""
+        settings, num_clients = self.settings, len(self.population.sizes)
         if settings.available is None:
-            return sampling.draw(self.sampler, t, clients, settings.seed, self._poisson)
-        assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
-        return sampling.draw_present(
-            settings.sampler, settings.participation, settings.available, t, clients, settings.seed
-        )
+            client_ids = sampling.draw(self.sampler, t, num_clients, settings.seed, self._may_empty)
+        else:
+            assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
+            client_ids = sampling.draw_present(
+                settings.sampler, settings.participation, settings.available, t, num_clients, settings.seed
+            )
+        if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
+            client_ids = self.ranks.cohort(client_ids, num_clients, state.server["w"])
+        return client_ids
 
-    def _skipped(self, state: RunState, about: Round, began: float) -> RunState:
+    def _skipped(self, state: RunState, round: Round, visible: Round, began: float) -> RunState:
         """Return the state after a round without clients. If no client was available, only the record changes. If
         private sampling chose no client, noise is added all the same, because the server must not learn it."""
-        before, why = state.server, "nobody was available"
-        if self._poisson:
+        why = "nobody was available"
+        if self._may_empty:
             why = "nobody was sampled, and the server's step was of noise alone"
-            state = replace(state, server=self._stepped(state, None, about))
-            check_finite(state.server, before, about.index + 1, about.server_lr)
+            state = replace(state, server=self._server_step(state, None, round, visible)[0])
         if self.ranks.first:
-            record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, "clients": 0, "samples": 0, "steps": 0}
-            record |= {"train_loss": None} | self._evaluate(state, about.index + 1)
+            record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, "clients": 0, "samples": 0, "steps": 0}
+            record |= {"train_loss": None} | self._evaluate(state, round.index + 1)
             record |= self._traffic(0) | {"backprops": 0, "excluded": [], "outliers": [], "seconds_training": 0.0}
-            record |= {"skipped": why} | self._private(about.index)
+            record |= {"skipped": why} | self._of_stages(round)
             state.history.append(record | {"seconds": time.perf_counter() - began})
-        return replace(state, round=about.index + 1)
+        return replace(state, round=round.index + 1)
 
-    def _record(
-        self, cohort: Cohort, server: dict[str, Tensor], buffers: list[Tensor], trained: float
-    ) -> dict[str, Any]:
-        """What a round's line says, all but its seconds. trained: those without what is done here."""
-        about = cohort.about
-        record: dict[str, Any] = {"round": about.index + 1, "lr": about.lr, **cohort.record()}
+    def _record(self, cohort: Cohort, after: RunState, trained: float) -> dict[str, Any]:
+        """Return a round's record without its seconds. `trained` are the seconds without evaluation and measures."""
+        round = cohort.round
+        record: dict[str, Any] = {"round": round.index + 1, "lr": round.lr, **cohort.record()}
         if not isinstance(self.settings.server_lr, float):
-            record["server_lr"] = about.server_lr
-        after = RunState(about.index + 1, server, buffers, cohort.clients)
-        record |= self._evaluate(after, about.index + 1) | self._traffic(about.cohort_size)
-        own = {
-            "backprops": cohort.backward_passes,
-            "excluded": cohort.excluded_list(),
-            "outliers": cohort.outlier_list(),
-            "seconds_training": trained,
-        } | self._private(about.index)
-        if self.measures is not None:
-            about = replace(about, layout=about.layout.with_buffers(buffers))
-            found = self.measures.round(cohort.before.server, server, cohort.server_aggregate, about)
-            record |= numbers(found, "round()", {*record, *own, "seconds"})
-        return record | own
+            record["server_lr"] = round.server_lr
+        record |= self._evaluate(after, round.index + 1) | self._traffic(round.cohort_size)
+        record |= {"seconds_training": trained} | self._of_stages(round)
+        for stage in self.stages:
+            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, {*record, "seconds"})
+        return record
 
-    def _private(self, t: int) -> dict[str, Any]:
-        """Return what the record of round t says of its noise."""
-        return {} if self.privacy is None else self.privacy.record(t)
+    def _of_stages(self, round: Round) -> dict[str, Any]:
+        """Return what the record of a round says of the stages."""
+        return {key: value for stage in self.stages for key, value in stage.record(round).items()}
 
     def _next(self, t: int) -> list[int]:
         """Who takes part in the round after round t, where that is worth to know and can be known: a callable is asked
@@ -246,7 +243,7 @@ class Loop:
         looks = self.states.looks_ahead or self.population.looks_ahead
         if not looks or callable(settings.sampler) or settings.available or t + 1 >= settings.rounds:
             return []
-        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._poisson)
+        return sampling.draw(self.sampler, t + 1, len(self.population.sizes), settings.seed, self._may_empty)
 
     def _evaluate(self, state: RunState, completed: int) -> dict[str, Any]:
         if not self._evaluates(completed):
@@ -266,9 +263,9 @@ class Loop:
         """Whether the model is evaluated when so many rounds are completed."""
         return completed % self.settings.eval_every == 0 or completed == self.settings.rounds
 
-    def _traffic(self, active: int) -> dict[str, float]:
-        """Megabytes (1e6 bytes) of all active clients: what the algorithm declares, and the buffers where they are
-        averaged."""
-        buffers = sum(b.nbytes for b in self.view.buffers) if self.settings.buffers == "average" else 0
+    def _traffic(self, cohort_size: int) -> dict[str, float]:
+        """Return the megabytes (1e6 bytes) of all clients of a round: the vectors that the algorithm declares, and what
+        stages add."""
+        more = sum(stage.upload_bytes(self.view.buffers) for stage in self.stages)
         ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
-        return {f"megabytes_{way}": active * (n * self.view.nbytes + buffers) / 1e6 for way, n in ways.items()}
+        return {f"megabytes_{way}": cohort_size * (n * self.view.nbytes + more) / 1e6 for way, n in ways.items()}

@@ -80,7 +80,7 @@ class Personal:
             )
         shared = 1 - own / layout.numel
         self.download_vectors, self.upload_vectors = inner.download_vectors * shared, inner.upload_vectors * shared
-        self.sends_weights = getattr(inner, "weighs", False)
+        self.sends_weights = getattr(inner, "sends_weights", False)
         self.client_vectors = getattr(inner, "client_vectors", 0) + own / layout.numel
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 

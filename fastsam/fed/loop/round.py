@@ -1,4 +1,4 @@
-"""The active clients of one round: tasks go out, ends come back in any order."""
+"""The clients of one round: tasks go to the executor, results come back in any order."""
 
 from __future__ import annotations
 
@@ -6,40 +6,27 @@ import logging
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fastsam.fed.aggregation.robust_aggregate import RobustAggregate
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State
+from fastsam.fed.algorithms.base import Algorithm, Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
 from fastsam.fed.loop import row_contract
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
-from fastsam.fed.loop.contract import (
-    Unwritten,
-    asked,
-    check_client,
-    check_closed,
-    check_steps,
-    no_sums,
-    not_finite,
-    own_weights_of,
-    rows_of_numbers,
-)
+from fastsam.fed.loop.contract import Unwritten, asked, check_client, check_closed, check_steps, not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
 from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.row_contract import COMPARED
-from fastsam.fed.measures.base import Measures
-from fastsam.fed.privacy.clip import shorten_
-from fastsam.fed.privacy.mechanism import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.stages.base import ClientUploads, Stage
+from fastsam.fed.stages.client_weights import own_weights_of
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
-from fastsam.fed.sums.own_weights import OwnWeights, weighed
 
 log = logging.getLogger("fastsam.fed")
 
@@ -47,63 +34,77 @@ _NAMED = 3  # excluded clients that the log names, a round
 _DRAWN = 8  # clients that train one by one and have the orders of their samples drawn together
 _COUNTS = 3  # that ranks add up beside the sums: of excluded clients, steps, back-propagations
 _NOTHING: frozenset[int] = frozenset()
-BUFFERS = "model buffers"  # the name under which buffers enter the sums
+
+
+class Run(Protocol):
+    """The parts of a run that its cohorts need (see `Loop`)."""
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def population(self) -> Population: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def stages(self) -> Sequence[Stage]: ...
+    @property
+    def states(self) -> ClientStates: ...
+    @property
+    def weights(self) -> Sequence[int] | None: ...
 
 
 class Cohort:
-    """Between the algorithm and the executor: constants for every task, the check of every end, the round's sums.
+    """The clients of one round, between the algorithm and the executor.
 
-    A client is excluded when its loss, displacement, gradient, dual, upload or new state is not finite (a gradient that
-    is not finite in any step leaves a displacement that is not) and, where the run says so, when its model or loss
-    raises: nothing of it enters the sums, its state stays what it was.
+    A client is excluded if its loss, delta, gradient, dual, upload or new state is not finite. A gradient that is not
+    finite in any step leaves such a delta. If the run says so, a client whose model or loss raises is excluded too.
+    Nothing of an excluded client enters the sums, and its state stays as it was.
+
+    Args:
+        run: the run.
+        before: the state before the round.
+        round: the round, and `visible` the same as the algorithm may see it.
+        client_ids: the clients of all ranks, and `mine` those of this rank.
+        exchange: what the ranks add up at the end of the round.
     """
 
     def __init__(
         self,
-        algorithm: Algorithm,
-        population: Population,
-        settings: Settings,
+        run: Run,
         before: RunState,
-        about: Round,
-        active: Sequence[int],
-        states: ClientStates,
+        round: Round,
+        visible: Round,
+        client_ids: Sequence[int],
+        mine: Sequence[int],
         exchange: Exchange,
-        measures: Measures | None = None,
-        mine: Sequence[int] | None = None,
-        weights: Sequence[int] | None = None,
-        privacy: Privacy | None = None,
     ) -> None:
-        self.algorithm, self.population, self.settings = algorithm, population, settings
-        self.before, self.about, self.active = before, about, active
-        # What the algorithm is told: how many clients a round has must not reach the model past the noise.
-        self.told = about if privacy is None else privacy.told(about)
-        self.privacy = privacy
-        self.limit = settings.clip_update
-        self.states = states
-        self.measures, self.mine = measures, active if mine is None else mine
-        sizes = population.sizes
-        # Weights are fixed here, when the clients are sampled: what is summed must not depend on who came back first.
-        if weights is None:
-            self.weights = {i: sizes[i] if settings.weighting == "samples" else 1 for i in active}
+        self.algorithm, self.population, self.settings = run.algorithm, run.population, run.settings
+        self.stages, self.states = run.stages, run.states
+        self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
+        sizes = self.population.sizes
+        # Weights are fixed when the clients are sampled. Otherwise the sums would depend on who comes back first.
+        if run.weights is None:
+            by_samples = self.settings.weighting == "samples"
+            self.weights = {i: sizes[i] if by_samples else 1 for i in client_ids}
         else:
-            self.weights = {i: weights[i] for i in active}
-        self.sends_weights = bool(getattr(algorithm, "weighs", False))
-        self._looked = about.index > 0  # at what the algorithm makes of rows
-        own = about.index == 0 and row_contract.is_own(algorithm)
-        self._second = row_contract.copied(algorithm) if own else None  # whose rows are compared
+            self.weights = {i: run.weights[i] for i in client_ids}
+        self.sends_weights = bool(getattr(self.algorithm, "sends_weights", False))
+        self._looked = round.index > 0  # at what the algorithm makes of rows
+        own = round.index == 0 and row_contract.is_own(self.algorithm)
+        self._second = row_contract.copied(self.algorithm) if own else None  # whose rows are compared
         self.exchange = exchange
-        places = self.exchange.open(_COUNTS + 2 * len(active), before.server["w"])
-        self.aggregate = FixedPointAggregate(len(active), max(self.weights.values()), places)
-        rule = settings.rule
-        self.robust = None if rule is None else RobustAggregate(self.aggregate, rule)
+        places = self.exchange.open(_COUNTS + 2 * len(client_ids), before.server["w"])
+        self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()), places)
         self.clients, self.homes = dict(before.clients), before.homes
         self.excluded: dict[int, str] = {}
-        self.norms: dict[int, float] = {}  # of the displacements that enter the sums
+        self.norms: dict[int, float] = {}  # of the deltas that enter the sums
         self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
         self._first: tuple[State, tuple[LocalUpdate, int]] | None = None
         self.lent = Unwritten()
         self.lent.lend("server", before.server)
+        for stage in self.stages:
+            stage.begin_round(self.sums)
 
     def tasks(self, executor: Executor, later: Sequence[int] = ()) -> Iterator[Task]:
         """One task per active client of this rank for the executor, made when it is asked for, as many together as it
@@ -114,7 +115,7 @@ class Cohort:
         longest_first, together = executor.longest_first, executor.slots if executor.stacks else 1
         settings, population = self.settings, self.population
         work = Work(
-            self.about.index, self.about.lr, settings.local_epochs, settings.batch_size, settings.shuffle,
+            self.round.index, self.round.lr, settings.local_epochs, settings.batch_size, settings.shuffle,
             settings.seed,
             population.clients, population.sizes, population.augment, population.store, settings.local_steps,
             settings.drop_last,
@@ -133,7 +134,7 @@ class Cohort:
             if together == 1 and settings.shuffle and at % _DRAWN == 0 and population.sized:
                 orders = work.draw_orders(order[at : at + _DRAWN])
             for i, (step, row) in zip(clients, self._steps(clients), strict=True):
-                kept = _NOTHING if self.measures is None else self._snapshots(i, self.measures)
+                kept = self._snapshots(i) if self.stages else _NOTHING
                 yield Task(i, work, step, row, kept, orders.pop(i, None))
 
     def _steps(self, clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
@@ -146,11 +147,11 @@ class Cohort:
         self._open |= known
         if len(known) < len(clients) and self._first is None:
             new = [i for i in clients if i not in known]
-            state = check_client(asked(self.algorithm, "init_client", (server,), self.about.index, new), "init_client")
+            state = check_client(asked(self.algorithm, "init_client", (server,), self.round.index, new), "init_client")
             self.lent.lend("client", state)
             self._first = state, self._constants([state], new[:1])[0]
             if len(clients) > 1 and self._second is not None:
-                row_contract.check_local_update(self._second, server, state, self.told)
+                row_contract.check_local_update(self._second, server, state, self.visible)
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
         found: dict[int, tuple[LocalUpdate, int]] = {}
@@ -163,8 +164,8 @@ class Cohort:
 
     def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
         """Those of clients whose states are alike."""
-        server, index = self.before.server, self.about.index
-        made = asked(self.algorithm, "local_update", (server, rows(states), self.told), index, clients)
+        server, index = self.before.server, self.round.index
+        made = asked(self.algorithm, "local_update", (server, rows(states), self.visible), index, clients)
         return check_steps(made, server["w"], len(states))
 
     def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
@@ -173,13 +174,13 @@ class Cohort:
             sorted(clients, key=sizes.__getitem__, reverse=True) if longest_first and self.population.sized else clients
         )
 
-    def _snapshots(self, client: int, measures: Measures) -> frozenset[int]:
-        """The local steps of a client before which its row is kept for the measures."""
-        steps = self.settings.steps_of(self.population.sizes[client])
-        return frozenset(measures.snapshots(self.about.index, steps))
+    def _snapshots(self, client: int) -> frozenset[int]:
+        """Return the local steps of a client before which its row is copied for the stages."""
+        num_steps = self.settings.steps_of(self.population.sizes[client])
+        return frozenset(k for stage in self.stages for k in stage.snapshots(self.round, num_steps))
 
-    def close(self, results: Ends) -> None:
-        """Takes the ends of some clients: of each its new state and its part of the sums, or its exclusion."""
+    def finish(self, results: Ends) -> None:
+        """Add the results of some clients to the sums and store their new states, or exclude them."""
         if isinstance(results, ClientError):
             for client in results.client_ids:
                 self._open.pop(client, None)
@@ -189,22 +190,16 @@ class Cohort:
         self.backward_passes += sum(results.backward_passes)
         if results.then is not None:
             self.backward_passes += sum(results.then.backward_passes)
-        if self.limit is None:
+        norms: list[float] | None = None
+        for stage in self.stages:
+            norms = stage.process_results(results, self.round) or norms
+        if norms is None:
             norms = torch.linalg.vector_norm(results.delta, dim=1).tolist()
-        else:
-            norms = self._clip_(results, self.limit)
         self.norms |= zip(results.client_ids, norms, strict=True)
         states = [self._open.pop(i, {}) for i in results.client_ids]
         for places in alike(states):
             whole = len(places) == len(states)
             self._close([states[i] for i in places], results if whole else results.take(places))
-
-    def _clip_(self, results: ClientResults, limit: float) -> list[float]:
-        """Makes of the displacements what leaves the clients, in place; returns their norms without noise."""
-        norms = shorten_(results.delta, limit)
-        if self.privacy is not None:
-            self.privacy.add_to_rows_(results.delta, results.client_ids, self.about.index, limit)
-        return [min(norm, limit) for norm in norms]
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Of clients whose states are alike."""
@@ -212,9 +207,9 @@ class Cohort:
         lent.lend("client", client)
         alone = []
         if len(states) > 1 and self._second is not None:  # copies, because the ends may be written into
-            alone = [(server, rows([s]), results.take([i]), self.told) for i, s in enumerate(states[:COMPARED])]
-        given = (server, dict(client), results, self.told)
-        closed = asked(self.algorithm, "finish_client", given, self.about.index, results.client_ids)
+            alone = [(server, rows([s]), results.take([i]), self.visible) for i, s in enumerate(states[:COMPARED])]
+        given = (server, dict(client), results, self.visible)
+        closed = asked(self.algorithm, "finish_client", given, self.round.index, results.client_ids)
         lent.check()
         state, upload = check_closed(closed, server, len(states))
         if alone:
@@ -222,29 +217,22 @@ class Cohort:
             self._second = None
         if not self._looked:
             self._looked = True
-            check_padding({**upload.mean, **upload.sum}, self.about.layout, "the Upload of finish_client")
-        mean = dict(upload.mean)
-        if self.settings.buffers == "average" and results.buffers is not None:
-            mean[BUFFERS] = results.buffers
+            check_padding({**upload.mean, **upload.sum}, self.round.layout, "the Upload of finish_client")
         own_weights = own_weights_of(upload, self.sends_weights, len(states), server["w"].device)
-        if own_weights is not None:
-            mean = weighed(mean, own_weights)
-        numbers: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
-        if self.measures is not None:
-            found = self.measures.clients(server, results, self.about)
-            numbers |= rows_of_numbers(found, "clients()", numbers, len(states))
+        scalars: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
         weights = [self.weights[i] for i in results.client_ids]
+        uploads = ClientUploads(server, results, dict(upload.mean), upload.sum, scalars, own_weights, weights)
+        for stage in self.stages:
+            stage.process_uploads(uploads, self.round)
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
-        problems = not_finite(new, client, len(states)) | _problems(results, [*mean.values(), *upload.sum.values()])
-        # The cause before its symptoms: states and displacements follow from a loss.
-        problems |= {i: "the loss is not finite" for i, x in enumerate(numbers["loss"]) if not math.isfinite(x)}
-        problems = self.aggregate.add_rows_(weights, mean, upload.sum, numbers, problems)
-        if self.robust is not None:
-            if upload.sum:
-                raise no_sums(self.robust.rule, type(self.algorithm).__name__)
-            good = [place for place in range(len(weights)) if place not in problems]
-            self.robust.keep(results.client_ids, weights, good, results.delta, mean)
+        sent = [*uploads.mean.values(), *uploads.sum.values()]
+        problems = not_finite(new, client, len(states)) | _problems(results, sent)
+        # The cause before its symptoms: states and deltas follow from a loss.
+        problems |= {i: "the loss is not finite" for i, x in enumerate(scalars["loss"]) if not math.isfinite(x)}
+        problems = self.sums.add_rows_(weights, uploads.mean, uploads.sum, uploads.scalars, problems)
+        for stage in self.stages:
+            stage.after_sum(uploads, problems)
 
         def own(name: str, x: Tensor, place: int) -> Tensor:
             """A client's part of a tensor of its new state, in memory of its own."""
@@ -274,69 +262,64 @@ class Cohort:
         self.excluded[client] = problem
         self.norms.pop(client, None)
         if len(self.excluded) <= _NAMED:  # the round's record names all of them
-            log.warning("round %d: client %d is excluded: %s", self.about.index + 1, client, problem)
+            log.warning("round %d: client %d is excluded: %s", self.round.index + 1, client, problem)
 
-    def join(self) -> None:
-        """Adds up what all ranks have; collective. Raises RankError when one has died."""
+    def all_reduce(self) -> None:
+        """Add up what all ranks have; collective. Raises RankError if a rank has died."""
         ranks = self.exchange.ranks
         if ranks.size == 1:
             return
         stateful = self.clients.keys() & set(self.mine)
         # Each client was on one rank, so the sum over the ranks is its home.
-        homes = [ranks.rank + 1 if i in stateful else 0 for i in self.active]
-        norms = [_bits(self.norms.get(i, 0.0)) for i in self.active]
+        homes = [ranks.rank + 1 if i in stateful else 0 for i in self.client_ids]
+        norms = [_bits(self.norms.get(i, 0.0)) for i in self.client_ids]
         counts = [len(self.excluded), self.steps, self.backward_passes, *homes, *norms]
-        excluded, self.steps, self.backward_passes, *rest = self.exchange.close_(self.aggregate, counts)
-        homes, norms = rest[: len(self.active)], rest[len(self.active) :]
+        excluded, self.steps, self.backward_passes, *rest = self.exchange.close_(self.sums, counts)
+        homes, norms = rest[: len(self.client_ids)], rest[len(self.client_ids) :]
         if excluded:
             self.excluded = {i: reason for part in ranks.gather(self.excluded) for i, reason in part.items()}
-        self.norms = {i: _number(bits) for i, bits in zip(self.active, norms, strict=True) if i not in self.excluded}
+        self.norms = {
+            i: _number(bits) for i, bits in zip(self.client_ids, norms, strict=True) if i not in self.excluded
+        }
         rested = {i: rank for i, rank in self.homes.items() if i not in self.weights}
-        self.homes = rested | {i: home - 1 for i, home in zip(self.active, homes, strict=True) if home}
-        join = getattr(self.measures, "join", None)
-        if join is not None:
-            join(ranks, self.about)
+        self.homes = rested | {i: home - 1 for i, home in zip(self.client_ids, homes, strict=True) if home}
+        for stage in self.stages:
+            stage.end_round(ranks, self.round)
 
     def check(self) -> None:
         """After the last end. Raises RuntimeError if no client is left, or more than `max_excluded` of the cohort were
         excluded."""
         out, share = len(self.excluded), self.settings.max_excluded
         if out > _NAMED:
-            log.warning("round %d: %d of %d clients are excluded", self.about.index + 1, out, len(self.active))
-        if self.aggregate.num_clients > 0 and out > share * len(self.active):
+            log.warning("round %d: %d of %d clients are excluded", self.round.index + 1, out, len(self.client_ids))
+        if self.sums.num_clients > 0 and out > share * len(self.client_ids):
             named = "; ".join(f"client {i}: {reason}" for i, reason in sorted(self.excluded.items())[:4])
             raise RuntimeError(
-                f"round {self.about.index + 1}: {out} of {len(self.active)} active clients were excluded, more than "
-                f"max_excluded={share:g} allows ({named}{'; ...' if out > 4 else ''}). A smaller lr or rho, clip_norm, "
-                f"or a larger "
-                "max_excluded may help"
+                f"round {self.round.index + 1}: {out} of {len(self.client_ids)} active clients were excluded, more "
+                f"than max_excluded={share:g} allows ({named}{'; ...' if out > 4 else ''}). A smaller lr or rho, "
+                "clip_norm, or a larger max_excluded may help"
             )
-        if self.aggregate.num_clients == 0:
+        if self.sums.num_clients == 0:
             client, problem = min(self.excluded.items())
             raise RuntimeError(
-                f"round {self.about.index + 1}: all {len(self.active)} active clients were excluded "
+                f"round {self.round.index + 1}: all {len(self.client_ids)} active clients were excluded "
                 f"(client {client}: {problem}). If the run has diverged, a smaller lr or rho, or clip_norm, may help"
             )
 
-    @property
-    def server_aggregate(self) -> Aggregate:
-        """What the server's step reads: the sums, or in place of their means what a robust rule, or the clients' own
-        weights, make of the rows."""
-        if self.sends_weights:
-            return OwnWeights(self.aggregate)
-        return self.aggregate if self.robust is None else self.robust
-
     def record(self) -> dict[str, Any]:
-        """What the round's record says of the clients. train_loss: mean over the samples of the clients that were not
-        excluded."""
+        """Return what the round's record says of the clients. train_loss is the mean over the samples of the clients
+        that were not excluded."""
         sizes = self.population.sizes
-        about = {
-            "clients": len(self.active),
-            "samples": sum(sizes[i] for i in self.active if self.population.sized or i in self.population.known_sizes),
+        sized, known = self.population.sized, self.population.known_sizes
+        return {
+            "clients": len(self.client_ids),
+            "samples": sum(sizes[i] for i in self.client_ids if sized or i in known),
             "steps": self.steps,
-            "train_loss": self.aggregate.scalar("loss") / self.aggregate.scalar("samples"),
+            "train_loss": self.sums.scalar("loss") / self.sums.scalar("samples"),
+            "backprops": self.backward_passes,
+            "excluded": self.excluded_list(),
+            "outliers": self.outlier_list(),
         }
-        return about if self.robust is None else {**about, "left_out": self.robust.left_out}
 
     def outlier_list(self) -> list[dict[str, Any]]:
         """Who moved far beyond the cohort, by client, and how many times as far as its median."""

@@ -256,5 +256,6 @@ def _summary(loop: Loop) -> dict[str, Any]:
         "metrics": list(loop.evaluator.metrics),
         "seed": loop.settings.seed,
         "client_megabytes": vectors * loop.view.nbytes / 1e6,
-        "privacy": None if loop.privacy is None else loop.privacy.about(),
+        "privacy": None,
+        **{key: value for stage in loop.stages for key, value in stage.summary().items()},
     }

@@ -71,7 +71,7 @@ def check_options(asked: Asked) -> None:
         raise ValueError(
             f"local_parameters={asked.local_parameters!r} with noise_multiplier: what stays with a client depends on "
             f"the rounds in which it took part, which "
-            "no accountant's law has; leave out personal, and use fed.finetune(...) after the run"
+            "no accountant's law has; leave out local_parameters, and use fed.finetune(...) after the run"
         )
     if asked.delta is not None and asked.delta >= 1:
         raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {asked.delta!r}")
@@ -99,6 +99,13 @@ def _check_accountant(asked: Asked) -> None:
             f"accountant=None: noise, "
             "and no guarantee"
         )
+
+
+def check_run(options: Asked, algorithm: object, changed: Sequence[str]) -> None:
+    """Raises ValueError if a run with noise does not have the guarantee. changed: the buffers that training changes."""
+    if options.noise_multiplier > 0:
+        check_algorithm(algorithm)
+        check_buffers(options.buffers, changed)
 
 
 def check_algorithm(algorithm: object) -> None:

@@ -28,6 +28,12 @@ _SINCE = {
     "accountant": "rdp",
 }  # keys of the identity that older directories lack, and what their runs did
 
+_RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0
+_RENAMED_OF = {  # options of algorithms
+    algorithm: {"first": "initial_perturbation", "ref": "reference"}
+    for algorithm in ("fedlesam", "fedlesam_s", "fedlesam_d")
+}
+
 _MEANING = {  # of values of the identity that do not speak for themselves
     "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",
     "numbers": " (what the bits depend on: executor, slots and the number of ranks must come to the same)",
@@ -110,8 +116,20 @@ def read_history(path: Path, manifest: Mapping[str, Any]) -> tuple[bytes, list[d
     return data, history
 
 
+def with_current_names(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an identity or a config.json with the current names of options that were renamed since it was written."""
+    algorithm = str(stored.get("algorithm", "")).lower()
+    current = {f"algorithm.{old}": f"algorithm.{new}" for old, new in _RENAMED_OF.get(algorithm, {}).items()} | _RENAMED
+    found = {current.get(key, key): value for key, value in stored.items()}
+    for table, names in _RENAMED_OF.items():
+        for key in {table, table.replace("_", "-")} & found.keys():
+            found[key] = {names.get(name, name): value for name, value in found[key].items()}
+    return found
+
+
 def check_identity(directory: Path, stored: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises RunDirectoryError when the run in `directory` has another identity; the message names the key."""
+    stored = with_current_names(stored)
     lacking = {key: value for key, value in _SINCE.items() if key in now and key not in stored}
     found = difference({**stored, **lacking}, now)
     if found is not None:

@@ -109,7 +109,7 @@ def test_what_an_algorithm_says_of_totals_is_what_it_uploads(monkeypatch: pytest
     kinds, own = set(), Cohort.check
 
     def check(self: Cohort) -> None:
-        kinds.update(kind for kind, _ in self.aggregate._vectors)
+        kinds.update(kind for kind, _ in self.sums._vectors)
         own(self)
 
     monkeypatch.setattr(Cohort, "check", check)

@@ -27,8 +27,8 @@ OTHER = {
     "bias_correction": True,
     "lam": 0.1, "eta_2": 0.7, "ascent_steps": 3, "form": "diag", "radius": [0.02, 0.01], "momentum_K": "epochs",
     "momentum_form": "heavy_ball", "phi_decay": 0.5, "adaptive": True, "rho_min": 0.01, "s_rule": "mu_active",
-    "dyn": False, "first": "none",
-    "ref": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
+    "dyn": False, "initial_perturbation": "none",
+    "reference": "last_round", "control_scale": 0.3, "eps": 1e-9, "rho_local": 0.9, "gamma": 0.2, "average": False,
     "head": "0", "head_epochs": 1, "epochs": 1, "mu": 3.0, "features": "0", "K": 2, "perturb": "momentum",
     "threshold": 0.0, "pilots": 1,
 }  # fmt: skip

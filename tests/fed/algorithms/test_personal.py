@@ -371,7 +371,7 @@ def test_a_phase_that_comes_later_is_not_overlooked():
         (lambda: fed.Ditto(epochs=0), {}, "epochs must be an integer >= 1"),
         (lambda: fed.Ditto(lam=-1), {}, "lam must"),
         (lambda: fed.LocalUpdate(only=()), {}, "trains nothing"),
-        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope is that of a proximal term"),
+        (lambda: fed.LocalUpdate(envelope=Envelope(2, 0.1)), {}, "an envelope needs a proximal term"),
         (lambda: Envelope(0, 0.1), {}, "steps must be an integer >= 1"),
         (lambda: fed.pFedMe(K=0), {}, "K must be an integer >= 1"),
         (lambda: fed.LocalUpdate(full_gradient=True, then=fed.LocalUpdate()), {}, "a step with a further phase"),

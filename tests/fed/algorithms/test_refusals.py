@@ -45,7 +45,7 @@ def resolved(*flags):
     (lambda: fed.FedExP(eps=0), 'eps.*> 0.*0'),
     (lambda: fed.FedExP(average="no"), "average.*'no'"),
     (lambda: fed.LocalUpdate(rho=-1), 'rho'),
-    (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'a must'),
+    (lambda: fed.LocalUpdate(perturbed_weight=math.inf), 'perturbed_weight must'),
     # fedexp has a step of its own
     (lambda: once(fed.FedExP(), server_lr=0.5), 'FedExP has no learning rate: leave server_lr at 1, got 0.5'),
     # values outside their range

@@ -244,11 +244,11 @@ def closing(made):
         ),
         (
             broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=torch.zeros(3))),
-            r"LocalUpdate.q must be.*\[3\]",
+            r"LocalUpdate.gradient_offset must be.*\[3\]",
         ),
         (
             broken(local_update=lambda self, server, client, round: fed.LocalUpdate(gradient_offset=0.1)),
-            "LocalUpdate.q must be.*got float",
+            "LocalUpdate.gradient_offset must be.*got float",
         ),
         (
             broken(local_update=lambda self, server, client, round: fed.LocalUpdate(start=server["w"][:-1])),
@@ -268,8 +268,8 @@ def closing(made):
                     gradient_offset=server["w"].expand(2, -1)
                 )
             ),
-            r"LocalUpdate.q must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*got torch.float32 "
-            r"\[2,",
+            r"LocalUpdate.gradient_offset must be torch.float32 \[1, \d+\] \(or \[\d+\], one for all 1 clients\).*"
+            r"got torch.float32 \[2,",
         ),
         (broken(init_client=lambda self, server: None), "init_client must return a client's state.*got NoneType"),
         (

@@ -95,7 +95,7 @@ def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
     [
         (dict(enumerate(TESTS)), "ClientTestSets takes a list .* got dict"),
         ([None] * 4, "no client has a test set"),
-        (TESTS[:3], "None, for each of the 4 clients, got 3"),
+        (TESTS[:3], "None, for each of the 4 clients; got 3"),
         ([*TESTS[:3], 5], "the test set of client 3 must be a pair"),
         (
             [*TESTS[:3], (torch.randn(2, 5), torch.zeros(2).long())],

@@ -343,7 +343,8 @@ def test_the_command_line(tmp_path: Path, server_folder: Path, monkeypatch: pyte
     run = ["run", "exp.toml", "--run-dir"]
     with served(server_folder) as address:
         Path("exp.toml").write_text(
-            f"data = 'cifar10'\nclients = 2\nparticipation = 1.0\nmodel = 'mlp'\nrounds = 1\nvalidation = 'shared'\n"
+            f"data = 'cifar10'\nclients = 2\nparticipation = 1.0\nmodel = 'mlp'\nrounds = 1\n"
+            "client_test_split = 'shared'\n"
             f"data_options = {{url = '{address}/{CIFAR}'}}\n"
         )
         assert cli.main([*run, "first"]) == 1

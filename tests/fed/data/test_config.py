@@ -54,7 +54,7 @@ RUNS = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_on_every_kind_of_data(tmp_path: Path, small_sets: Path, name: str) -> None:
-    made = resolve(tmp_path, f"data = '{name}'\nrounds = 1\nlr = 0.01\nvalidation = 'shared'\n{RUNS[name]}")
+    made = resolve(tmp_path, f"data = '{name}'\nrounds = 1\nlr = 0.01\nclient_test_split = 'shared'\n{RUNS[name]}")
     built = experiment.build(made)
     result = experiment.start(built, tmp_path / "run")
     assert torch.isfinite(torch.tensor(result.history[-1]["test_loss"]))

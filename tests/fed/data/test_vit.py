@@ -219,7 +219,8 @@ def test_the_whole_vit_b_32_on_the_command_line(tmp_path: Path, monkeypatch: pyt
     torch.save(models.build("vit_b_32", (3, 32, 32), 1000, 0).state_dict(), "own.pth")
     Path("exp.toml").write_text(
         "data = 'officehome'\ndata_options = {size = 32}\nheld_out = 'Art'\nmodel = 'vit_b_32'\nrounds = 1\nlr = 0.01\n"
-        "participation = 0.67\nvalidation = 'shared'\nalgorithm = 'fedsam'\nmodel_options = {weights = 'own.pth'}\n"
+        "participation = 0.67\nclient_test_split = 'shared'\n"
+        "algorithm = 'fedsam'\nmodel_options = {weights = 'own.pth'}\n"
     )
     assert cli.main(["run", "exp.toml", "--run-dir", "run"]) == 0
     assert Path("run/model.safetensors").stat().st_size > 4 * 87_000_000

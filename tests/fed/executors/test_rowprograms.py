@@ -372,7 +372,7 @@ class Mixed(fed.FedAvg):
     """A surrogate gap in the first round, and then the same numbers without one."""
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate:
-        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"b": -0.4}
+        gap = {"surrogate_gap": 0.4} if round.index == 0 else {"clean_weight": -0.4}
         return LocalUpdate(Direction.GRADIENT, rho=0.1, **gap)
 
 
@@ -460,7 +460,7 @@ def test_operations_with_labels_stay_within_their_memory() -> None:
         with pytest.raises(RuntimeError, match="outside of its memory"):
             ops.row_program([replace(fine, **change)], [scores, labels], 0, 3)
     dense = Instruction(Code.PRODUCT, (4, 3, 4), Operand(OUT, 0, (4, 1)), replace(place, strides=(3, 1)))
-    dense = replace(dense, clean_weight=replace(place, strides=(1, 3)))
+    dense = replace(dense, b=replace(place, strides=(1, 3)))
     ops.row_program([dense], [scores], 0, 16)
     with pytest.raises(RuntimeError, match="outside of its memory"):
         ops.row_program([dense], [scores], 0, 15)

@@ -29,7 +29,7 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
     def close(self, results):
         own(self, results)
         before = len(calls)
-        calls.extend(results.clients)
+        calls.extend(results.client_ids)
         if len(calls) // (clients // 4) > before // (clients // 4):
             stride = results.delta.shape[-1]
             found = [

@@ -260,7 +260,7 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_executor_usable(executor:
     again = sorted(ends_of(made.train(start, [], iter(tasks))), key=lambda results: results.client_ids)
     plain = ends_of(executors.registry["sequential"](setup).train(start, [], iter(tasks)))
     for a, b in zip(again, plain, strict=True):
-        assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.steps == b.steps
+        assert torch.equal(a.delta, b.delta) and torch.equal(a.losses, b.losses) and a.num_steps == b.num_steps
 
 
 def ends_of(groups: Iterable[ClientResults]) -> list[ClientResults]:

@@ -218,8 +218,8 @@ def test_a_round_that_is_left_in_the_middle_leaves_the_one_before(at: int, tmp_p
     @dataclass(frozen=True)
     class Interrupted(fed.SCAFFOLD):
         def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-            closed.extend(results.clients)
-            if round.index == 3 and closed.count(results.clients[0]) == 4 and len(closed) == 3 * len(SIZES) + at:
+            closed.extend(results.client_ids)
+            if round.index == 3 and closed.count(results.client_ids[0]) == 4 and len(closed) == 3 * len(SIZES) + at:
                 raise KeyboardInterrupt
             return super().finish_client(server, client, results, round)
 

@@ -311,7 +311,7 @@ class Numbered(fed.Algorithm):
     client_vectors = 1
 
     def finish_client(self, server: Any, client: Any, results: Any, round: Any) -> Any:
-        return {"who": torch.tensor(results.clients)}, fed.Upload(mean={"delta": results.delta})
+        return {"who": torch.tensor(results.client_ids)}, fed.Upload(mean={"delta": results.delta})
 
 
 COHORTS = [range(10), [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]

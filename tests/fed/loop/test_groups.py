@@ -62,7 +62,7 @@ def test_a_group_adds_what_its_good_clients_add_one_by_one(data):
             assert alone.add_(weight, {"delta": row}, {"plain": row}, {"loss": loss}) == problems.get(i)
     assert torch.equal(together.mean("delta"), alone.mean("delta"))
     assert torch.equal(together.sum("plain"), alone.sum("plain"))
-    assert (together.client_ids, together.weight) == (alone.client_ids, alone.weight)
+    assert (together.num_clients, together.weight) == (alone.num_clients, alone.weight)
     assert together.scalar("loss") == alone.scalar("loss")
 
 

@@ -153,7 +153,7 @@ class Spoils(fed.Algorithm):
     def finish_client(self, server, client, results, round):
         k = client["k"] + 1
         if self.whose == "client" and round.index == 1:
-            bad = torch.tensor([i == 1 for i in results.clients])
+            bad = torch.tensor([i == 1 for i in results.client_ids])
             k = torch.where(bad[:, None], self.value, k)
         return {"k": k}, fed.Upload(mean={"delta": results.delta})
 

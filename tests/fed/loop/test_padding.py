@@ -38,7 +38,7 @@ class Noisy(fed.Algorithm):
         )
 
     def finish_client(self, server, client, results, round):
-        delta, n = results.delta, len(results.clients)
+        delta, n = results.delta, len(results.client_ids)
         if self.place == "upload":
             delta = delta + self.noise(delta, round)
         counts = torch.ones(n, 7)  # of another length: no row
@@ -56,7 +56,7 @@ def run(algorithm, **options):
 @pytest.mark.parametrize(
     ("place", "executor", "words"),
     [
-        ("step", "sequential", "the LocalUpdate of local_update has numbers in the padding of 'q'"),
+        ("step", "sequential", "the LocalUpdate of local_update has numbers in the padding of 'gradient_offset'"),
         ("upload", "vmap", "the Upload of finish_client has numbers in the padding of 'delta'"),
         ("server", "sequential", "the state that step_server returns has numbers in the padding of 'w'"),
     ],
@@ -72,7 +72,7 @@ def test_a_client_that_diverges_is_still_excluded():
     @dataclass(frozen=True)
     class Dividing(fed.Algorithm):
         def finish_client(self, server, client, results, round):
-            by = torch.tensor([0.0 if i == 0 else 1.0 for i in results.clients], dtype=torch.float64)
+            by = torch.tensor([0.0 if i == 0 else 1.0 for i in results.client_ids], dtype=torch.float64)
             return client, fed.Upload(mean={"delta": results.delta / by[:, None]})
 
     record = run(Dividing(), rounds=1, participation=1.0, max_excluded=0.5).history[0]

@@ -240,7 +240,7 @@ class Own:
 
     def clients(self, before, results, about):
         assert all(torch.equal(kept[0].w, before["w"]) for kept in results.snapshots)
-        return {"my steps": results.steps}
+        return {"my steps": results.num_steps}
 
     def round(self, before, after, aggregate, about):
         return {"my_steps": aggregate.scalar("my steps")}
@@ -300,11 +300,11 @@ def own(snapshots=lambda *a: (), clients=lambda *a: {}, round=lambda *a: {}):
         ),
         (own(clients=lambda *a: {"k": 1.0}), r"clients\(\) .*must return \d+ numbers, one for each client, got float"),
         (
-            own(clients=lambda b, results, r: {"k": ["high"] * len(results.steps)}),
+            own(clients=lambda b, results, r: {"k": ["high"] * len(results.num_steps)}),
             r"clients\(\) .*numbers .*got str for 'k'",
         ),
         (
-            own(clients=lambda b, results, r: {"k": torch.ones(len(results.steps) + 1)}),
+            own(clients=lambda b, results, r: {"k": torch.ones(len(results.num_steps) + 1)}),
             r"clients\(\) .*got Tensor for 'k'",
         ),
     ],
@@ -318,7 +318,7 @@ def test_numbers_of_other_types_go_into_the_record(tmp_path):
     """Tensors and numpy's numbers, which JSON does not know: a run must not end over its first record."""
     found = {"a": torch.tensor(1.5), "b": np.float32(0.25), "c": None, "d": 3}
     mine = own(
-        clients=lambda b, results, r: {"k": torch.full((len(results.steps),), 2.0)},
+        clients=lambda b, results, r: {"k": torch.full((len(results.num_steps),), 2.0)},
         round=lambda b, a, aggregate, r: {**found, "k": aggregate.scalar("k")},
     )
     result = run(measures=mine, rounds=1, run_dir=tmp_path / "run")

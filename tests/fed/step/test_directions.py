@@ -38,17 +38,17 @@ class Own(fed.Algorithm):
     def local_update(self, server, client, round):
         w, made = server["w"], dict(self.constants)
         there = (w != 0).to(w.dtype)
-        if "e" in made:
-            made["e"] = made["e"] * there
+        if "direction_vector" in made:
+            made["direction_vector"] = made["direction_vector"] * there
         if "anchor" in made:
             made["anchor"] = w + made["anchor"] * there
         return fed.LocalUpdate(rho=0.3, **made)
 
 
 STEPS = {
-    "path": {"direction": D.PATH, "e": 0.7, "drift": -1.0},
-    "path along e": {"direction": D.PATH, "e": 0.7},
-    "gradient plus": {"direction": D.GRADIENT_PLUS, "e": 0.2, "drift": 0.5, "remembers": True},
+    "path": {"direction": D.PATH, "direction_vector": 0.7, "drift": -1.0},
+    "path along e": {"direction": D.PATH, "direction_vector": 0.7},
+    "gradient plus": {"direction": D.GRADIENT_PLUS, "direction_vector": 0.2, "drift": 0.5, "remembers": True},
     "pull": {"direction": D.GRADIENT, "anchor": 0.4, "pull": 0.25},
 }
 

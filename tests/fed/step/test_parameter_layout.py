@@ -123,7 +123,7 @@ class Accuracies:
 
     def clients(self, before, results, about):
         p = about.layout.numel
-        assert before["w"].shape == (p,) and results.delta.shape == (len(results.clients), p)
+        assert before["w"].shape == (p,) and results.delta.shape == (len(results.client_ids), p)
         first = results.snapshots[0][0]
         assert torch.equal(first.w, before["w"]) and first.eps.shape == (p,)
         self.seen.append(about.layout.unflatten(results.delta)["conv.weight"].clone())

@@ -35,7 +35,7 @@ class Own(fed.Algorithm):
     def local_update(self, server, client, round):
         made, w = dict(self.constants), server["w"]
         if made["direction"] in (D.PATH, D.CONSTANT, D.GRADIENT_PLUS):
-            made["e"] = w
+            made["direction_vector"] = w
         if "rho_scale" in made:
             made["rho_scale"] = round.layout.factors("rho_scale", made["rho_scale"], w)
         return fed.LocalUpdate(**made)
@@ -244,7 +244,7 @@ def test_every_client_has_its_own(executor):
             return fed.LocalUpdate(D.GRADIENT, rho=0.4, rho_scale=client["scale"])
 
         def finish_client(self, server, client, results, round):
-            made = [round.layout.factors("scale", {"0": of(i)}, server["w"]) for i in results.clients]
+            made = [round.layout.factors("scale", {"0": of(i)}, server["w"]) for i in results.client_ids]
             return {"scale": torch.stack(made)}, fed.Upload(mean={"delta": results.delta})
 
     class UnfusedEach(Unfused):

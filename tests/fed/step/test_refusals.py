@@ -13,7 +13,7 @@ D = fed.Direction
 
 @refusals(
     # what does not go together is refused
-    (lambda: fed.LocalUpdate(D.PATH), "'path' takes e of the vectors e, mu, s; e was not given"),
+    (lambda: fed.LocalUpdate(D.PATH), "'path' takes direction_vector of the .*; direction_vector was not given"),
     (lambda: fed.LocalUpdate(D.GRADIENT, drift=1.0), "drift belongs to the directions 'path' and 'gradient plus'"),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), remembers=True), "remembers to 'gradient plus'"),
     (lambda: fed.LocalUpdate(D.PATH, direction_vector=torch.zeros(3), clean_weight=0.5),

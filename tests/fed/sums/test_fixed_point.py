@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastsam import fed
+from fastsam.fed.stages.client_weights import ClientWeightedAggregate, weighed
 from fastsam.fed.sums.fixed_point import LIMIT, FixedPointAggregate, FixedPointSum
-from fastsam.fed.sums.own_weights import OwnWeights, weighed
 from tests.helpers import oracle, rank_cases
 from tests.helpers.fed_runs import digest, run, same_bits
 from tests.helpers.rank_group import on_ranks
@@ -146,7 +146,7 @@ class Weighed(fed.FedAvg):
     scale: float = 1.0
 
     def finish_client(self, server, client, results, round):
-        weight = [self.scale * n for n in results.samples]
+        weight = [self.scale * n for n in results.num_samples]
         return client, fed.Upload({"delta": results.delta}, weight=weight)
 
 
@@ -182,7 +182,7 @@ def test_no_order_and_no_grouping_changes_a_bit():
         for group in groups:
             numbers = {"loss": [0.0] * len(group)}
             plain.add_rows_([1 + i % 3 for i in group], weighed({"delta": rows[group]}, weights[group]), {}, numbers)
-        aggregate.append(OwnWeights(plain))
+        aggregate.append(ClientWeightedAggregate(plain))
     factors = weights * torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0], dtype=torch.float64)
     expected = (factors[:, None] * rows.double()).sum(0) / factors.sum()
     assert torch.equal(aggregate[0].mean("delta"), aggregate[1].mean("delta"))
@@ -194,7 +194,7 @@ def test_no_order_and_no_grouping_changes_a_bit():
 
 def test_where_all_are_zero_the_model_stays():
     model = oracle.smooth_model(torch.float32)
-    assert same_bits(run(weighing(lambda e: [0.0] * len(e.clients)), "sequential", **SHORT).model, model)
+    assert same_bits(run(weighing(lambda e: [0.0] * len(e.client_ids)), "sequential", **SHORT).model, model)
 
 
 def test_averaged_buffers_follow_them():
@@ -210,7 +210,7 @@ def test_averaged_buffers_follow_them():
 
 
 def test_a_weight_that_is_not_finite_excludes_its_client():
-    result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.clients]), "sequential",
+    result = run(weighing(lambda e: [float("nan") if i == 1 else 1.0 for i in e.client_ids]), "sequential",
                  **SHORT | {"participation": 1.0, "rounds": 1})  # fmt: skip
     assert [(r["client"], "weight of the client" in r["reason"]) for r in result.history[0]["excluded"]] == [(1, True)]
 
@@ -224,11 +224,11 @@ def test_personal_parameters_keep_the_weights():
 @pytest.mark.parametrize(
     ("algorithm", "options", "words"),
     [
-        (weighing(lambda e: [-1.0] * len(e.clients)), {},
+        (weighing(lambda e: [-1.0] * len(e.client_ids)), {},
             r"a number >= 0 for each of the 1 clients, \[1\]; got \[-1.0"),
         (weighing(lambda e: [1.0, 2.0]), {}, r"each of the 1 clients, \[1\]; got \[2\]"),
         (weighing(lambda e: None), {}, "got none with sends_weights = True"),
-        (weighing(lambda e: [1.0] * len(e.clients), False), {}, "got one without sends_weights = True"),
+        (weighing(lambda e: [1.0] * len(e.client_ids), False), {}, "got one without sends_weights = True"),
         (Weighed(), {"aggregation": "median"}, "send weights of their own .* use aggregation='mean'"),
         (Weighed(), {"noise_multiplier": 1.0, "clip_update": 1.0}, "its clients send or keep more than"),
     ],

@@ -7,19 +7,18 @@ from tests.helpers.mutants.apply import mutants
 
 MUTANTS = mutants(r"""
 # the noise on the sum, its denominator, and that of the clients
-privacy.mechanism Privacy.aggregate: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier
-    @ scales
-privacy.mechanism Privacy.aggregate: self.asked.noise_multiplier * self.asked.clip_update => self.asked.noise_multiplier
-    * self.asked.clip_update ** 2 @ scales
-privacy.mechanism Privacy.aggregate: self.cohort or active => active @ scales
-privacy.mechanism Privacy.aggregate: self.cohort or active => active @ denominator
-privacy.private_aggregate PrivateAggregate.mean: self._std / self._cohort => self._std @ scales
-privacy.private_aggregate PrivateAggregate.mean: self._sums.share(DELTA, self._cohort) => self._sums.mean(DELTA) @
+stages.noise Noise.__init__: options.noise_multiplier * options.clip_update => options.noise_multiplier @ scales
+stages.noise Noise.__init__: options.noise_multiplier * options.clip_update => options.noise_multiplier *
+    options.clip_update ** 2 @ scales
+stages.noise CentralNoise.process_aggregate: self.cohort or round.cohort_size => round.cohort_size @ scales
+stages.noise CentralNoise.process_aggregate: self.cohort or round.cohort_size => round.cohort_size @ denominator
+stages.noise PrivateAggregate.mean: self._std / self._cohort => self._std @ scales
+stages.noise PrivateAggregate.mean: self._sums.share(DELTA, self._cohort) => self._sums.mean(DELTA) @
     denominator
-privacy.mechanism Privacy.add_to_rows_: self.asked.noise_multiplier * clip => self.asked.noise_multiplier @ local_scale
+stages.noise Noise.__init__: options.noise_multiplier * options.clip_update => options.noise_multiplier @ local_scale
 # all of them the same
-privacy.mechanism Privacy.add_to_rows_: normals(rows.shape[1], self.asked.seed, 'local noise', index, i) =>
-    normals(rows.shape[1], self.asked.seed, 'local noise', index) @ local_scale
+stages.noise LocalNoise.process_results: normals(rows.shape[1], seed, 'local noise', round.index, i) =>
+    normals(rows.shape[1], seed, 'local noise', round.index) @ local_scale
 clients.sampling expected: participation * clients => float(clients) @ scales
 # the clip
 privacy.clip shorten_: (1 - 2 * _OFF) * limit => limit @ clipped

@@ -10,8 +10,8 @@ MUTANTS = mutants(r"""
 algorithms.base Algorithm.step_server: {**server, 'w': apply_update(server['w'], round.server_lr *
     aggregate.mean('delta'))} => {**server, 'w': apply_update(server['w'], aggregate.mean('delta'))} @ fedavg
 algorithms.base apply_update: w.double() + update => w.double() - update @ fedavg
-loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => 1 @ fedavg momentum
-loop.round Cohort.__init__: sizes[i] if settings.weighting == 'samples' else 1 => sizes[i] @ fedavg
+loop.round Cohort.__init__: sizes[i] if by_samples else 1 => 1 @ fedavg momentum
+loop.round Cohort.__init__: sizes[i] if by_samples else 1 => sizes[i] @ fedavg
 # FedAdam, FedAdagrad, FedYogi
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadam
 algorithms.adaptive AdaptiveServer.step_server: (1 - self.beta1) * delta => delta @ fedadagrad-momentum
@@ -45,7 +45,7 @@ algorithms.fednova FedNova.finish_client: results.delta / a => results.delta @ f
 algorithms.fednova FedNova.step_server: round.server_lr * aggregate.mean('a') => aggregate.mean('a') @ fednova
 algorithms.fednova weight_of_gradients: momentum * step + 1 => 1.0 @ fednova momentum
 algorithms.fednova weight_of_gradients: total += step => total = step @ fednova momentum
-loop.loop Loop._round: settings.momentum => 0.0 @ fednova momentum
+loop.loop Loop._rounds_of: settings.momentum => 0.0 @ fednova momentum
 algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)
     => (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=0) @ fedexp-last
 algorithms.fedexp FedExP.step_server: (aggregate.mean('square') / (2 * (delta.square().sum() + self.eps))).clamp(min=1)

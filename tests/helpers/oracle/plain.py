@@ -127,8 +127,8 @@ class FedGSAM(FedSAM):
 
 def lesam_begin(method: Any, visit: Visit) -> None:
     """The perturbation of a whole round: towards the model received last time (Fan et al. 2024, Algorithm 1)."""
-    before = visit.mine.get("w_old") if method.ref == "client" else visit.server["w_last"]
-    if before is None and method.first == "none":
+    before = visit.mine.get("w_old") if method.reference == "client" else visit.server["w_last"]
+    if before is None and method.initial_perturbation == "none":
         visit.notes["eps"] = zeros(visit.anchor)
         return
     before = zeros(visit.anchor) if before is None else before
@@ -140,8 +140,8 @@ class FedLESAM(FedAvg):
     """Fan et al. 2024, Algorithm 1."""
 
     rho: float = 0.01
-    first: str = "origin"
-    ref: str = "client"
+    initial_perturbation: str = "origin"
+    reference: str = "client"
 
     def start_server(self, w: Vector) -> Kept:
         return {"w_last": None}

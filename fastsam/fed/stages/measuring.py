@@ -1,0 +1,105 @@
+"""The measures of a run (`measures=`): numbers of clients that enter the sums, and numbers of rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Aggregate, Round, State
+from fastsam.fed.measures import NAMES, Measures
+from fastsam.fed.stages.base import ClientUploads, Stage
+from fastsam.fed.sums.ranks import Ranks
+
+
+class Measuring(Stage):
+    """Call the measures in every round. They read the aggregate without noise."""
+
+    def __init__(self, measures: Measures) -> None:
+        self.measures = measures
+        ours = type(measures).__module__.startswith("fastsam.fed.measures.hook")
+        self.record_keys = [key for keys in NAMES.values() for key in keys] if ours else None
+        self._aggregate: Aggregate | None = None
+
+    def snapshots(self, round: Round, num_steps: int) -> Iterable[int]:
+        """Return the local steps before which the measures want a copy of a client's row."""
+        return self.measures.snapshots(round.index, num_steps)
+
+    def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
+        """Add the measures' numbers of the clients to the scalars."""
+        found = self.measures.clients(uploads.server, uploads.results, round)
+        n = len(uploads.results.client_ids)
+        uploads.scalars |= rows_of_numbers(found, "clients()", uploads.scalars, n)
+
+    def end_round(self, ranks: Ranks, round: Round) -> None:
+        """Let the measures exchange what they keep with the other ranks."""
+        join = getattr(self.measures, "join", None)
+        if join is not None:
+            join(ranks, round)
+
+    def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate | None:
+        """Keep the aggregate for `measure`."""
+        self._aggregate = aggregate
+        return aggregate
+
+    def measure(
+        self, before: State, after: State, buffers: list[Tensor], round: Round, reserved: Iterable[str]
+    ) -> dict[str, Any]:
+        """Return the measures' numbers of the round; none of a round without clients."""
+        aggregate, self._aggregate = self._aggregate, None
+        if aggregate is None:
+            return {}
+        round = replace(round, layout=round.layout.with_buffers(buffers))
+        return numbers(self.measures.round(before, after, aggregate, round), "round()", set(reserved))
+
+
+def numbers(found: Any, who: str, reserved: Container[str]) -> dict[str, float | None]:
+    """Return what the method `who` of the measures returned, as Python's own numbers.
+
+    Raises:
+        ValueError: it is not a dict of numbers (or None), or a name is `reserved`.
+    """
+    return {
+        name: value if value is None or isinstance(value, (int, float)) else _number(value, who, name)
+        for name, value in _entries(found, who, reserved)
+    }
+
+
+def rows_of_numbers(found: Any, who: str, reserved: Container[str], n: int) -> dict[str, list[float]]:
+    """Return the numbers of n clients that the method `who` returned: a list of n numbers under each name.
+
+    Raises:
+        ValueError: it is not a dict of n numbers under each name, or a name is `reserved`.
+    """
+    made: dict[str, list[float]] = {}
+    for name, values in _entries(found, who, reserved):
+        if not isinstance(values, (Sequence, Tensor)) or isinstance(values, str) or len(values) != n:
+            raise ValueError(
+                f"{who} of the measures must return {n} numbers, one for each client, got {_type(values)} for {name!r}"
+            )
+        made[name] = [_number(value, who, name) for value in values]
+    return made
+
+
+def _entries(found: Any, who: str, reserved: Container[str]) -> Iterable[tuple[str, Any]]:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{who} of the measures must return a dict of numbers, got {_type(found)}")
+    for name in found:
+        if name in reserved:
+            raise ValueError(f"{who} of the measures returned {name!r}, which the run has already; choose another name")
+    return found.items()
+
+
+def _number(value: Any, who: str, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{who} of the measures must return numbers (or None), got {_type(value)} for {name!r}"
+        ) from error
+
+
+def _type(value: object) -> str:
+    return type(value).__name__

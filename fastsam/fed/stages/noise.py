@@ -1,0 +1,182 @@
+"""Noise on the clients' deltas or on their sum (`noise_multiplier`), and the epsilon of the rounds so far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fastsam.extras import install_command
+from fastsam.fed.algorithms.base import Aggregate, Round, State
+from fastsam.fed.clients import sampling
+from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
+from fastsam.fed.privacy.noise import normals
+from fastsam.fed.privacy.options import Asked, delta_of
+from fastsam.fed.stages.base import Stage
+from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.step.parameter_layout import ParameterLayout
+from fastsam.fed.sums.fixed_point import FixedPointAggregate
+
+DELTA = "delta"  # the upload of `Algorithm.finish_client`
+
+
+class Noise(Stage):
+    """Common parts of both kinds of noise.
+
+    Args:
+        options: the run's options of privacy.
+        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
+        accountant: computes epsilon, or None.
+    """
+
+    def __init__(self, options: Asked, mask: Tensor, accountant: Accountant | None) -> None:
+        self.options, self.mask, self.accountant = options, mask, accountant
+        self.record_keys = () if accountant is None else ("epsilon", "delta")
+        assert options.clip_update is not None
+        self.std = options.noise_multiplier * options.clip_update  # of the noise on a delta or on their sum
+
+    def record(self, round: Round) -> dict[str, Any]:
+        """Return epsilon and delta of all rounds up to this one, or nothing without an accountant."""
+        if self.accountant is None:
+            return {}
+        return {"epsilon": self.accountant.epsilon(round.index + 1), "delta": self.accountant.delta}
+
+    def summary(self) -> dict[str, Any]:
+        """Return the guarantee without epsilon, or nothing without an accountant."""
+        if self.accountant is None:
+            return {"privacy": {}}
+        return {"privacy": {"neighbours": NEIGHBOURS[self.accountant.law.relation], "delta": self.accountant.delta}}
+
+
+class LocalNoise(Noise):
+    """Noise that each client adds to its own clipped delta."""
+
+    def process_results(self, results: ClientResults, round: Round) -> None:
+        """Add noise to the deltas, in float64, rounded once."""
+        rows, seed = results.delta, self.options.seed
+        noise = torch.stack([normals(rows.shape[1], seed, "local noise", round.index, i) for i in results.client_ids])
+        rows.copy_(torch.addcmul(rows.double(), noise.to(rows.device), self.mask, value=self.std))
+
+
+class CentralNoise(Noise):
+    """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size.
+
+    Args:
+        cohort: expected number of clients in a round, or None if it is the number of those that came.
+    """
+
+    def __init__(self, options: Asked, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
+        super().__init__(options, mask, accountant)
+        self.cohort = cohort
+        # A round in which Poisson sampling chose no client is a round: drawing again would change the law.
+        self.keeps_empty_rounds = options.sampler == "bernoulli" and options.available is None
+        self._sums: FixedPointAggregate | None = None
+
+    def visible_round(self, round: Round) -> Round:
+        """Return the round with the expected cohort size in place of the true one."""
+        if self.cohort is None:
+            return round
+        expected = _expected_size(self.cohort)
+        return round if round.cohort_size == expected else replace(round, cohort_size=expected)
+
+    def begin_round(self, sums: FixedPointAggregate) -> None:
+        """Remember the sums of this round."""
+        self._sums = sums
+
+    def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate:
+        """Return the noisy mean, of noise only if no client was sampled."""
+        noise = normals(len(self.mask), self.options.seed, "noise", round.index).to(server["w"].device)
+        sums, self._sums = self._sums, None
+        cohort = self.cohort or round.cohort_size
+        return PrivateAggregate(None if aggregate is None else sums, noise, self.mask, self.std, cohort)
+
+
+class PrivateAggregate:
+    """The noisy mean `(sum of the clipped deltas + noise) / cohort`, and nothing else.
+
+    Args:
+        sums: the sums of the round, or None if no client was sampled.
+        normals: standard normal numbers, float64 `[row_size]`.
+        mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
+        std: standard deviation of the noise on the sum.
+        cohort: expected number of clients in a round.
+    """
+
+    def __init__(
+        self, sums: FixedPointAggregate | None, normals: Tensor, mask: Tensor, std: float, cohort: float
+    ) -> None:
+        self._sums, self._normals, self._mask = sums, normals, mask
+        self._std, self._cohort = std, cohort
+
+    @property
+    def num_clients(self) -> int:
+        """The expected number of clients."""
+        return _expected_size(self._cohort)
+
+    def mean(self, name: str) -> Tensor:
+        """Return the noisy mean of the deltas, float64 `[row_size]`. Raises ValueError for another name."""
+        if name != DELTA:
+            self._refuse(f"mean({name!r})")
+        std = self._std / self._cohort
+        if self._sums is None:
+            return self._normals * self._mask * std
+        return self._sums.share(DELTA, self._cohort).addcmul_(self._normals, self._mask, value=std)
+
+    def sum(self, name: str) -> Tensor:
+        """Raises ValueError."""
+        self._refuse(f"sum({name!r})")
+
+    def scalar(self, name: str) -> float:
+        """Raises ValueError."""
+        self._refuse(f"scalar({name!r})")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ValueError(
+            f"with noise_multiplier the server has only the noisy mean of the deltas, aggregate.mean({DELTA!r}); "
+            f"it asked for aggregate.{call}"
+        )
+
+
+def _expected_size(cohort: float) -> int:
+    """Return the expected number of clients as a whole number, at least 1."""
+    return max(1, round(cohort))
+
+
+def noise_of(options: Asked, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
+    """Return the stage of a run with noise, None for a run without.
+
+    Raises:
+        ValueError: delta is too large, or the package that computes epsilon is missing.
+    """
+    if options.noise_multiplier == 0:
+        return None
+    mask = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
+    for s in layout.segments:
+        mask[s.offset : s.offset + s.length] = 1
+    accountant = _accountant(options, num_clients)
+    if options.noise == "local":
+        return LocalNoise(options, mask, accountant)
+    sampled = options.available is None
+    cohort = sampling.expected(options.sampler, options.participation, num_clients) if sampled else None
+    return CentralNoise(options, mask, accountant, cohort)
+
+
+def _accountant(options: Asked, num_clients: int) -> Accountant | None:
+    if options.accountant is None:
+        return None
+    delta = delta_of(options, num_clients)
+    try:
+        import dp_accounting  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
+            "or accountant=None: noise, and no guarantee"
+        ) from error
+    draws = sampling.make(options.sampler, num_clients, options.participation)
+    taken = Participations(lambda t: sampling.draw(draws, t, num_clients, options.seed))
+    return Accountant(
+        law(options.noise, options.sampler, options.participation, num_clients, options.noise_multiplier, taken.most),
+        delta,
+    )

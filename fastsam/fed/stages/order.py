@@ -1,0 +1,43 @@
+"""The chain of a run: which stages it has, in their order. The only module that knows all stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastsam.fed.aggregation import Rule
+from fastsam.fed.algorithms.base import Algorithm
+from fastsam.fed.measures import Measures
+from fastsam.fed.stages.base import Stage
+from fastsam.fed.stages.buffers import AverageBuffers
+from fastsam.fed.stages.client_weights import ClientWeights
+from fastsam.fed.stages.clip import Clip
+from fastsam.fed.stages.measuring import Measuring
+from fastsam.fed.stages.noise import LocalNoise, Noise
+from fastsam.fed.stages.robust import Robust
+
+
+def chain(
+    algorithm: Algorithm,
+    *,
+    clip_update: float | None,
+    buffers: str | None,
+    rule: Rule | None,
+    measures: Measures | None,
+    noise: Noise | None,
+) -> Sequence[Stage]:
+    """Return the stages of a run.
+
+    Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
+    noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
+    """
+    local = isinstance(noise, LocalNoise)
+    stages: list[Stage | None] = [
+        None if clip_update is None else Clip(clip_update),
+        noise if local else None,
+        AverageBuffers() if buffers == "average" and noise is None else None,
+        ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
+        None if rule is None else Robust(rule, type(algorithm).__name__),
+        None if measures is None else Measuring(measures),
+        None if local else noise,
+    ]
+    return tuple(stage for stage in stages if stage is not None)

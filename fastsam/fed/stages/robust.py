@@ -1,0 +1,153 @@
+"""A robust rule in place of the weighted mean (`aggregation=`), and which algorithms it serves."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from torch import Tensor
+
+from fastsam.fed.aggregation import Rule
+from fastsam.fed.algorithms import registry
+from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State
+from fastsam.fed.stages.base import ClientUploads, Stage
+from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
+
+
+class Robust(Stage):
+    """Keep the rows of the round's clients, and let a rule make the means of them.
+
+    Args:
+        rule: the rule.
+        algorithm: name of the algorithm, for messages.
+    """
+
+    def __init__(self, rule: Rule, algorithm: str) -> None:
+        self.rule, self.algorithm = rule, algorithm
+        self.aggregate: RobustAggregate | None = None
+
+    def begin_round(self, sums: FixedPointAggregate) -> None:
+        """Forget the rows of the last round."""
+        self.aggregate = RobustAggregate(sums, self.rule)
+
+    def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
+        """Raises ValueError if there are plain sums, which a rule cannot replace."""
+        if uploads.sum:
+            raise no_sums(self.rule, self.algorithm)
+
+    def after_sum(self, uploads: ClientUploads, problems: Problems) -> None:
+        """Keep the rows that entered the sums."""
+        assert self.aggregate is not None
+        self.aggregate.keep(uploads, problems)
+
+    def process_aggregate(self, aggregate: Aggregate | None, server: State, round: Round) -> Aggregate | None:
+        """Return the aggregate whose means are the rule's."""
+        return None if aggregate is None else self.aggregate
+
+    def record(self, round: Round) -> dict[str, list[int]]:
+        """Return the clients that the rule rejected."""
+        return {} if self.aggregate is None else {"left_out": self.aggregate.rejected}
+
+
+class RobustAggregate:
+    """The aggregate of a round whose means are made by a rule. Sums, scalars and the number of clients are those of all
+    clients that were not excluded."""
+
+    def __init__(self, sums: FixedPointAggregate, rule: Rule) -> None:
+        self.rule, self._sums = rule, sums
+        self._rows: dict[int, tuple[int, Tensor, dict[str, Tensor]]] = {}  # by client: weight, delta, uploads
+
+    def keep(self, uploads: ClientUploads, problems: Problems) -> None:
+        """Keep the rows of clients without a problem. They are not copied."""
+        for i, client in enumerate(uploads.results.client_ids):
+            if i not in problems:
+                rows = {name: x[i].detach() for name, x in uploads.mean.items()}
+                self._rows[client] = uploads.weights[i], uploads.results.delta[i].detach(), rows
+
+    @property
+    def num_clients(self) -> int:
+        """See `Aggregate`."""
+        return self._sums.num_clients
+
+    def mean(self, name: str) -> Tensor:
+        """Return the rule's mean, float64. Raises KeyError for a name that no client sent."""
+        self._sums.mean(name)  # raises KeyError with the names that were sent
+        chosen = [self._rows[i] for i in self._chosen if name in self._rows[i][2]]
+        return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
+
+    def sum(self, name: str) -> Tensor:
+        """See `Aggregate`."""
+        return self._sums.sum(name)
+
+    def scalar(self, name: str) -> float:
+        """See `Aggregate`."""
+        return self._sums.scalar(name)
+
+    @cached_property
+    def _chosen(self) -> list[int]:
+        """The clients whose rows count, in ascending order."""
+        order = sorted(self._rows)
+        return [order[i] for i in self.rule.chosen([self._rows[client][1] for client in order])]
+
+    @property
+    def rejected(self) -> list[int]:
+        """The clients that the rule rejected."""
+        return sorted(self._rows.keys() - set(self._chosen))
+
+
+_FEWEST = 3  # clients of a round among whom a majority can stand against one
+
+
+def check_aggregation(rule: Rule | None, algorithm: object, cohort_size: int, ranks: int) -> None:
+    """Raises ValueError, with a remedy, if a robust rule has no meaning in a run.
+
+    Args:
+        rule: the rule, or None for the mean.
+        algorithm: the run's algorithm.
+        cohort_size: the largest likely number of clients in a round.
+        ranks: number of processes.
+    """
+    if rule is None:
+        return
+    name = type(algorithm).__name__
+    if getattr(algorithm, "pools_data", False):
+        raise ValueError(
+            f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
+        )
+    if getattr(algorithm, "uses_sums", False):
+        raise no_sums(rule, name)
+    if getattr(algorithm, "sends_weights", False):
+        raise ValueError(
+            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
+            f"weights of their own "
+            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with "
+            "clip_update=..."
+        )
+    if ranks > 1:
+        raise ValueError(
+            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes "
+            f"are never together; "
+            "use one process, or aggregation='mean'"
+        )
+    if cohort_size < _FEWEST:
+        raise ValueError(
+            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and "
+            f"this run has rounds of "
+            f"{cohort_size}; use a larger participation, or aggregation='mean'"
+        )
+
+
+def no_sums(rule: Rule, name: str) -> ValueError:
+    """Return the error of an algorithm whose sums no rule can replace."""
+    served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
+    return ValueError(
+        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
+        f"keep "
+        f"(Upload(sum=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
+        f"{served}"
+    )
+
+
+def _compared(algorithm: Algorithm) -> bool:
+    """Return True if the deltas of its clients are whole models and its server reads only means."""
+    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
+    return not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data or stays)
