@@ -26,16 +26,15 @@ from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.padding import check_padding_of_step
-from fastsam.fed.loop.personal import ClientModels, Personal, personal_of
+from fastsam.fed.loop.personal import Personal, client_models_of, own_parameters_of
 from fastsam.fed.loop.pooled_data import in_turn, pooled
+from fastsam.fed.loop.requirements import Facts, check
 from fastsam.fed.measures import Measures, make
 from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.privacy.options import check_run as check_privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
-from fastsam.fed.stages.robust import check_aggregation
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.model_copy import Replica, trainable
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -67,9 +66,22 @@ def assemble(
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
-    check_privacy(settings, algorithm, tried.changed_buffers)
-    personal = personal_of(
-        algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else (), ranks.size
+    facts = Facts(
+        settings,
+        algorithm,
+        ranks.size,
+        sampling.likely(settings.sampler, len(population.sizes), settings.participation),
+        tried.changed_buffers,
+        sized=population.sized,
+        batched=population.batched,
+        measured=not isinstance(measures, Sequence) or len(measures) > 0,
+        path_measures=sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else (),
+    )
+    check(facts)
+    facts = replace(facts, own_parameters=own_parameters_of(algorithm, own))
+    check(facts)
+    personal = client_models_of(
+        algorithm, settings, parameter_layout, view.copy_of_buffers() if tried.changed_buffers else ()
     )
     algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
     w0 = view.row.clone()
@@ -83,12 +95,11 @@ def assemble(
         population = pooled(population, settings.participation, settings.seed)
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
     cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
-    check_aggregation(settings.rule, algorithm, cohort, ranks.size)
-    _check_sizes(population, settings, measures, ranks)
     step = _try(algorithm, population, settings, state, parameter_layout)
-    inner = personal.inner if isinstance(personal, Personal) else algorithm
-    _check_inputs(step, type(inner).__name__, population, personal, tried, parameter_layout)
-    _check_path(step, type(inner).__name__, measures)
+    check(replace(facts, update=step))
+    if step.teacher is not None and tried.example is not None:
+        w = step.teacher.rows[0]
+        check_term(step.teacher, parameter_layout.model(w if w.dim() == 1 else w[0]), *tried.example)
     trial_step.check_smallest(model, population, loss, settings.batch_size, settings.drop_last)
     setup = executors.Setup(
         model, layout, loss, settings.local, place, backend, settings.slots, tried.draws, bool(tried.changed_buffers),
@@ -116,56 +127,6 @@ def assemble(
         personal,
     )  # fmt: skip
     return run, state
-
-
-def _check_inputs(
-    step: LocalUpdate,
-    name: str,
-    population: Population,
-    personal: ClientModels | None,
-    tried: trial_step.Trial,
-    layout: ParameterLayout,
-) -> None:
-    """Raises ValueError for steps that need more of the inputs than there is: a map of them, or another model's
-    outputs."""
-    if population.batched and not (step.input_map is None and step.teacher is None):
-        part = "trains a map" if step.teacher is None else "compares two models' outputs"
-        raise ValueError(f"{name} {part} of the inputs x of pairs (x, y), and {population.batched}")
-    if step.teacher is None:
-        return
-    if isinstance(personal, Personal) and len(personal.places):
-        raise ValueError(
-            f"local_parameters= serves no algorithm with a teacher, and {name} has one: the teacher's local parameters "
-            "would be those of the initial model"
-        )
-    if tried.example is not None:
-        w = step.teacher.rows[0]
-        check_term(step.teacher, layout.model(w if w.dim() == 1 else w[0]), *tried.example)
-
-
-def _check_path(step: LocalUpdate, name: str, measures: Sequence[str] | Measures) -> None:
-    """Raises ValueError for measures of one path of local steps, where there are several."""
-    along = sorted(ALONG_THE_PATH.intersection(measures)) if isinstance(measures, Sequence) else []
-    if along and step.phased:
-        raise ValueError(
-            f"the measures {', '.join(along)} look at the run's local steps of a client, and those of {name} have "
-            f"phases of their own"
-        )
-
-
-def _check_sizes(population: Population, settings: Settings, measures: Sequence[str] | Measures, ranks: Ranks) -> None:
-    """Raises ValueError for what needs to know the sizes of clients that have not been loaded."""
-    needs = {
-        "weighting='samples'": settings.weighting == "samples",
-        "measures": not isinstance(measures, Sequence) or len(measures) > 0,
-        "a run of several processes": ranks.size > 1,
-    }
-    wanting = [what for what, needed in needs.items() if needed]
-    if wanting and not population.sized:
-        raise ValueError(
-            f"{wanting[0]}: the clients' sizes must be known before they are loaded. Pass them: "
-            "fed.LazyClients(n, load, sizes=[...])"
-        )
 
 
 def _try(

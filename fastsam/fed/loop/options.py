@@ -23,6 +23,7 @@ from fastsam.fed.common.fingerprints import describe
 from fastsam.fed.common.option import check, option, table
 from fastsam.fed.executors import LocalOptions
 from fastsam.fed.loop import client_state as states
+from fastsam.fed.loop import requirements
 from fastsam.fed.loop.evaluate import VALIDATION
 from fastsam.fed.loop.rates import Rate, check_formula, rate_at
 from fastsam.fed.measures import NAMES, Measures
@@ -30,7 +31,6 @@ from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import NOISES
-from fastsam.fed.privacy.options import check_options as check_privacy
 from fastsam.fed.step.memory_format import FORMATS
 
 
@@ -136,10 +136,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.local_steps is not None and self.local_epochs != 1:
-            raise ValueError(
-                f"local_steps={self.local_steps} stands in place of local_epochs={self.local_epochs}; name one of them"
-            )
         names = [self.local_parameters] if isinstance(self.local_parameters, str) else self.local_parameters
         if names is not None and not (
             isinstance(names, list) and names and all(n and isinstance(n, str) for n in names)
@@ -148,21 +144,16 @@ class Settings:
                 f"local_parameters must be a parameter's name or a pattern such as 'head.*', or a list of them; "
                 f"got {names!r}"
             )
-        self._check_rates()
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
-        check_privacy(self)
+        if self.noise_multiplier > 0 and self.delta is not None and self.delta >= 1:
+            raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {self.delta!r}")
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
-        rule = self.rule
-        if rule is not None and not rule.supports_weights and self.weighting != "uniform":
-            raise ValueError(
-                f"weighting={self.weighting!r} has no meaning with aggregation={self.aggregation!r}, in which one "
-                f"client counts like another; "
-                "use weighting='uniform', or aggregation='norm_filter', which takes the weights"
-            )
+        requirements.check(requirements.Facts(self))
+        self._check_rates()
         object.__setattr__(self, "loss", _function(self.loss))
 
     @property
@@ -195,11 +186,6 @@ class Settings:
 
     def _check_rates(self) -> None:
         """Raises ValueError for a rate that has no value in some round, or one that is out of range."""
-        if not isinstance(self.lr, float) and self.lr_decay != 1:
-            raise ValueError(
-                f"lr_decay is a factor on a number, and lr = {self.lr!r} is none; put the factor into it, and leave "
-                f"lr_decay at 1"
-            )
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
         for index in (
             (self.rounds - 1,) if steady else range(self.rounds)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State, Upload
 from fastsam.fed.loop.options import Settings
@@ -173,52 +173,25 @@ def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
     return replace(settings, buffers="local")
 
 
-def personal_of(
-    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor], ranks: int
-) -> ClientModels | None:
-    """Where the clients' own models come from; None where they have none. `Personal` is also the algorithm around
-    `algorithm`, where something stays with the clients: what the run says, and what the algorithm says itself.
+def own_parameters_of(algorithm: object, model: nn.Module) -> list[str]:
+    """Return the names or patterns of the parameters that the algorithm keeps with the clients."""
+    return list(getattr(algorithm, "own_parameters", lambda model: ())(model))
 
-    buffers: the model's at the start, where training changes them. Raises ValueError where nothing can stay.
+
+def client_models_of(
+    algorithm: Algorithm, settings: Settings, layout: ParameterLayout, buffers: Sequence[Tensor]
+) -> ClientModels | None:
+    """Return the source of the clients' own models, or None if the clients have none.
+
+    A `Personal` is also an algorithm: it wraps `algorithm` and keeps with the clients what the run and the algorithm
+    name. `buffers` are those of the initial model if training changes them, else empty.
     """
-    asked = settings.local_parameters
-    patterns = [] if asked is None else [asked] if isinstance(asked, str) else [*asked]
-    patterns += getattr(algorithm, "own_parameters", lambda model: ())(layout.template)
+    names = settings.local_parameters
+    patterns = [] if names is None else [names] if isinstance(names, str) else [*names]
+    patterns += own_parameters_of(algorithm, layout.template)
     local = settings.buffers == "local"
     if getattr(algorithm, "own_models", False):
-        return _kept(algorithm, settings, patterns, buffers, ranks)
+        return Kept(algorithm)
     if not patterns and not local:
         return None
-    name, rule = type(algorithm).__name__, settings.rule
-    if asked is not None:
-        what = f"local_parameters={asked!r}"
-    else:
-        what = f"{name}, whose parameters stay with the clients," if patterns else "buffers='local'"
-    if getattr(algorithm, "pools_data", False):
-        raise ValueError(f"{what} is for clients, and {name} has none")
-    if rule is not None and patterns:
-        raise ValueError(f"{what} is served with aggregation='mean' alone: {rule.name!r} compares whole models")
-    if ranks > 1:
-        raise ValueError(f"{what} is served in one process, where all clients' models can be evaluated; got {ranks}")
     return Personal(algorithm, layout, patterns, buffers if local else ())
-
-
-def _kept(
-    algorithm: Algorithm, settings: Settings, patterns: Sequence[str], buffers: Sequence[Tensor], ranks: int
-) -> Kept:
-    """Of an algorithm that keeps them. Raises ValueError for a run that cannot have them."""
-    name = type(algorithm).__name__
-    if patterns:
-        raise ValueError(
-            f"local_parameters={settings.local_parameters!r}: clients of {name} have whole models of their own already"
-        )
-    if ranks > 1:
-        raise ValueError(
-            f"{name} is served in one process, where all clients' models can be evaluated; got {ranks} processes"
-        )
-    if buffers and settings.buffers != "keep":
-        raise ValueError(
-            f"{name} trains two models a client, and buffers={settings.buffers!r} are those of one: use buffers='keep' "
-            f"or GroupNorm"
-        )
-    return Kept(algorithm)

@@ -7,8 +7,7 @@ from functools import cached_property
 from torch import Tensor
 
 from fastsam.fed.aggregation import Rule
-from fastsam.fed.algorithms import registry
-from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round, State
+from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 
@@ -32,7 +31,11 @@ class Robust(Stage):
     def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
         """Raises ValueError if there are plain sums, which a rule cannot replace."""
         if uploads.sum:
-            raise no_sums(self.rule, self.algorithm)
+            raise ValueError(
+                f"aggregation={self.rule.name!r} needs a server that reads only means, but finish_client of "
+                f"{self.algorithm} returned Upload(sum=...). Use aggregation='mean', and say uses_sums = True in its "
+                "class"
+            )
 
     def after_sum(self, uploads: ClientUploads, problems: Problems) -> None:
         """Keep the rows that entered the sums."""
@@ -92,62 +95,3 @@ class RobustAggregate:
     def rejected(self) -> list[int]:
         """The clients that the rule rejected."""
         return sorted(self._rows.keys() - set(self._chosen))
-
-
-_FEWEST = 3  # clients of a round among whom a majority can stand against one
-
-
-def check_aggregation(rule: Rule | None, algorithm: object, cohort_size: int, ranks: int) -> None:
-    """Raises ValueError, with a remedy, if a robust rule has no meaning in a run.
-
-    Args:
-        rule: the rule, or None for the mean.
-        algorithm: the run's algorithm.
-        cohort_size: the largest likely number of clients in a round.
-        ranks: number of processes.
-    """
-    if rule is None:
-        return
-    name = type(algorithm).__name__
-    if getattr(algorithm, "pools_data", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} is a rule over clients, and {name} has none: use aggregation='mean'"
-        )
-    if getattr(algorithm, "uses_sums", False):
-        raise no_sums(rule, name)
-    if getattr(algorithm, "sends_weights", False):
-        raise ValueError(
-            f"aggregation={rule.name!r} compares clients that count by the run's weights, and those of {name} send "
-            f"weights of their own "
-            "(Upload(weight=...)), by which one of them could outweigh the others; use aggregation='mean' with "
-            "clip_update=..."
-        )
-    if ranks > 1:
-        raise ValueError(
-            f"aggregation={rule.name!r} looks at the rows of all clients of a round, and those of {ranks} processes "
-            f"are never together; "
-            "use one process, or aggregation='mean'"
-        )
-    if cohort_size < _FEWEST:
-        raise ValueError(
-            f"aggregation={rule.name!r} needs {_FEWEST} clients in a round to tell who is far from the others, and "
-            f"this run has rounds of "
-            f"{cohort_size}; use a larger participation, or aggregation='mean'"
-        )
-
-
-def no_sums(rule: Rule, name: str) -> ValueError:
-    """Return the error of an algorithm whose sums no rule can replace."""
-    served = ", ".join(sorted(one.__name__ for one in registry.values() if _compared(one())))
-    return ValueError(
-        f"aggregation={rule.name!r} stands in for means, and the server of {name} also keeps a sum of what its clients "
-        f"keep "
-        f"(Upload(sum=...)), which must hold all of it; use aggregation='mean' with clip_update=..., or one of "
-        f"{served}"
-    )
-
-
-def _compared(algorithm: Algorithm) -> bool:
-    """Return True if the deltas of its clients are whole models and its server reads only means."""
-    stays = type(algorithm).own_parameters is not Algorithm.own_parameters
-    return not (algorithm.uses_sums or algorithm.sends_weights or algorithm.pools_data or stays)

@@ -99,7 +99,7 @@ def test_every_algorithm_is_served_or_refused_by_name(name: type[fed.Algorithm])
     if name.__name__.startswith("Centralised"):
         words = "has none"
     elif name.sends_weights:
-        words = f"those of {name.__name__} send weights of their own"
+        words = f"the clients of {name.__name__} send weights of their own"
     with pytest.raises(ValueError, match=words):
         fed_runs.run(name(), "sequential", aggregation="median")
 

@@ -156,7 +156,7 @@ def resolved(*flags):
      "FedNTD needs labels that number the model's outputs"),
     # samples that come in batches have no teacher
     (lambda: once(fed.FedNTD(), clients=[({"input": x}, y) for x, y in CLIENTS]),
-     r"FedNTD compares two models' outputs of the inputs x of pairs \(x, y\), and"),
+     r"FedNTD, which compares two models' outputs, needs inputs x of pairs \(x, y\), but"),
 )  # fmt: skip
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

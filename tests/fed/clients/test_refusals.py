@@ -82,8 +82,10 @@ GOOD = pairs()[0]
     (lambda: fed.LazyClients(2, pairs()), 'load must be a function'),
     (lambda: fed.LazyClients(2, pairs().__getitem__, [3]), 'sizes must have a number for each of the 2 clients, got 1'),
     (lambda: fed.LazyClients(2, pairs().__getitem__, [3, 0]), r"sizes\[1\] must be an integer >= 1"),
-    (lambda: run(fed.LazyClients(4, pairs().__getitem__), weighting="samples"), "weighting='samples': .*sizes="),
-    (lambda: run(fed.LazyClients(4, pairs().__getitem__), measures=["sharpness"]), 'measures: .*sizes='),
+    (lambda: run(fed.LazyClients(4, pairs().__getitem__), weighting="samples"),
+     "weighting='samples' needs the clients' sizes.*sizes="),
+    (lambda: run(fed.LazyClients(4, pairs().__getitem__), measures=["sharpness"]),
+     "measures needs the clients' sizes.*sizes="),
     (lambda: run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 13]), measures=["sharpness"]),
      'sharpness .*batch by batch'),
     # what a sampler must not return

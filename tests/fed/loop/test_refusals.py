@@ -191,7 +191,8 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: backends.select("auto", torch.device("meta"), torch.float32),
      "cannot serve torch.float32 on meta: no backend serves the device 'meta'", RuntimeError),
     # steps or epochs
-    (lambda: start(local_steps=3, local_epochs=2), 'local_steps=3 stands in place of local_epochs=2; name one of them'),
+    (lambda: start(local_steps=3, local_epochs=2),
+     'local_steps=3 needs .* but the run has local_epochs=2. Name one of the two'),
     # an option that run does not have
     (lambda: start(learning_rate=1), r"run\(\) has no option 'learning_rate' \(did you mean 'lr'\?\)", TypeError),
     (lambda: start(rouns=1), r"run\(\) has no option 'rouns' \(did you mean 'rounds'\?\)", TypeError),
@@ -221,11 +222,11 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: start_small(local_parameters=[]),
      "local_parameters must be a parameter's name or a pattern .*, or a list of them; got ..$"),
     (lambda: start_small(local_parameters="2", algorithm=fed.Centralised_SGD()),
-     'is for clients, and Centralised_SGD has none'),
+     "local_parameters='2' needs clients, but Centralised_SGD has none"),
     (lambda: start_small(local_parameters="2", aggregation="median"),
-     "is served with aggregation='mean' alone: 'median' compares whole"),
+     "but aggregation='median' compares whole models"),
     (lambda: start_small(local_parameters="2", algorithm=fed.FedNTD()),
-     'serves no algorithm with a teacher, and FedNTD has one'),
+     'needs an algorithm without a teacher, .* but FedNTD has one'),
     # a run without them has no models of clients
     (lambda: start_small().client_model(0), 'clients have models of their own if parameters stay with them'),
     # a client that the run does not have
@@ -240,7 +241,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: Settings(rounds=3, lr=lambda t: [0.1][t]), 'lr failed in round 2: IndexError: list index out of range'),
     (lambda: Settings(rounds=3, lr="0.1*lr"), r"lr = '0.1\*lr': 'lr' has no value here; names are round"),
     (lambda: Settings(rounds=3, lr="0.1/round", lr_decay=0.9),
-     "lr_decay is a factor on a number, and lr = '0.1/round' is none"),
+     "lr_decay=0.9 needs a learning rate that is a number, but the run has lr='0.1/round'"),
     (lambda: Settings(rounds=3, server_lr="1 - round"), 'server_lr in round 2 must be a finite number >= 0, got -1.0'),
     (lambda: Settings(rounds=3, server_lr="cos(round)"), r"server_lr = 'cos\(round\)': .* is not known"),
     # what is no schedule

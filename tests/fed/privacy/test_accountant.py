@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from fastsam.fed.loop.requirements import only_deltas
 from fastsam.fed.privacy.accountant import Accountant, law
-from fastsam.fed.privacy.options import serves
 from tests.helpers import privacy_checks as checks
 from tests.helpers.places import ROOT
 
@@ -101,7 +101,7 @@ def test_the_figure_of_a_protocol(protocol: str) -> None:
 def test_the_algorithms_of_the_page() -> None:
     from fastsam.fed.algorithms import registry
 
-    served = {kind.__name__ for kind in registry.values() if serves(kind())}
+    served = {kind.__name__ for kind in registry.values() if only_deltas(kind())}
     line = PAGE[PAGE.index("So DP-FedAvg") : PAGE.index("## The options")]
     named = set(re.findall(r"\b(?:Fed\w+|SCAFFOLD)\b", line.replace("DP-Fed", "")))
     assert named & {kind.__name__ for kind in registry.values()} == named

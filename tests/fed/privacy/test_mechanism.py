@@ -13,8 +13,8 @@ from torch import nn
 from fastsam import fed
 from fastsam.fed.algorithms import registry
 from fastsam.fed.common import seeds
+from fastsam.fed.loop.requirements import only_deltas
 from fastsam.fed.privacy.noise import normals
-from fastsam.fed.privacy.options import serves
 from tests.helpers import privacy_checks
 from tests.helpers import privacy_checks as checks
 from tests.helpers.mutants.apply import replaced
@@ -109,7 +109,7 @@ def test_epsilon_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
 
 
 def test_who_is_served() -> None:
-    served = {one.__name__ for one in registry.values() if serves(one())}
+    served = {one.__name__ for one in registry.values() if only_deltas(one())}
     assert served >= {"FedAvg", "FedSAM", "FedProx", "FedAvgM", "FedAdam", "FedAdagrad", "FedYogi", "FedGSAM"}
     assert not served & {
         "SCAFFOLD",

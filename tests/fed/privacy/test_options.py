@@ -11,32 +11,33 @@ from torch import nn
 
 from fastsam import fed
 from fastsam.fed.algorithms import registry
-from fastsam.fed.privacy.options import serves
+from fastsam.fed.loop.requirements import only_deltas
 from tests.helpers import privacy_checks as checks
 
 ASKED = {"accountant": "rdp", "participation": 0.5}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"clip_update": None}, "noise_multiplier=2 .* without a clip .* set clip_update"),
-    ({"sampler": lambda t, g: [0]}, "no epsilon for a sampler of your own.*'bernoulli', 'fixed' or "
+    ({"clip_update": None}, "noise_multiplier=2 needs a bound on the deltas.* Set clip_update"),
+    ({"sampler": lambda t, g: [0]}, "there is none for a sampler of your own.*'bernoulli', 'fixed' or "
                                     "'shuffled'.*accountant=None"),
-    ({"sampler": "simulator"}, "no epsilon for sampler='simulator'.*accountant=None"),
-    ({"available": lambda t: [0, 1]}, "no epsilon for available=.*accountant=None"),
+    ({"sampler": "simulator"}, "there is none for sampler='simulator'.*accountant=None"),
+    ({"available": lambda t: [0, 1]}, "there is none for available=.*accountant=None"),
     ({"delta": 0.0}, "delta .* > 0, got 0.0"),
     ({"delta": -1e-5}, "delta .* > 0"),
     ({"delta": 1.0}, r"delta must be a number in \(0, 1\), below 1/clients, such as 1e-5; got 1.0"),
     ({"delta": 0.125}, "one client of 8, drawn at random.*got 0.125. Use 1e-5"),
     ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number >= 0, got -1"),
     ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
-    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' is of a run with noise; set noise_multiplier"),
+    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' needs noise, .* Set noise_multiplier"),
     ({"noise": "gauss"}, "noise must be one of 'central', 'local', got 'gauss'"),
     ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
-    ({"weighting": "samples"}, "weighting='samples' with noise_multiplier.*use weighting='uniform'"),
-    ({"aggregation": "median"}, "aggregation='median' with noise='central'.*noise='local'"),
-    ({"local_parameters": "bias"}, "local_parameters='bias' with noise_multiplier.*leave out local_parameters"),
-    ({"algorithm": fed.SCAFFOLD()}, "not SCAFFOLD: its clients send or keep more than their displacement.*Use one of "
+    ({"weighting": "samples"},
+     "noise_multiplier=2 needs clients that count alike, but weighting='samples' .*Use weighting='uniform'"),
+    ({"aggregation": "median"}, "noise='central' needs .* aggregation='median'.*noise='local'"),
+    ({"local_parameters": "bias"}, "keep nothing, but the run has local_parameters='bias'. Leave out local_parameters"),
+    ({"algorithm": fed.SCAFFOLD()}, "the clients of SCAFFOLD send or keep more.*Use one of "
                                     ".*FedSAM"),
-    ({"algorithm": fed.FedExP()}, "not FedExP: its clients send"),
-    ({"algorithm": fed.Centralised_SGD()}, "not Centralised_SGD: it has no clients"),
+    ({"algorithm": fed.FedExP()}, "the clients of FedExP send or keep more"),
+    ({"algorithm": fed.Centralised_SGD()}, "Centralised_SGD has no clients"),
 ]  # fmt: skip
 
 
@@ -54,20 +55,20 @@ def test_averaged_buffers_are_refused() -> None:
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
     options: dict[str, Any] = {"rounds": 1, "clip_update": 1.0, "noise_multiplier": 1.0, "accountant": None}
     with pytest.raises(
-        ValueError, match="buffers='average' with noise_multiplier.*buffers='keep', or a model with group norms"
+        ValueError, match="the run has buffers='average'. Use buffers='keep', or a model with group norms"
     ):
         fed.run(model, data, fed.FedAvg(), buffers="average", **options)
-    with pytest.raises(ValueError, match="buffers='local' with noise_multiplier"):
+    with pytest.raises(ValueError, match="the run has buffers='local'"):
         fed.run(model, data, fed.FedAvg(), buffers="local", **options)
-    with pytest.raises(ValueError, match="and not FedBN: its clients keep something"):
+    with pytest.raises(ValueError, match="the clients of FedBN keep something"):
         fed.run(model, data, fed.FedBN(), **options)
     fed.run(model, data, fed.FedAvg(), buffers="keep", **options)
 
 
 def test_every_algorithm_that_is_not_served_is_refused_by_name() -> None:
     for kind in registry.values():
-        if not serves(kind()):
-            with pytest.raises(ValueError, match=f"and not {kind.__name__}: "):
+        if not only_deltas(kind()):
+            with pytest.raises(ValueError, match=f"only their delta .* {kind.__name__} "):
                 checks.run(algorithm=kind())
 
 
@@ -76,7 +77,7 @@ def test_a_client_state_alone_is_refused() -> None:
         def init_client(self, server: Any) -> Any:
             return {"seen": torch.zeros(1)}
 
-    with pytest.raises(ValueError, match="not Stateful: its clients keep something, which depends on the rounds"):
+    with pytest.raises(ValueError, match="the clients of Stateful keep something, which depends on the rounds"):
         checks.run(algorithm=Stateful())
 
 
