@@ -20,6 +20,7 @@ OURS = (
     "base_kwargs",
     *OWN_OPTIONS,
     "backend",
+    "max_grad_norm",
     "skip_nonfinite",
     "stochastic_rounding",
     "assume_no_alias",

@@ -60,6 +60,7 @@ class Buffers:
         # So many were made: the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
+        self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self.phase = Phase.IDLE
         self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
         self.buckets: list[Bucket] = []
@@ -143,6 +144,12 @@ class Buffers:
             self._read_options()
         self._scalars.copy_live()
 
+    def set_max_grad_norm(self, limit: float | None) -> None:
+        """Set the limit of the combined gradient, from the next step on."""
+        self.max_grad_norm = limit
+        if self._guard is not None:
+            self._scalars.set_max_grad_norm(limit)
+
     @torch._disable_dynamo
     def _read_options(self) -> None:
         if rule_of(self.base) is not self.rule:
@@ -194,6 +201,7 @@ class Buffers:
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
         scalars = Scalars(rule, groups, device, self._mix, self.variant.ahead is Ahead.MOMENTUM)
+        scalars.max_grad_norm = self.max_grad_norm
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
         left_out = self._without_buffers(params, weights)

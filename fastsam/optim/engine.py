@@ -14,8 +14,8 @@ from fastsam.optim.bucket import Bucket, Call
 from fastsam.optim.buffers import Buffers, Phase
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
-from fastsam.optim.mixing import Mixing, squares
-from fastsam.optim.rules import rule_of
+from fastsam.optim.mixing import Mixing, clip_in_memory, squares, with_norm
+from fastsam.optim.rules import UpdateInputs, rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
@@ -166,7 +166,8 @@ class Engine(Buffers):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
-        ready = update.prepare(bucket.select((slot,)), grads, self._scalars.kinds, state, None, None, None, afterwards)
+        part, inputs = bucket.select((slot,)), UpdateInputs([])
+        ready = update.prepare(part, grads, self._scalars.kinds, state, inputs, afterwards)
         if any(map(partial.__call__, ready + afterwards)):
             raise RuntimeError(COULD_NOT)
         return True
@@ -202,7 +203,7 @@ class Engine(Buffers):
         """Second pass, fused, with what `collect_grads` gave: the original weights back, and the step from them."""
         if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
-        perturbed, beside = self.always or self.perturbs, None
+        perturbed = self.always or self.perturbs
         if not perturbed:
             self._start(calls)
         if self.mixes:
@@ -210,21 +211,22 @@ class Engine(Buffers):
                 for _, _, grads in calls:
                     refuse_freed(grads)
             if perturbed:
-                reading = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
+                inputs = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
             else:
-                reading = self.mixing.read_alone(self._scalars, calls, scales, found_inf)
-            calls, beside, found_inf = reading.calls, reading.beside, reading.found_inf
-        kinds, state, grad_scale = self._scalars.kinds, self.base.state, scales.second
+                inputs = self.mixing.read_alone(self._scalars, calls, scales, found_inf)
+        else:
+            inputs = with_norm(self._scalars, UpdateInputs(calls, None, [], found_inf, scales.second))
+        kinds, state = self._scalars.kinds, self.base.state
         ready: list[partial[Any]] = []
         afterwards: list[partial[Any]] = []
-        for update, (_, selection, grads) in zip(self._updates, calls):  # noqa: B905  (`strict` would cost time here)
-            ready += update.prepare(selection, grads, kinds, state, grad_scale, found_inf, beside, afterwards)
+        for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
+            ready += update.prepare(selection, grads, kinds, state, inputs, afterwards)
         if self.mixes:
-            ready += reading.after
+            ready += inputs.after
             if perturbed:
                 ready += self.mixing.unit_calls(scales.first)
         if not self.always:
-            ready += self._following(calls, found_inf)
+            ready += self._following(inputs.calls, inputs.found_inf)
         ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
             for call in ready:
@@ -272,6 +274,13 @@ class Engine(Buffers):
             reading = self.mixing.change_(self._scalars, calls, self._sum, scales, found_inf, self.perturbs)
             self._after, found_inf = reading.after, reading.found_inf
         return found_inf
+
+    def clip_grads(self, calls: Sequence[Call], scales: Scales) -> None:
+        """Clip the gradients that a base optimizer will read, after they were divided by a GradScaler's scale."""
+        limit = self.max_grad_norm
+        if limit is not None:
+            sharpness = self.mixing.mix.sharpness if self.mixes and self.perturbs else 0.0
+            clip_in_memory(calls, limit, sharpness, scales.second)
 
     def finish_step(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""

@@ -63,6 +63,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
             `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
         backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
+        max_grad_norm (float, optional): largest norm of the gradient that updates; of the combination, if the variant
+            combines both gradients. Default: no clipping.
         skip_nonfinite (bool): restore the weights and update nothing if the second gradient has inf or NaN. A first
             gradient with inf or NaN never perturbs. Default: False.
         stochastic_rounding (bool): round half-precision weights at the perturbed point up or down at random, so that
@@ -106,6 +108,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         eta: float | Tensor = 0.0,
         variant: SAM | None = None,
         backend: str = "auto",
+        max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
         assume_no_alias: bool = False,
@@ -142,8 +145,10 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             )
         self.defaults.update(self.base_optimizer.defaults)
         self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
-            early.refuse(self.base_optimizer, variant, assume_no_alias, skip_nonfinite)
+            whole = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
+            early.refuse(self.base_optimizer, variant, assume_no_alias, whole)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
         self._leftover = Leftover()
@@ -332,6 +337,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         if made:
             if scales.second is not None:
                 unscale_(self.base_optimizer, scales.second)
+            engine.clip_grads(grads, scales)
             unhooked_step(self.base_optimizer)(self.base_optimizer)
         engine.finish_step(grads, scales, made)
 

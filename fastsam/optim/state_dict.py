@@ -113,6 +113,7 @@ def make_pickle(optimizer: Any) -> dict[str, Any]:
         **Optimizer.__getstate__(optimizer),
         "base_optimizer": optimizer.base_optimizer,
         "check_finite": optimizer.skip_nonfinite,
+        "max_grad_norm": engine.max_grad_norm,
         "backend": engine.backend,
         "stochastic_rounding": engine.stochastic_rounding,
         "exclusive": engine.exclusive,
@@ -137,7 +138,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     rounding, perturbations = (state.pop(name) for name in ("stochastic_rounding", "perturbations"))
     exclusive = state.pop("exclusive", False)  # pickles of older versions have none
     in_backward = state.pop("in_backward", False)
-    optimizer.skip_nonfinite = state.pop("check_finite")
+    optimizer.skip_nonfinite, max_grad_norm = state.pop("check_finite"), state.pop("max_grad_norm", None)
     variant, steps = state.pop("variant", PLAIN), state.pop("steps", 0)
     unit, scale = state.pop("unit", None), state.pop("scale", None)
     training, left_out = state.pop("training", True), state.pop("left_out", None)
@@ -145,6 +146,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     Optimizer.__setstate__(optimizer, state)
     engine = optimizer._engine = engine_of(optimizer.base_optimizer, backend, rounding, exclusive, variant)
     engine.early = Early() if in_backward else None
+    engine.set_max_grad_norm(max_grad_norm)
     engine.perturbations, engine.steps = perturbations, steps
     engine.mixing.unit, engine.training = unit, training
     optimizer._statistics = statistics

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -61,6 +62,23 @@ class StepPhaseMixin:
         error.
         """
         return self._engine.perturbs
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Largest norm of the gradient that updates, or None; it can be changed between steps.
+
+        A variant that combines both gradients clips the combination, with the same factor in each of its updates. A
+        gradient whose norm is below the limit is used as it is.
+        """
+        return self._engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
+            raise TypeError(f"max_grad_norm must be a number or None, got {limit!r}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {limit!r}")
+        self._engine.set_max_grad_norm(None if limit is None else float(limit))
 
     @property
     def grad_norm(self) -> Tensor | None:

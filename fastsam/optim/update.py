@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastsam.optim.backup import Target
 from fastsam.optim.bucket import Bucket
-from fastsam.optim.rules import Kind, Rule, calls_of, operands_of
+from fastsam.optim.rules import Kind, Rule, UpdateInputs, calls_of, operands_of
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, part_of, placed
 
@@ -84,14 +84,11 @@ class FusedUpdate:
         grads: Sequence[Tensor],
         kinds: tuple[Kind, ...],
         state: State,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        beside: str | None,
+        inputs: UpdateInputs,
         afterwards: list[partial[Any]],
     ) -> list[partial[Any]]:
-        """The calls that restore and update; `afterwards` gets those for when every bucket's have run. `beside`: the
-        field of other gradients that the update reads too. Until they run, weights and state are as they were (saved,
-        where they had not been)."""
+        """Return the calls that restore and update. Until they run, weights and state are as they were (saved, where
+        they had not been). afterwards: gets the calls for when those of every bucket have run."""
         bucket = self.bucket
         target = bucket.backup.target
         if selection is not bucket.held and target is not Target.PARAMS:
@@ -101,35 +98,23 @@ class FusedUpdate:
         if plan is None or not (torch.compiler.is_compiling() or plan.holds(kinds)):
             plan = self._plans[selection] = self._plan(selection, kinds, state)
         # Whether a first update is skipped decides what the next one is, so here the host has to know.
+        found_inf = inputs.found_inf
         if found_inf is not None and any(part.first for part in plan.parts) and found_inf.item() != 0:
             return [partial(bucket.backup.restore, selection)]
         calls: list[partial[Any]] = []
         for part in plan.parts:
             mine = grads if part.index is None else [grads[i] for i in part.index]
-            if beside is None and grad_scale is None and found_inf is None:
+            if inputs.plain:
                 raw = bucket.raw_calls(part.selection)
                 if raw is not None:
                     calls += self._raw(part, raw, mine)
                     continue
-            g1 = None if beside is None else part.selection.views(bucket.arena.field(beside, bucket.dtype))
-            calls += self._calls(part, mine, grad_scale, found_inf, g1)
+            calls += calls_of(self.rule, bucket, part.selection, mine, part.kind, part.first, inputs)
         if selection.indirect and target is not Target.BACKUP:
             calls.append(partial(selection.store))
         if plan.missing:
             afterwards.append(partial(state.update, plan.missing))
         return calls
-
-    def _calls(
-        self,
-        part: Part,
-        grads: Sequence[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        g1: Sequence[Tensor] | None,
-    ) -> list[partial[Any]]:
-        """The calls of a part by the kernels' ops."""
-        rule, bucket = self.rule, self.bucket
-        return calls_of(rule, bucket, part.selection, grads, part.kind, part.first, grad_scale, found_inf, g1)
 
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other
