@@ -52,6 +52,8 @@ class Engine(Buffers):
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
         self.directs = variant.has_direction
+        # An update reads another gradient, too.
+        self.combines = self.mixing.mix.keeps_first or bool(variant.between.reuse)
         self.sized = variant.rho_fn is not None or variant.norm_degree != 2
         self.parts = type(variant).moves is not SAM.moves
         # What SAM does, and nothing else.

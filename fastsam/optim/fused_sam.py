@@ -9,7 +9,6 @@ The equations are in `fastsam_kernels.reference`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,16 +16,16 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
 
-from fastsam.backends import select
 from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
 from fastsam.optim.bucket import Call
 from fastsam.optim.buffers import Phase
+from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.one_pass import engine_of
-from fastsam.optim.param_groups import add_param_group, check_parameters, share_groups
+from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
 from fastsam.optim.parameters import parameters_of
-from fastsam.optim.scalars import OWN_OPTIONS, Scales, check_flag, check_group
+from fastsam.optim.scalars import Scales, check_flag, check_group
 from fastsam.optim.state_dict import (
     called_by_checkpoint,
     load_pickle,
@@ -151,7 +150,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             early.refuse(self.base_optimizer, variant, assume_no_alias, whole)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
-        self._leftover = Leftover()
+        self._leftover, self._clip_check = Leftover(), ClipCheck()
         self._statistics = Statistics(model)
         share_groups(self)
         check_parameters(self)
@@ -301,6 +300,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         grads = self._engine.collect_grads()
         self._engine.perturb(grads, loss_scale, clears_grads)
         self._statistics.freeze()
+        if self._engine.combines:
+            self._clip_check.watch(self.param_groups[0]["params"])
 
     def _update(self) -> None:
         """Restore the weights and update them: `w <- update of w with g(w~)`."""
@@ -312,6 +313,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         grads, scales = engine.collect_grads(), NO_SCALES
+        if found_inf is None and engine.combines:
+            self._clip_check.warn(type(engine.variant).__name__, 6 if engine.finishing else 5)
         if found_inf is not None:
             if engine.split:
                 raise RuntimeError(amp.SHARDED)
@@ -394,14 +397,4 @@ class FusedSAM(StepPhaseMixin, Optimizer):
             super().add_param_group(param_group)
 
     def __repr__(self) -> str:
-        """As torch's optimizers, with the base optimizer, the variant and the backend before the groups."""
-        variant, used = self._engine.variant, parameters_of(self.param_groups)
-        options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
-        chosen = {select(self._engine.backend, p.device, p.dtype).name for p in used}
-        head = {
-            "base optimizer": type(self.base_optimizer).__name__,
-            "variant": f"{type(variant).__name__}({', '.join(options)})",
-            "backend": ", ".join(sorted(chosen)),
-        }
-        lines = "".join(f"\n{name}: {value}" for name, value in head.items())
-        return super().__repr__().replace(" (", f" ({lines}\n", 1)
+        return super().__repr__().replace(" (", f" ({describe(self)}\n", 1)

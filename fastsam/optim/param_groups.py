@@ -1,10 +1,12 @@
-"""Parameter groups, which `FusedSAM` shares with its base optimizer: one more group, and their checks."""
+"""Parameter groups, which `FusedSAM` shares with its base optimizer: one more group, checks, a description."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from fastsam import ops
+from fastsam.backends import select
 from fastsam.optim import parameters
 from fastsam.optim.one_pass import check_base
 from fastsam.optim.parameters import parameters_of
@@ -50,3 +52,16 @@ def check_parameters(optimizer: Any) -> None:
         refuse_options(engine.stochastic_rounding, engine.exclusive)
     for dtype in {p.dtype for p in params}:
         ops.bind(optimizer._engine.backend, params[0].device, dtype)
+
+
+def describe(optimizer: Any) -> str:
+    """Return a line for each of the base optimizer, the variant and the backend."""
+    variant, backend = optimizer._engine.variant, optimizer._engine.backend
+    options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
+    used = {select(backend, p.device, p.dtype).name for p in parameters_of(optimizer.param_groups)}
+    head = {
+        "base optimizer": type(optimizer.base_optimizer).__name__,
+        "variant": f"{type(variant).__name__}({', '.join(options)})",
+        "backend": ", ".join(sorted(used)),
+    }
+    return "".join(f"\n{name}: {value}" for name, value in head.items())

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fastsam.optim.amp import Scaling
 from fastsam.optim.base import unhooked_step
+from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.early import Early
 from fastsam.optim.engine import PLAIN, Phase
 from fastsam.optim.leftover import Leftover
@@ -151,7 +152,7 @@ def load_pickle(optimizer: Any, state: dict[str, Any]) -> None:
     engine.mixing.unit, engine.training = unit, training
     optimizer._statistics = statistics
     optimizer._scaling = Scaling(scale)
-    optimizer._leftover = Leftover()
+    optimizer._leftover, optimizer._clip_check = Leftover(), ClipCheck()
     optimizer._leftover.forget()
     params = parameters_of(optimizer.param_groups)
     weights = {p: found for p, found in zip(params, saved, strict=True) if found}

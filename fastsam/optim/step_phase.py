@@ -17,6 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fastsam.optim import amp
 from fastsam.optim.buffers import Phase
+from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.engine import Engine
 from fastsam.optim.leftover import Leftover
 from fastsam.optim.one_pass import OnePass
@@ -31,6 +32,7 @@ class StepPhaseMixin:
     param_groups: list[dict[str, Any]]
     _engine: Engine
     _leftover: Leftover
+    _clip_check: ClipCheck
     _statistics: Statistics
     _optimizer_step_pre_hooks: dict[int, Any]
     _optimizer_step_post_hooks: dict[int, Any]
@@ -62,6 +64,11 @@ class StepPhaseMixin:
         error.
         """
         return self._engine.perturbs
+
+    @property
+    def combines_gradients(self) -> bool:
+        """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
+        return self._engine.combines
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -117,3 +118,50 @@ def test_updates_in_the_backward_pass_know_no_norm() -> None:
     options: dict[str, Any] = {"assume_no_alias": True, "optimizer_in_backward": True}
     with pytest.raises(ValueError, match="with max_grad_norm, which needs all gradients"):
         FusedSAM(params, SGD, lr=0.1, max_grad_norm=1.0, **options)
+
+
+def _step_by_hand(opt: FusedSAM, w: nn.Parameter, clips: bool) -> None:
+    for half in (opt.first_step, opt.second_step):
+        opt.zero_grad()
+        w.square().sum().backward()
+        if clips and half == opt.second_step:
+            torch.nn.utils.clip_grad_norm_([w], 1.0)
+        half()
+
+
+@pytest.mark.parametrize("variant", [GSAM(0.1), WSAM(0.1)], ids=str)
+def test_clipping_by_hand_is_told_once(variant: SAM) -> None:
+    w = nn.Parameter(torch.tensor([10.0]))
+    opt = FusedSAM([w], SGD, variant=variant, lr=0.1)
+    _step_by_hand(opt, w, clips=False)
+    with pytest.warns(
+        UserWarning, match=f"written between.*{type(variant).__name__} combines .*max_grad_norm="
+    ) as told:
+        _step_by_hand(opt, w, clips=True)
+    assert len(told) == 1 and told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step_by_hand(opt, w, clips=True)
+
+
+@pytest.mark.parametrize("variant", [SAM(0.1), GSAM(0.1)], ids=str)
+def test_what_is_no_clipping_by_hand_is_not_told(variant: SAM) -> None:
+    w = nn.Parameter(torch.tensor([10.0]))
+    opt = FusedSAM([w], SGD, variant=variant, lr=0.1, max_grad_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step_by_hand(opt, w, clips=type(variant) is SAM)
+        opt.step(lambda: w.square().sum().backward())
+        for _ in range(2):  # two micro-batches
+            w.square().sum().backward()
+        opt.first_step(zero_grad=True)
+        for _ in range(2):
+            w.square().sum().backward()
+        opt.second_step(zero_grad=True)
+        scaler.scale(w.square().sum()).backward()
+        opt.first_step(zero_grad=True)
+        scaler.scale(w.square().sum()).backward()
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
