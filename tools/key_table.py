@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastsam.lab.keys import KEYS
+from fastsam.lab.keys import KEYS, OPTION_TABLES
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"
@@ -13,7 +13,8 @@ START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"
 def page(text: str) -> str:
     """The page with the table between its marks."""
     before, _, rest = text.partition(START)
-    rows = [f"| `{key}` | `{row.default_text}` | {row.meaning} |\n" for key, row in KEYS.items()]
+    keys = KEYS | {f"{table}.{key}": row for table, rows in OPTION_TABLES.items() for key, row in rows.items()}
+    rows = [f"| `{key}` | `{row.default_text}` | {row.meaning} |\n" for key, row in keys.items()]
     return "".join([before, START, "| key | default | meaning |\n|---|---|---|\n", *rows, END, rest.partition(END)[2]])
 
 

@@ -26,7 +26,7 @@ ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam
 # Options of FedAvg that protect clients. They cost nothing in a local step, so only rounds are compared.
 PROTECTED: dict[str, tuple[tuple[str, Any], ...]] = {
     # Most are clipped; with epsilon; and it still trains.
-    "fedavg, noise_multiplier": (("clip_update", 0.15), ("noise_multiplier", 0.5)),
+    "fedavg, noise_multiplier": (("privacy", {"clip": 0.15, "noise_multiplier": 0.5}),),
 }
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
@@ -80,7 +80,7 @@ def measure(turns: int) -> Iterator[Costs]:
 
 def compare(label: str, load: Workload, executor: str, turns: int) -> Cost:
     """Return the cost of an algorithm, whose runs take turns with FedAvg's. The first turn is not counted."""
-    noisy = "noise_multiplier" in dict(load.options) and load.model == "mlp"
+    noisy = "privacy" in dict(load.options) and load.model == "mlp"
     chunk, turns = (BLOCK, OFTEN * turns) if noisy else (ROUNDS[load.model], turns)
     few = {"cohort": CLIENTS[load.model]}
     short = "round" if load.cohort == few["cohort"] else "short"

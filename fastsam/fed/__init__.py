@@ -23,8 +23,10 @@ from fastsam.fed.finetune import finetune
 from fastsam.fed.loop.contract import AlgorithmError
 from fastsam.fed.loop.rates import TorchSchedule
 from fastsam.fed.loop.run import run
+from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
+from fastsam.fed.stages.compression import TopK
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_update import Envelope, lr_sum
 from fastsam.fed.step.mixture import Mixture
@@ -50,11 +52,13 @@ __all__ = [
     "Mixture",
     "ClientTestSets",
     "Pilot",
+    "Privacy",
     "RankError",
     "Result",
     "RunDirectoryError",
     "Stop",
     "Teacher",
+    "TopK",
     "TorchSchedule",
     "algorithms",
     "callbacks",

@@ -20,9 +20,8 @@ from fastsam.fed.common.atomic_files import make_directory, read_json, write_jso
 from fastsam.fed.data import FederatedData
 from fastsam.fed.loop.options import FREE
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
-from fastsam.fed.rundir.manifest import with_current_names
 from fastsam.lab import experiment, report
-from fastsam.lab.config import ConfigError, Source, resolve
+from fastsam.lab.config import ConfigError, Source, resolve, with_current_options
 from fastsam.lab.experiment import Experiment
 from fastsam.lab.keys import DATA_KEYS, RunConfig, short_name
 from fastsam.lab.report import FinishedRun
@@ -216,7 +215,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
         return {}
-    return with_current_names(content) if isinstance(content, dict) else {}
+    return with_current_options(content) if isinstance(content, dict) else {}
 
 
 def write_record(plan: Plan, directory: Path) -> None:

@@ -25,7 +25,7 @@ from fastsam.fed.common.checks import nearest
 from fastsam.fed.common.import_paths import import_object, is_import_path
 from fastsam.fed.common.option import kinds
 from fastsam.fed.rundir.manifest import with_current_names
-from fastsam.lab.keys import KEYS, TABLES, RunConfig, foreign_keys, short_name
+from fastsam.lab.keys import KEYS, OPTION_TABLES, TABLES, RunConfig, foreign_keys, short_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,7 +83,7 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold keys and values, got {type(content).__name__}")
     if path.suffix == ".json":
-        content = with_current_names(content)
+        content = with_current_options(content)
     tables = {key: value for key, value in content.items() if isinstance(value, dict) and key not in TABLES}
     values = {key: value for key, value in content.items() if key not in tables}
     compare = tables.pop("compare", {})
@@ -92,6 +92,13 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
             raise ConfigError(f"[compare] holds the lists 'algorithms', 'seeds' and 'sweep', got {key} = {value!r}")
     flat, dotted = parse_flags(flags)
     return Source(values, tables, compare, flat, dotted, str(values.get("name") or path.stem))
+
+
+def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored config.json with the options of today: renamed ones, and those of privacy in their table."""
+    found = with_current_names(stored)
+    flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
+    return found | {"privacy": flat} if flat else found
 
 
 def imports(source: Source) -> list[tuple[str, str]]:
@@ -226,6 +233,11 @@ def _merge_layers(
             elif in_table or not any(key in algorithm_options(other) for other in beside):
                 raise ConfigError(_unknown(key, name, own))
         filed = filed if text else dict(values)
+    for key, made in OPTION_TABLES.items():
+        flags = {name: check_type(name, text, made[name].kinds, True) for name, text in
+                 source.flag_tables.get(key, {}).items()}  # fmt: skip
+        if flags:
+            values[key] = (values.get(key) or {}) | flags
     return filed, values, options
 
 
@@ -249,6 +261,7 @@ def _kinds_in_a_file(key: str) -> tuple[type, ...]:
     return tuple(kind for kind in plain if kind in _PLAIN)
 
 
+_FLAT_PRIVACY = ("clip_update", "noise_multiplier", "noise", "delta", "accountant")  # keys of older files
 _PLAIN = (bool, int, float, str, dict, list, type(None))  # what a file holds
 
 
@@ -312,6 +325,10 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
     names = {short_name(name): name for name in [*registry, *used]}
     for tables in (source.tables, source.flag_tables):
         for table, content in tables.items():
+            if table in OPTION_TABLES:
+                for key in content.keys() - OPTION_TABLES[table].keys():
+                    raise ConfigError(f"in [{table}]: unknown key {key!r}{nearest(key, OPTION_TABLES[table])}")
+                continue
             if table not in names:
                 raise ConfigError(
                     f"unknown table [{table}]{nearest(table, [*names, 'compare'])}; tables are named after algorithms"

@@ -38,7 +38,8 @@ def _keys() -> str:
     from fastsam.lab import config
 
     lines = ["", "config keys, each also a flag (--key value), with their defaults:"]
-    for key, row in config.KEYS.items():
+    of_tables = {f"{table}.{key}": row for table, rows in config.OPTION_TABLES.items() for key, row in rows.items()}
+    for key, row in (config.KEYS | of_tables).items():
         lines += _entry(key, f"{row.meaning} [{row.default_text}]")
     lines += ["", "algorithms and their options (--option value, or a table in the file):"]
     for name in config.registry:

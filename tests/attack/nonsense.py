@@ -52,11 +52,13 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "backend": ["native", "foreach", "reference"], "executor": ["sequential", "threads", "vmap"],
     "slots": [1, 3, 10**6],
     "memory_format": ["preserve", "channels_last"],
-    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5], "clip_update": [1e-9, 1.0],
+    "client_state": ["cpu", "device"], "max_excluded": [0.0, 0.5],
     "checkpoint_every": [1, 5],
-    "noise_multiplier": [0.0, 1e-3, 1e30], "noise": ["central", "local"],
-    "delta": [1e-9, 0.5],
-    "accountant": ["rdp", None],
+    "privacy": [
+        {"clip": 1e-9}, {"clip": 1.0, "noise_multiplier": 1e-3}, {"clip": 1.0, "noise_multiplier": 1e30},
+        {"noise_multiplier": 1.0}, {"noise": "local"}, {"clip": -1.0}, {"nois": 1}, 0.5,
+        {"clip": 1.0, "noise_multiplier": 1.0, "noise": "local", "delta": 1e-9}, {"delta": 0.5, "accountant": None},
+    ],
 }  # fmt: skip
 NOT_TRIED = ("device",)
 Refusal = (TypeError, ValueError, RuntimeError)

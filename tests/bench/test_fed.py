@@ -305,7 +305,7 @@ def test_a_steps_cost_is_what_it_adds_to_a_round(monkeypatch: pytest.MonkeyPatch
 def test_noise_of_a_small_model_is_timed_over_all_rounds_it_is_drawn_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, rounds in (("mlp", 64 * 5), ("cnn", 2)):  # the first turn is not counted, and a round is evaluated
         clock = Costly(monkeypatch)
-        overhead.compare("noisy", Workload(model, options=(("noise_multiplier", 1.0),)), "sequential", 1)
+        overhead.compare("noisy", Workload(model, options=(("privacy", {"noise_multiplier": 1.0}),)), "sequential", 1)
         assert clock.rounds == 2 * (rounds + 1)
 
 

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import fed
+from fastsam.fed.common.option import table
 from fastsam.fed.privacy.accountant import Accountant, law
 from fastsam.fed.privacy.clip import shorten_
 
 CLIENTS = 8
+PRIVACY = frozenset(table(fed.Privacy))
 
 
 def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, **options: Any) -> fed.Result:
-    """A linear model of `size` inputs and 8 classes on 8 clients, who hardly move unless `lr` is named."""
+    """Train a linear model of `size` inputs and 8 classes on 8 clients, which hardly move unless `lr` is given. Options
+    of privacy are given by their own names."""
     g = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, size, generator=g), torch.randint(0, 8, (4,), generator=g)) for _ in range(CLIENTS)]
     torch.manual_seed(0)
@@ -26,13 +29,13 @@ def run(size: int = 6, rounds: int = 1, algorithm: fed.Algorithm | None = None, 
         "executor": "sequential",
         "lr": 1e-12,
         "batch_size": 4,
-        "noise_multiplier": 2.0,
-        "clip_update": 0.5,
-        "accountant": None,
     }
+    privacy: dict[str, Any] = {"noise_multiplier": 2.0, "clip": 0.5, "accountant": None}
+    privacy |= {name: options.pop(name) for name in PRIVACY & options.keys()}
     return fed.run(
-        nn.Linear(size, 8), data, algorithm or fed.FedAvg(), rounds=rounds, eval_every=100, **given | options
-    )
+        nn.Linear(size, 8), data, algorithm or fed.FedAvg(), rounds=rounds, eval_every=100,
+        privacy=fed.Privacy(**privacy), **given | options,
+    )  # fmt: skip
 
 
 def moved(result: fed.Result, size: int) -> Tensor:
@@ -68,7 +71,7 @@ def local_scale() -> None:
 
 def denominator() -> None:
     """The sum of who came over the cohort that is expected."""
-    options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip_update": 100.0}
+    options: dict[str, Any] = {"participation": 0.5, "seed": 3, "lr": 0.1, "clip": 100.0}
     (record,) = run(**options, noise_multiplier=0.0).history
     plain = moved(run(**options, noise_multiplier=0.0), 6)
     private = moved(run(**options, noise_multiplier=1e-12), 6)

@@ -80,13 +80,12 @@ CASES: dict[str, dict[str, Any]] = {
     "client error": {"algorithm": fed.SCAFFOLD(), "loss": Raised(0.8), "participation": 1.0,
         "on_client_error": "exclude"},
     "noise": {
-        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3, "clip_update": 0.01,
-        "noise_multiplier": 1.0,
-        "accountant": None,
+        "algorithm": fed.FedSAM(rho=0.05), "participation": 0.3,
+        "privacy": fed.Privacy(clip=0.01, noise_multiplier=1.0, accountant=None),
     },
     "noise of the clients": {
-        "algorithm": fed.FedAvg(), "participation": 0.9, "clip_update": 0.01, "noise_multiplier": 1.0, "noise": "local",
-        "accountant": None,
+        "algorithm": fed.FedAvg(), "participation": 0.9,
+        "privacy": fed.Privacy(clip=0.01, noise_multiplier=1.0, noise="local", accountant=None),
     },
     "outlier": {"algorithm": fed.FedAvg(), "participation": 1.0, "poison": 1e6, "model": lambda: nn.Linear(6, 3)},
     "checkpoints now and then": {"algorithm": fed.SCAFFOLD(), "checkpoint_every": 3, "rounds": 4},

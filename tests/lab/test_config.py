@@ -178,6 +178,15 @@ def test_bad_files_name_the_key_and_what_would_work(tmp_path: Path, text: str, m
         resolve(tmp_path, text)
 
 
+def test_a_table_of_options_is_also_flags(tmp_path):
+    made = resolve(
+        tmp_path, FILE + "\n[privacy]\nclip = 0.5\n", "--privacy.noise-multiplier", "2", "--privacy.noise=local"
+    )
+    assert made.privacy == {"clip": 0.5, "noise_multiplier": 2.0, "noise": "local"}
+    with pytest.raises(ConfigError, match=r"in \[privacy\]: unknown key 'clipp' .did you mean 'clip'"):
+        resolve(tmp_path, FILE, "--privacy.clipp", "0.5")
+
+
 def test_flags_that_may_be_a_word_or_a_list(tmp_path: Path) -> None:
     for value, wanted in (("samples", "samples"), ("a.py:f", "a.py:f"), ("[1, 2]", [1, 2]), ("[3]", [3])):
         assert resolve(tmp_path, FILE, "--weighting", value).weighting == wanted

@@ -23,8 +23,9 @@ class NormFilter(Rule):
     The paper leaves out the f longest of every round, f being known. Our choice, for want of an f: those beyond a
     multiple of the median, which hardly anybody is in an ordinary round, so that the rule is then the mean with the
     run's weights, and costs no accuracy on heterogeneous clients; one client of n that stays moves the mean by factor/n
-    medians at most. Left out, not cut: a cut vector keeps a direction that means nothing (`clip_update` cuts, at a
-    length that the user knows). It sees lengths alone: a client that sends a wrong direction of the right length stays.
+    medians at most. Left out, not cut: a cut vector keeps a direction that means nothing (`fed.Privacy(clip=)` cuts,
+    at a length that the user knows). It sees lengths alone: a client that sends a wrong direction of the right length
+    stays.
     Memory: the rows of the round. Time: one more read of them.
     """
 

@@ -8,7 +8,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -105,18 +105,27 @@ def check(options: object) -> None:
         object.__setattr__(options, name, row.check(getattr(options, name)))
 
 
-def suggesting(function: Function) -> Function:
-    """Raise TypeError for a keyword that `function` does not have, with the one that was probably meant."""
-    known = inspect.signature(function).parameters
+def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
+    """Return a decorator that raises TypeError for a keyword that the function does not have, with the right one.
 
-    @functools.wraps(function)
-    def called(*arguments: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known:
-                raise TypeError(f"{function.__name__}() has no option {name!r}{nearest(name, known)}")
-        return function(*arguments, **options)
+    Args:
+        replaced: for keywords that became part of another one, the new spelling.
+    """
 
-    return typing.cast(Function, called)
+    def decorate(function: Function) -> Function:
+        known = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def called(*arguments: Any, **options: Any) -> Any:
+            for name in options:
+                if name not in known:
+                    hint = f": write {replaced[name]}" if name in replaced else nearest(name, known)
+                    raise TypeError(f"{function.__name__}() has no option {name!r}{hint}")
+            return function(*arguments, **options)
+
+        return typing.cast(Function, called)
+
+    return decorate
 
 
 def with_help(made: type) -> Callable[[Function], Function]:

@@ -142,7 +142,7 @@ class Loop:
         after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
         if self.ranks.first:
             record = self._record(cohort, after, trained)
-            warn(record["outliers"], state.history, self.settings.aggregation)
+            warn(record["outliers"], state.history, self.settings.aggregation_name)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return after
@@ -227,10 +227,16 @@ class Loop:
         if not isinstance(self.settings.server_lr, float):
             record["server_lr"] = round.server_lr
         record |= self._evaluate(after, round.index + 1) | self._traffic(round.cohort_size)
-        record |= {"seconds_training": trained} | self._of_stages(round)
+        last = {
+            "backprops": cohort.backward_passes,
+            "excluded": cohort.excluded_list(),
+            "outliers": cohort.outlier_list(),
+            "seconds_training": trained,
+        } | self._of_stages(round)
         for stage in self.stages:
-            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, {*record, "seconds"})
-        return record
+            reserved = {*record, *last, "seconds"}
+            record |= stage.measure(cohort.before.server, after.server, after.buffers, round, reserved)
+        return record | last
 
     def _of_stages(self, round: Round) -> dict[str, Any]:
         """Return what the record of a round says of the stages."""
@@ -266,6 +272,9 @@ class Loop:
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) of all clients of a round: the vectors that the algorithm declares, and what
         stages add."""
-        more = sum(stage.upload_bytes(self.view.buffers) for stage in self.stages)
+        added = [stage.traffic(self.view) for stage in self.stages]
         ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
-        return {f"megabytes_{way}": cohort_size * (n * self.view.nbytes + more) / 1e6 for way, n in ways.items()}
+        return {
+            f"megabytes_{way}": cohort_size * (vectors * self.view.nbytes + sum(more[i] for more in added)) / 1e6
+            for i, (way, vectors) in enumerate(ways.items())
+        }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from fastsam import backends
 from fastsam.fed import executors
-from fastsam.fed.aggregation import Rule, rule_of
+from fastsam.fed.aggregation import Aggregation, Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
+from fastsam.fed.aggregation.function import FunctionRule
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
@@ -30,7 +31,8 @@ from fastsam.fed.measures import NAMES, Measures
 from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
-from fastsam.fed.privacy.options import NOISES
+from fastsam.fed.privacy.options import Privacy, privacy_of
+from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
 
 
@@ -67,9 +69,9 @@ class Settings:
         "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a "
         "function of the client's id, "
         "in a config its import path")
-    aggregation: str = option("mean",
+    aggregation: str | Aggregation = option("mean",
         f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number "
-        f"('trimmed_mean:0.1')")
+        "('trimmed_mean:0.1'); in Python also a function of deltas [n, row_size] and weights [n] that returns one row")
     shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
@@ -120,17 +122,10 @@ class Settings:
     on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the "
                                            "round",
         choices=("raise", "exclude"), free=True)
-    clip_update: float | None = option(None, "largest norm of a client's displacement, shortened before any use of it; "
-                                             "none: no limit", above=0)
-    noise_multiplier: float = option(0.0,
-        "standard deviation of the noise on the sum of the displacements, in units of clip_update: differential "
-        "privacy of clients; 0: none",
-        at_least=0)
-    noise: str = option("central",
-        "who adds it: the server, or each client to its own displacement",
-        choices=NOISES)
-    delta: float | None = option(None, "of the guarantee (epsilon, delta) in the records; none: clients**-1.1", above=0)
-    accountant: str | None = option("rdp", "of epsilon; none: noise without a guarantee", choices=("rdp",))
+    privacy: Privacy | Mapping[str, Any] | None = option(None,
+        "clipping of the clients' deltas and noise on them, a table: " + ", ".join(table(Privacy)))
+    compression: TopK | Mapping[str, Any] | None = option(None,
+        "only the largest elements of a delta are sent, with error feedback, a table: " + ", ".join(table(TopK)))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
 
@@ -147,8 +142,8 @@ class Settings:
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
-        if self.noise_multiplier > 0 and self.delta is not None and self.delta >= 1:
-            raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {self.delta!r}")
+        object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        object.__setattr__(self, "compression", compression_of(self.compression))
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
@@ -165,6 +160,11 @@ class Settings:
     def rule(self) -> Rule | None:
         """The robust rule in place of the mean; None for the mean."""
         return rule_of(self.aggregation)
+
+    @property
+    def aggregation_name(self) -> str:
+        """The name of the rule or function in place of the mean, or "mean"."""
+        return self.aggregation if isinstance(self.aggregation, str) else FunctionRule(self.aggregation).name
 
     def steps_of(self, samples: int) -> int:
         """The local steps that a client with so many samples takes in a round."""
@@ -195,7 +195,9 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one that it continues."""
-        return {name: describe(getattr(self, name)) for name in table(Settings) if name not in FREE}
+        plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*FREE, "privacy"}}
+        privacy = asdict(privacy_of(self.privacy))
+        return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
 
     def of_this_call(self) -> dict[str, Any]:
         """What may change when a run is resumed, but must be the same on all ranks."""

@@ -44,7 +44,7 @@ def warn(found: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]
         help = (
             "and the mean follows it: aggregation='norm_filter' leaves such a client out, 'median', 'trimmed_mean' and "
             "'krum' outvote it, "
-            "clip_update=... shortens it"
+            "privacy=fed.Privacy(clip=...) shortens it"
             if aggregation == MEAN
             else f"against which aggregation={aggregation!r} stands"
         )

@@ -102,17 +102,17 @@ def _value(name: str, default: object) -> Callable[[Facts], str | None]:
 
 
 def _noise(facts: Facts) -> str | None:
-    z = facts.settings.noise_multiplier
+    z = facts.settings.privacy.noise_multiplier
     return f"noise_multiplier={z:g}" if z > 0 else None
 
 
 def _central_noise(facts: Facts) -> str | None:
-    return "noise='central'" if facts.settings.noise_multiplier > 0 and facts.settings.noise == "central" else None
+    return "noise='central'" if _noise(facts) and facts.settings.privacy.noise == "central" else None
 
 
 def _accountant(facts: Facts) -> str | None:
-    settings = facts.settings
-    return f"accountant={settings.accountant!r}" if _noise(facts) and settings.accountant is not None else None
+    accountant = facts.settings.privacy.accountant
+    return f"accountant={accountant!r}" if _noise(facts) and accountant is not None else None
 
 
 def _rule(facts: Facts) -> str | None:
@@ -122,6 +122,20 @@ def _rule(facts: Facts) -> str | None:
 def _unweighted_rule(facts: Facts) -> str | None:
     rule = facts.settings.rule
     return None if rule is None or rule.supports_weights else f"aggregation={rule.name!r}"
+
+
+def _function_rule(facts: Facts) -> str | None:
+    rule = facts.settings.rule
+    return f"aggregation={rule.name!r}" if rule is not None and rule.only_deltas else None
+
+
+def _compression(facts: Facts) -> str | None:
+    options = facts.settings.compression
+    return None if options is None else f"compression=TopK(share={options.share:g})"
+
+
+def _plain_upload(algorithm: object) -> bool:
+    return type(algorithm).finish_client is Algorithm.finish_client  # type: ignore[attr-defined]
 
 
 def _local_parts(facts: Facts) -> str | None:
@@ -209,14 +223,14 @@ REQUIREMENTS = (
                 lambda f: None if isinstance(f.settings.lr, float) else f"the run has lr={f.settings.lr!r}",
                 "Put the factor into lr, and leave lr_decay at 1"),
     # noise
-    Requirement(_value("noise", "central"), "noise",
-                lambda f: "noise_multiplier is 0" if f.settings.noise_multiplier == 0 else None,
-                "Set noise_multiplier (1.0, say) and clip_update"),
+    Requirement(lambda f: "noise='local'" if f.settings.privacy.noise == "local" else None, "noise",
+                lambda f: "noise_multiplier is 0" if f.settings.privacy.noise_multiplier == 0 else None,
+                "Use privacy=fed.Privacy(clip=..., noise_multiplier=1.0, noise='local'), say"),
     Requirement(_noise, "a bound on the deltas, because no noise hides a client without one",
-                lambda f: "clip_update is not set" if f.settings.clip_update is None else None,
-                "Set clip_update to about the norm of a delta (1.0, say)"),
+                lambda f: "clip is not set" if f.settings.privacy.clip is None else None,
+                "Use privacy=fed.Privacy(clip=...) with about the norm of a delta (1.0, say)"),
     Requirement(_noise, "clients that count alike", _unlike_weights, "Use weighting='uniform'"),
-    Requirement(_central_noise, "a server's mean that clip_update bounds",
+    Requirement(_central_noise, "a server's mean that clip bounds",
                 lambda f: None if f.settings.aggregation == "mean"
                 else f"the run has aggregation={f.settings.aggregation!r}",
                 "Use aggregation='mean', or noise='local', which is on every delta before a rule sees it"),
@@ -240,15 +254,29 @@ REQUIREMENTS = (
     Requirement(_rule, "a server that reads only means",
                 lambda f: f"the server of {f.name} keeps a sum of what its clients keep" if f.is_("uses_sums") else
                 None,
-                lambda: f"Use aggregation='mean' with clip_update=..., or one of {_names(only_means)}"),
+                lambda: f"Use aggregation='mean' with privacy=fed.Privacy(clip=...), or one of {_names(only_means)}"),
     Requirement(_rule, "the run's weights",
                 lambda f: f"the clients of {f.name} send weights of their own" if f.is_("sends_weights") else None,
-                "Use aggregation='mean' with clip_update=..."),
+                "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"),
     Requirement(_rule, "one process", _processes, "Use one process, or aggregation='mean'"),
-    Requirement(_rule, f"{FEWEST} clients in a round, to tell which one is far from the others",
+    Requirement(lambda f: None if _function_rule(f) else _rule(f),
+                f"{FEWEST} clients in a round, to tell which one is far from the others",
                 lambda f: f"this run has rounds of {f.cohort_size}"
                 if f.cohort_size is not None and f.cohort_size < FEWEST else None,
                 "Use a larger participation, or aggregation='mean'"),
+    Requirement(_function_rule, "clients that send only their delta",
+                lambda f: f"the clients of {f.name} send other vectors" if f.algorithm is not None
+                and getattr(type(f.algorithm), "finish_client", None) is not Algorithm.finish_client else None,
+                lambda: f"Use aggregation='mean', or one of {_names(_plain_upload)}"),
+    # compression
+    Requirement(_compression, "no noise, whose bound its error feedback breaks",
+                lambda f: None if f.settings.privacy.noise_multiplier == 0
+                else f"the run has noise_multiplier={f.settings.privacy.noise_multiplier:g}",
+                "Use one of the two"),
+    Requirement(_compression, "the mean of the deltas",
+                lambda f: None if f.settings.rule is None
+                else f"aggregation={f.settings.rule.name!r} compares deltas that were not sent",
+                "Use aggregation='mean'"),
     # what stays with the clients
     Requirement(_local_parts, "clients", _pools_data, "Leave it out"),
     Requirement(lambda f: None if _local_parts(f) == "buffers='local'" else _local_parts(f), "the mean of the clients",

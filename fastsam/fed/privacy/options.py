@@ -1,25 +1,71 @@
-"""The options of privacy that this room reads, and the default of delta."""
+"""The options of privacy (`fed.run(privacy=fed.Privacy(...))`), and the default of delta."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+from fastsam.fed.common.checks import nearest
+from fastsam.fed.common.option import check, option, table
 
 NOISES = ("central", "local")
 
 
-class Asked(Protocol):
-    """The options of `fed.run` that this room reads."""
+@dataclass(frozen=True)
+class Privacy:
+    """Clipping of the clients' deltas, and noise on them: differential privacy of whole clients.
+
+    Without noise it is clipping only.
+
+    Args:
+        clip: largest norm of a client's delta. A longer delta is scaled down before any use of it. None: no limit.
+        noise_multiplier: standard deviation of the noise in units of `clip`. 0: no noise.
+        noise: "central", if the server adds noise to the sum of the deltas, or "local", if each client adds noise to
+            its own delta.
+        delta: delta of the guarantee (epsilon, delta) in the records. None: num_clients**-1.1.
+        accountant: "rdp" computes epsilon; None: noise without a guarantee.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    # fmt: off
+    clip: float | None = option(None, "largest norm of a client's delta; none: no limit", above=0)
+    noise_multiplier: float = option(0.0, "standard deviation of the noise in units of clip; 0: no noise", at_least=0)
+    noise: str = option("central", "who adds it: the server to the sum, or each client to its delta", choices=NOISES)
+    delta: float | None = option(None, "delta of the guarantee (epsilon, delta); none: num_clients**-1.1", above=0)
+    accountant: str | None = option("rdp", "computes epsilon; none: noise without a guarantee", choices=("rdp",))
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.noise_multiplier > 0 and self.delta is not None and self.delta >= 1:
+            raise ValueError(f"delta must be a number in (0, 1), below 1/clients, such as 1e-5; got {self.delta!r}")
+
+
+def privacy_of(value: Privacy | Mapping[str, Any] | None) -> Privacy:
+    """Return the options of privacy: `value`, or one made of a mapping, or no clipping and no noise for None.
+
+    Raises:
+        ValueError: it is something else, or a key of the mapping is unknown.
+    """
+    if isinstance(value, Privacy):
+        return value
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"privacy must be a fed.Privacy, or a table of its options; got {value!r}")
+    options, known = dict(value or {}), table(Privacy)
+    for name in options:
+        if name not in known:
+            raise ValueError(f"privacy has no option {name!r}{nearest(name, known)}; its options: {', '.join(known)}")
+    return Privacy(**options)
+
+
+class RunOptions(Protocol):
+    """The options of a run that noise depends on."""
 
     @property
-    def clip_update(self) -> float | None: ...
-    @property
-    def noise_multiplier(self) -> float: ...
-    @property
-    def noise(self) -> str: ...
-    @property
-    def delta(self) -> float | None: ...
-    @property
-    def accountant(self) -> str | None: ...
+    def privacy(self) -> Any: ...  # a Privacy
     @property
     def sampler(self) -> Any: ...
     @property
@@ -27,26 +73,18 @@ class Asked(Protocol):
     @property
     def participation(self) -> float: ...
     @property
-    def weighting(self) -> Any: ...
-    @property
-    def aggregation(self) -> str: ...
-    @property
-    def local_parameters(self) -> Any: ...
-    @property
-    def buffers(self) -> str | None: ...
-    @property
     def seed(self) -> int: ...
 
 
-def delta_of(asked: Asked, clients: int) -> float:
+def delta_of(privacy: Privacy, clients: int) -> float:
     """Return delta of the run, by default clients^-1.1. Raises ValueError if it lets a client be published outright."""
-    if asked.delta is None:
+    if privacy.delta is None:
         return float(clients**-1.1) if clients > 1 else 1e-5
-    if asked.delta >= 1 / clients:
+    if privacy.delta >= 1 / clients:
         raise ValueError(
             f"delta must be in (0, 1/clients): who publishes the data of one client of {clients}, drawn at random, "
             f"keeps delta = "
-            f"{1 / clients:.3g}; got {asked.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
+            f"{1 / clients:.3g}; got {privacy.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
             f"{clients**-1.1:.3g}"
         )
-    return asked.delta
+    return privacy.delta

@@ -1,4 +1,4 @@
-"""Clipping of the clients' deltas (`clip_update`)."""
+"""Clipping of the clients' deltas (`fed.Privacy(clip=)`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise on the clients' deltas or on their sum (`noise_multiplier`), and the epsilon of the rounds so far."""
+"""Noise on the clients' deltas or on their sum (`fed.Privacy`), and the epsilon of the rounds so far."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.clients import sampling
 from fastsam.fed.privacy.accountant import NEIGHBOURS, Accountant, Participations, law
 from fastsam.fed.privacy.noise import normals
-from fastsam.fed.privacy.options import Asked, delta_of
+from fastsam.fed.privacy.options import RunOptions, delta_of
 from fastsam.fed.stages.base import Stage
 from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.step.parameter_layout import ParameterLayout
@@ -26,16 +26,16 @@ class Noise(Stage):
     """Common parts of both kinds of noise.
 
     Args:
-        options: the run's options of privacy.
+        options: the run's options.
         mask: 1 where a row has a parameter, 0 in its padding, float64 `[row_size]`.
         accountant: computes epsilon, or None.
     """
 
-    def __init__(self, options: Asked, mask: Tensor, accountant: Accountant | None) -> None:
+    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None) -> None:
         self.options, self.mask, self.accountant = options, mask, accountant
         self.record_keys = () if accountant is None else ("epsilon", "delta")
-        assert options.clip_update is not None
-        self.std = options.noise_multiplier * options.clip_update  # of the noise on a delta or on their sum
+        assert options.privacy.clip is not None
+        self.std = options.privacy.noise_multiplier * options.privacy.clip  # of the noise on a delta or on their sum
 
     def record(self, round: Round) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to this one, or nothing without an accountant."""
@@ -67,7 +67,7 @@ class CentralNoise(Noise):
         cohort: expected number of clients in a round, or None if it is the number of those that came.
     """
 
-    def __init__(self, options: Asked, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
+    def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
         super().__init__(options, mask, accountant)
         self.cohort = cohort
         # A round in which Poisson sampling chose no client is a round: drawing again would change the law.
@@ -144,39 +144,40 @@ def _expected_size(cohort: float) -> int:
     return max(1, round(cohort))
 
 
-def noise_of(options: Asked, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
+def noise_of(options: RunOptions, layout: ParameterLayout, num_clients: int, device: torch.device) -> Noise | None:
     """Return the stage of a run with noise, None for a run without.
 
     Raises:
         ValueError: delta is too large, or the package that computes epsilon is missing.
     """
-    if options.noise_multiplier == 0:
+    if options.privacy.noise_multiplier == 0:
         return None
     mask = torch.zeros(layout.row_size, dtype=torch.float64, device=device)
     for s in layout.segments:
         mask[s.offset : s.offset + s.length] = 1
     accountant = _accountant(options, num_clients)
-    if options.noise == "local":
+    if options.privacy.noise == "local":
         return LocalNoise(options, mask, accountant)
     sampled = options.available is None
     cohort = sampling.expected(options.sampler, options.participation, num_clients) if sampled else None
     return CentralNoise(options, mask, accountant, cohort)
 
 
-def _accountant(options: Asked, num_clients: int) -> Accountant | None:
-    if options.accountant is None:
+def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
+    privacy = options.privacy
+    if privacy.accountant is None:
         return None
-    delta = delta_of(options, num_clients)
+    delta = delta_of(privacy, num_clients)
     try:
         import dp_accounting  # noqa: F401
     except ImportError as error:
         raise ValueError(
             f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
-            "or accountant=None: noise, and no guarantee"
+            "or fed.Privacy(accountant=None): noise, and no guarantee"
         ) from error
     draws = sampling.make(options.sampler, num_clients, options.participation)
     taken = Participations(lambda t: sampling.draw(draws, t, num_clients, options.seed))
     return Accountant(
-        law(options.noise, options.sampler, options.participation, num_clients, options.noise_multiplier, taken.most),
+        law(privacy.noise, options.sampler, options.participation, num_clients, privacy.noise_multiplier, taken.most),
         delta,
     )

@@ -21,7 +21,7 @@ def normed():
 
 
 NORMED = {"model": normed, "sizes": (8, 16, 8, 12), "batch_size": 4}
-NOISE = {"clip_update": 0.5, "noise_multiplier": 1.0, "accountant": None, "momentum": 0.0}
+NOISE = {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "accountant": None}, "momentum": 0.0}
 # Every algorithm, and every option that reaches into the training of a client or into the server's step.
 ALGORITHMS = {
     name: (cases.ours(FIRST[made.__name__]) if made.__name__ in FIRST else made(), NORMED if name == "fedbn" else {})
@@ -42,7 +42,10 @@ OPTIONS = {
     "median": (fed.FedCM(), {"aggregation": "median", "participation": 1.0}),
     "krum": (fed.FedCM(), {"aggregation": "krum", "participation": 1.0}),
     "noise": (fed.FedAvg(), NOISE),
-    "noise of clients": (fed.FedAvg(), {**NOISE, "noise": "local"}),
+    "noise of clients": (
+        fed.FedAvg(),
+        {"privacy": {"clip": 0.5, "noise_multiplier": 1.0, "noise": "local", "accountant": None}, "momentum": 0.0},
+    ),
     "schedules": (fed.FedSAM(rho="0.3/round"), {"lr": "0.2/round", "server_lr": "1/round"}),
     "last round's model": (fed.FedLESAM_S(reference="last_round"), {}),
     "dual of all clients": (fed.FedSMOO(s_rule="mu_all"), {}),

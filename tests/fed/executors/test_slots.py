@@ -24,9 +24,9 @@ EXECUTORS = [("sequential", None), ("threads", 3), ("vmap", 8)]
 def peak_of_vectors(monkeypatch, clients, executor, slots):
     """The most rows `[row_size]` or `[rows, row_size]` that were alive at once, in rows, looked at four times in a
     round."""
-    counts, calls, own = [], [], Cohort.close
+    counts, calls, own = [], [], Cohort.finish
 
-    def close(self, results):
+    def finish(self, results):
         own(self, results)
         before = len(calls)
         calls.extend(results.client_ids)
@@ -39,7 +39,7 @@ def peak_of_vectors(monkeypatch, clients, executor, slots):
                 sum(t.untyped_storage().nbytes() for t in {t.untyped_storage().data_ptr(): t for t in found}.values())
             )
 
-    monkeypatch.setattr(Cohort, "close", close)
+    monkeypatch.setattr(Cohort, "finish", finish)
     x, y = oracle.ragged_clients(FLOAT, (1,))[0]
     model = torch.nn.Sequential(torch.nn.Linear(6, 60), torch.nn.Tanh(), torch.nn.Linear(60, 3))
     gc.collect()
@@ -149,13 +149,13 @@ class Norms(fed.FedAvg):
         return super().finish_client(server, client, results, round)
 
 
-def test_clip_update_shortens_long_displacements_and_no_others():
+def test_clipping_shortens_long_displacements_and_no_others():
     Norms.seen = []
     train(count=0, algorithm=Norms(), rounds=1)
     free = Norms.seen
     limit = sorted(free)[3]
     Norms.seen = []
-    train(count=0, algorithm=Norms(), rounds=1, clip_update=limit)
+    train(count=0, algorithm=Norms(), rounds=1, privacy=fed.Privacy(clip=limit))
     assert Norms.seen == pytest.approx([min(n, limit) for n in free], rel=1e-5)
     assert [a == b for a, b in zip(Norms.seen, free, strict=True)].count(True) >= 3
 
@@ -192,14 +192,17 @@ def test_control_variates_follow_the_shortened_displacement():
             kept.update(state)
             return state, upload
 
-    train(count=0, clients=1, algorithm=Seen(), rounds=1, batch_size=9, lr=0.1, clip_update=1e-3)
+    train(count=0, clients=1, algorithm=Seen(), rounds=1, batch_size=9, lr=0.1, privacy=fed.Privacy(clip=1e-3))
     (c,) = kept.values()
     assert float(c.norm()) == pytest.approx(1e-3 / 0.1, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"max_excluded": 1.5}, {"clip_update": 0.0}], ids=str)
-def test_settings_outside_their_range(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"max_excluded": 1.5}, "max_excluded"), ({"privacy": {"clip": 0.0}}, "clip .* > 0, got 0.0")],
+)
+def test_settings_outside_their_range(options, words):
+    with pytest.raises(ValueError, match=words):
         train(**options)
 
 

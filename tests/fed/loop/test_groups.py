@@ -119,7 +119,7 @@ ALGORITHMS = [cases.METHODS[m] for m in cases.METHODS if not m.startswith(cases.
 RUNS = [
     ((), {"weighting": "samples"}),
     ((1,), {"slots": 8, "rounds": 4, "local_epochs": 2}),
-    ((0,), {"clip_update": 0.05}),
+    ((0,), {"privacy": {"clip": 0.05}}),
     ((1,), {"executor": "sequential", "slots": 1}),
 ]
 

@@ -275,7 +275,7 @@ def test_with_a_robust_rule_it_says_what_stands_against_it(caplog: pytest.LogCap
 
 
 def test_what_was_shortened_or_excluded_is_none(caplog: pytest.LogCaptureFixture) -> None:
-    assert train(data(1e6), clip_update=0.1).history[0]["outliers"] == []
+    assert train(data(1e6), privacy=fed.Privacy(clip=0.1)).history[0]["outliers"] == []
     result = train(data(1e38))
     assert result.history[0]["outliers"] == [] and result.history[0]["excluded"][0]["client"] == 3
     assert warned(caplog) == []

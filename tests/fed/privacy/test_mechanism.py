@@ -48,9 +48,8 @@ def total(cohort: list[int], **options: Any) -> torch.Tensor:
     data = [(1e4 * torch.randn(6, 9, generator=g), torch.randint(0, 3, (6,), generator=g)) for _ in range(6)]
     torch.manual_seed(0)
     fed.run(
-        nn.Linear(9, 3), data, Summed(), rounds=1, lr=3.0, batch_size=2, executor="sequential", sampler=lambda t,
-        g: cohort, accountant=None,
-        **options,
+        nn.Linear(9, 3), data, Summed(), rounds=1, lr=3.0, batch_size=2, executor="sequential",
+        sampler=lambda t, g: cohort, privacy=fed.Privacy(accountant=None, **options),
     )  # fmt: skip
     return Summed.mean * len(cohort)
 
@@ -60,10 +59,8 @@ def total(cohort: list[int], **options: Any) -> torch.Tensor:
 def test_no_client_moves_the_sum_by_more_than_the_clip(clip: float, noise: float) -> None:
     """With and without it, client for client; the noise is the same in both, being a function of seed and round."""
     everybody = list(range(6))
-    whole = total(everybody, clip_update=clip, noise_multiplier=noise)
-    moves = [
-        total([i for i in everybody if i != one], clip_update=clip, noise_multiplier=noise) - whole for one in everybody
-    ]
+    whole = total(everybody, clip=clip, noise_multiplier=noise)
+    moves = [total([i for i in everybody if i != one], clip=clip, noise_multiplier=noise) - whole for one in everybody]
     lengths = [float(move.norm()) for move in moves]
     assert max(lengths) <= clip * (1 + 1e-12)  # the noise that is taken out again leaves a last bit of float64
     assert max(lengths) > 0.99 * clip

@@ -16,7 +16,7 @@ from tests.helpers import privacy_checks as checks
 
 ASKED = {"accountant": "rdp", "participation": 0.5}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"clip_update": None}, "noise_multiplier=2 needs a bound on the deltas.* Set clip_update"),
+    ({"clip": None}, r"noise_multiplier=2 needs a bound on the deltas.* Use privacy=fed.Privacy\(clip="),
     ({"sampler": lambda t, g: [0]}, "there is none for a sampler of your own.*'bernoulli', 'fixed' or "
                                     "'shuffled'.*accountant=None"),
     ({"sampler": "simulator"}, "there is none for sampler='simulator'.*accountant=None"),
@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"delta": 0.125}, "one client of 8, drawn at random.*got 0.125. Use 1e-5"),
     ({"noise_multiplier": -1.0}, "noise_multiplier must be a finite number >= 0, got -1"),
     ({"noise_multiplier": float("nan")}, "noise_multiplier must be a finite number"),
-    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' needs noise, .* Set noise_multiplier"),
+    ({"noise_multiplier": 0.0, "noise": "local"}, "noise='local' needs noise, .*fed.Privacy.*noise_multiplier=1.0"),
     ({"noise": "gauss"}, "noise must be one of 'central', 'local', got 'gauss'"),
     ({"accountant": "pld"}, "accountant must be one of None, 'rdp', got 'pld'"),
     ({"weighting": "samples"},
@@ -50,10 +50,28 @@ def test_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip_update": 1.0}, r"no option 'clip_update': write privacy=fed.Privacy\(clip=...\)"),
+        ({"noise": "local"}, r"no option 'noise': write privacy=fed.Privacy\(noise=...\)"),
+        ({"privacy": 0.5}, "privacy must be a fed.Privacy, or a table of its options; got 0.5"),
+        (
+            {"privacy": {"clipp": 0.5}},
+            "privacy has no option 'clipp' .did you mean 'clip'.*its options: clip, noise_mult",
+        ),
+    ],
+    ids=["clip_update", "noise", "a number", "a misspelt key"],
+)
+def test_other_spellings_are_refused_with_the_right_one(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        fed.run(nn.Linear(2, 2), [(torch.randn(4, 2), torch.tensor([0, 1, 0, 1]))], fed.FedAvg(), rounds=1, **options)
+
+
 def test_averaged_buffers_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     data = [(torch.randn(4, 6), torch.tensor([0, 1, 2, 0])) for _ in range(4)]
-    options: dict[str, Any] = {"rounds": 1, "clip_update": 1.0, "noise_multiplier": 1.0, "accountant": None}
+    options: dict[str, Any] = {"rounds": 1, "privacy": fed.Privacy(clip=1.0, noise_multiplier=1.0, accountant=None)}
     with pytest.raises(
         ValueError, match="the run has buffers='average'. Use buffers='keep', or a model with group norms"
     ):
@@ -108,7 +126,9 @@ def test_the_algorithm_does_not_learn_how_many_came() -> None:
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting", None)
-    with pytest.raises(ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or accountant=None"):
+    with pytest.raises(
+        ValueError, match=r"dp-accounting.*pip install 'fused-sam\[privacy\]', or fed.Privacy\(accountant=None\)"
+    ):
         checks.run(**ASKED)
     checks.run(**ASKED | {"accountant": None})
 

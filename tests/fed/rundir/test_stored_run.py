@@ -58,4 +58,11 @@ def test_a_config_is_read_with_the_names_of_today() -> None:
     config = resolve(read(STORED / "config.json"))
     assert config.client_test_split == "iid"
     assert config.local_parameters is None
+    assert config.privacy == {
+        "clip": None,
+        "noise_multiplier": 0.0,
+        "noise": "central",
+        "delta": None,
+        "accountant": "rdp",
+    }
     assert config.options["reference"] == "last_round" and config.options["initial_perturbation"] == "origin"

@@ -230,7 +230,7 @@ def test_personal_parameters_keep_the_weights():
         (weighing(lambda e: None), {}, "got none with sends_weights = True"),
         (weighing(lambda e: [1.0] * len(e.client_ids), False), {}, "got one without sends_weights = True"),
         (Weighed(), {"aggregation": "median"}, "send weights of their own. Use aggregation='mean'"),
-        (Weighed(), {"noise_multiplier": 1.0, "clip_update": 1.0}, "the clients of Weighed send or keep more"),
+        (Weighed(), {"privacy": {"noise_multiplier": 1.0, "clip": 1.0}}, "the clients of Weighed send or keep more"),
     ],
     ids=["negative", "two for one", "none", "undeclared", "robust rule", "privacy"],
 )  # fmt: skip
