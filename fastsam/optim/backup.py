@@ -112,8 +112,7 @@ class CopyBackup:
             selection.store()
 
     def restore_fitting(self, selection: Selection) -> None:
-        """Restore those of these parameters that still have their shape and their memory, after somebody changed
-        some."""
+        """Restore the parameters of the selection whose shape and memory did not change."""
         if self.target is Target.PARAMS:
             self.swap_back()
             return
@@ -141,11 +140,11 @@ class CopyBackup:
         raise NotImplementedError
 
     def swap_back(self) -> None:
-        """Give parameters their own memory back, except those that somebody moved elsewhere."""
+        """Give parameters their own memory back, unless they were moved elsewhere."""
 
     def swap_back_one(self, slot: int) -> bool:
-        """Give one parameter its own memory back, for its update. Return False if it has it, or if somebody moved
-        it."""
+        """Give one parameter its own memory back, for its update. Return False if the parameter was not swapped, or was
+        moved."""
         return False
 
     # --- states ---
@@ -178,7 +177,7 @@ class MasterBackup(CopyBackup):
         """trusting: writes of the weights are seen by their version counters, so that no comparison with the masters is
         needed."""
         self._trusting = trusting
-        self._versions: list[int] | None = None  # of the weights after the last update
+        self._versions: list[int] | None = None  # versions of the weights after the last update
         super().__init__(params, dtype, arena, kernels)
 
     def follow(self, aliases: list[Tensor]) -> None:
@@ -202,7 +201,8 @@ class MasterBackup(CopyBackup):
 
 
 class SwapBackup(CopyBackup):
-    """The parameters' own memory: perturbed weights get that of the first gradients, or else that of a copy."""
+    """Unperturbed weights in the parameters' own memory, while perturbed weights use the memory of the first gradients,
+    or a spare field."""
 
     can_swap = True
     _swap: StorageSwap | None = None
@@ -229,8 +229,8 @@ class SwapBackup(CopyBackup):
         return selection.swap is not None
 
     def swap(self, selection: Selection, grads: Sequence[Tensor], donate: bool) -> None:
-        """Choose the memory of the perturbed weights: that of these gradients, if the caller clears them next
-        (`donate`) and nothing else has it."""
+        """Choose the memory of the perturbed weights: the gradients' memory, if the caller clears the gradients next
+        (`donate`) and nothing else refers to it."""
         assert selection.swap is not None
         donated = donate and grad_storage_reusable(self._params, selection.slots, grads)
         selection.swap.set_targets(grads if donated else selection.spare(self.weights), donated)

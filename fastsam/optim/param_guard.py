@@ -1,4 +1,4 @@
-"""Cheap comparison of parameters, gradients and state with those of the pass before."""
+"""Cheap comparison of parameters, gradients and state with the pass before."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _count_of_one_holder() -> int:
 
 
 def _guard_of(tensors: Sequence[Tensor]) -> Any:
-    """Return a function of as many tensors that compares their class, dtype, device, layout, shape, strides and pending
-    signs with those of `tensors`, as torch's compiler does."""
+    """Return a function that compares the class, dtype, device, layout, shape, strides and pending signs of its
+    arguments with `tensors`, as torch's compiler does."""
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
@@ -57,7 +57,7 @@ class _Memory:
         self._bucket = bucket
         params = self.params
         self._pointers = list(map(_data_ptr, params))
-        # As long as a storage has its size, its memory belongs to nobody else, so that an equal address means the same
+        # As long as a storage has its size, nothing else uses its memory, so that an equal address means the same
         # parameter. The bucket's aliases keep the storages alive anyway.
         self._storages = list(map(_storage, params))
         self._bytes = list(map(_bytes_of, self._storages))
@@ -66,7 +66,7 @@ class _Memory:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters, or what this rank has of them: that may be replaced."""
+        """The parameters, or this rank's parts of them, which may be replaced."""
         bucket = self._bucket
         return list(map(local, bucket.params)) if bucket.sharded else bucket.params
 
@@ -92,7 +92,7 @@ class _Expected(NamedTuple):
     selection: Selection
     memory: _Memory
     absent: list[bool] | None  # by parameter; None if each has a gradient
-    guard: Any  # of the parameters, in a first pass, and of the gradients
+    guard: Any  # compares the gradients, and in a first pass the parameters
 
 
 class ParamGuard:
@@ -125,7 +125,7 @@ class ParamGuard:
         self._entries: list[dict[str, Any]] = []
         self._alone: list[int] = []  # per parameter: the count of references if only the optimizer has it
         self._most = 0  # the largest of these
-        # ids of the parameters that the optimizer had alone from the first
+        # ids of the parameters to which only the optimizer referred from the first
         self._orphans: set[int] | None = before._orphans if before else None
         self._expected: dict[bool, list[_Expected]] = {}  # by whether the pass is a first one
 
@@ -146,8 +146,7 @@ class ParamGuard:
         return not any(map(is_not, now, self.params))
 
     def same_memory(self) -> bool:
-        """Return False if a parameter lies elsewhere or otherwise: moved, converted, assigned, cut, transposed, its
-        memory freed."""
+        """Return False if a parameter was moved, converted, assigned, cut or transposed, or its memory was freed."""
         return all(memory.same() for memory in self._memories)
 
     def same_state(self, state: State) -> bool:
@@ -155,11 +154,10 @@ class ParamGuard:
         return len(state) == len(self._entries) and not any(map(is_not, state.values(), self._entries))
 
     def abandoned(self) -> list[int]:
-        """Return the numbers of parameters to which only the optimizer refers: whoever trains them has been given
-        others.
+        """Return the numbers of parameters to which only the optimizer refers, because the model was given other ones.
 
         A live autograd graph or a TorchScript module counts as a reference. A parameter that had a gradient and no
-        other holder at first is the optimizer's alone, and not abandoned.
+        other reference at first is not abandoned.
         """
         if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
             return []
@@ -172,7 +170,7 @@ class ParamGuard:
     # --- all at once ---
 
     def expect(self, calls: Sequence[Call], first: bool) -> None:
-        """Expect gradients like those of `calls`, of the same parameters, in the next passes of this kind.
+        """Expect gradients of the same parameters and kinds as in `calls`, in the next passes.
 
         Nothing is expected if the calls have other tensors than the parameters' own gradients.
         """
@@ -193,7 +191,7 @@ class ParamGuard:
         return first in self._expected
 
     def gradients(self, groups: Groups, state: State, first: bool) -> list[Call] | None:
-        """Return the gradients that are there if everything is as expected; None if each has to be looked at.
+        """Return the gradients if everything is as expected, and None if each has to be compared by itself.
 
         A second pass compares no kinds of parameters, because the first pass of its step did.
         """
