@@ -92,9 +92,9 @@ class CopyBackup:
         return selection.tensors, self.weights if self.target is Target.RESTORED else None
 
     @property
-    def direct_key(self) -> Target:
+    def direct_key(self) -> str:
         """The key under which direct calls are kept: calls of equal keys have equal `direct_operands`."""
-        return Target.BACKUP if self.target is Target.BACKUP else Target.RESTORED
+        return "backup" if self.target is Target.BACKUP else "restored"
 
     def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         """Return the operands `params` and `backup` of direct calls."""
@@ -219,8 +219,8 @@ class SwapBackup(CopyBackup):
         self._swap = None
 
     @property
-    def direct_key(self) -> Target:
-        return self.target
+    def direct_key(self) -> str:
+        return "params" if self.target is Target.PARAMS else "restored"
 
     def direct_operands(self, selection: Selection) -> tuple[Sequence[Tensor], Tensor | None]:
         return (selection.tensors, None) if self.target is Target.PARAMS else super().direct_operands(selection)

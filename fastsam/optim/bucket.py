@@ -136,10 +136,10 @@ class Bucket:
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
         key = self.backup.direct_key
-        if key not in selection.raw_calls:
+        found = selection.raw_calls.get(key, key)
+        if found is key:
             make, operands = getattr(self.kernels, "raw_calls", None), self.backup.direct_operands(selection)
-            selection.raw_calls[key] = make and make(*operands, selection.table, self.hparams)
-        found = selection.raw_calls[key]
+            found = selection.raw_calls[key] = make and make(*operands, selection.table, self.hparams)
         return None if found is None or found.watched() else found
 
     def _bare(self, slots: tuple[int, ...], grads: Sequence[Tensor]) -> bool:

@@ -217,7 +217,9 @@ class Engine(Buffers):
             else:
                 inputs = self.mixing.read_alone(self._scalars, calls, scales, found_inf)
         else:
-            inputs = with_norm(self._scalars, UpdateInputs(calls, None, [], found_inf, scales.second))
+            inputs = UpdateInputs(calls, None, [], found_inf, scales.second)
+            if self.max_grad_norm is not None:
+                inputs = with_norm(self._scalars, inputs)
         kinds, state = self._scalars.kinds, self.base.state
         ready: list[partial[Any]] = []
         afterwards: list[partial[Any]] = []

@@ -39,7 +39,7 @@ class Selection:
         aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
-        self.raw_calls: dict[Any, Any] = {}  # the backend's shorter way to its kernels, by `direct_key` of the backup
+        self.raw_calls: dict[str, Any] = {}  # the backend's shorter way to its kernels, by `direct_key` of the backup
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
         self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
         if can_swap and slots and worth_swapping(self._tensors):
