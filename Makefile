@@ -111,9 +111,12 @@ test-sanitize: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests of the compi
 
 MINUTES ?= 10
 SEED ?= 0
+# Values that failed: the next attack begins with them.
+EXAMPLES ?= runs/attack-examples
 
 attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
-	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --out $(or $(OUT),runs/attack.json) $(ARGS)
+	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --examples $(EXAMPLES) \
+	  --out $(or $(OUT),runs/attack.json) $(ARGS)
 
 # Four shards of some twenty minutes: a fourth of the slow tests each, and one more kind of run.
 test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets. SHARD=1/4
@@ -150,14 +153,13 @@ format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check`
 	@for page in optimizer federated; do $(BIN)/jupytext -q --from md:markdown --to ipynb docs/tutorial_$$page.md; done
 
 bench: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
-	@$(BIN)/python -m bench.step $(ARGS)
+	@$(BIN)/python -m bench step $(ARGS)
 
 bench-kernels: $(VENV)/.has-tests $(VENV)/.has-fastsam ## every kernel and whole steps against the memory floor. OUT=folder, ARGS=--quick
-	@$(BIN)/python -m bench.kernels --out $(or $(OUT),runs/kernels) $(ARGS)
-	@for file in $(or $(OUT),runs/kernels)/kernels-*.json; do $(BIN)/python -m bench.report $$file --plot $(or $(OUT),runs/kernels) >/dev/null; done
+	@$(BIN)/python -m bench kernels --out $(or $(OUT),runs/kernels) $(ARGS)
 
-bench-accuracy: $(VENV)/.has-tests $(VENV)/.has-fastsam ## what SAM's variants are worth on small tasks, beside SGD: JSON, half an hour of one core. OUT=file, ARGS=--quick
-	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.accuracy --out $(or $(OUT),runs/accuracy.json) $(ARGS)
+bench-accuracy: $(VENV)/.has-tests $(VENV)/.has-fastsam ## what SAM's variants are worth on small tasks, beside SGD: JSON, half an hour of one core. OUT=folder, ARGS=--quick
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench accuracy --add --out $(or $(OUT),runs/accuracy) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.
 PEERS ?= .peers
@@ -201,10 +203,8 @@ test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM
 
 .PRECIOUS: $(PEERS)/%/.ready
 bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and five simulators: tables, JSON, PNG. ARGS=--quick
-	@$(BIN)/python -m bench.federated --out $(or $(OUT),runs/bench-fed) \
+	@$(BIN)/python -m bench federated --out $(or $(OUT),runs/bench-fed) \
 	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
-	@$(BIN)/python -m bench.report $(or $(OUT),runs/bench-fed)/federated.json --plot $(or $(OUT),runs/bench-fed) \
-	  > $(or $(OUT),runs/bench-fed)/federated.md
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.
 wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one. PLAT=manylinux_2_28_x86_64

@@ -1,73 +1,85 @@
 """The contenders: every way of doing a SAM step's optimizer part that is compared, behind one small protocol.
 
-A contender is built from the initial weights and then driven by: `take(gradients, i)` (what the backward pass i leaves;
-not timed), `first()` (gradients in place -> perturbed weights), `take(gradients, i + 1)`, `second()` (-> new weights).
+A contender is built from the initial weights. Each of its `phases()` is then driven by `take(gradients, i)` (what the
+backward pass i leaves; not timed) and a call.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.copied_sam import CopiedSAM
-from bench.problem import LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
-from fastsam import backends
+from bench.problem import FLOOR_BYTES, LR, MOMENTUM, NU, RHO, WEIGHT_DECAY, Gradients
+from fastsam import SAM, FusedSAM, backends, variants
 
-T = TypeVar("T")
 SGD_OPTIONS: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+PLAIN = SAM(RHO)
+NO_MEASUREMENT = "on the CPU Triton runs in its interpreter, thousands of times slower: not a measurement"
 
 
 class Stepper(Protocol):
     """One contender with its own weights and state."""
 
     def take(self, gradients: Gradients, index: int) -> None: ...
-    def first(self) -> None: ...
-    def second(self) -> None: ...
     def weights(self) -> Sequence[Tensor]: ...
 
     def phases(self) -> Sequence[Callable[[], object]]:
         """Return the optimizer's parts of the next step, one after each pass."""
-        return self.first, self.second
+        ...
 
 
 @dataclass(frozen=True)
 class Contender:
+    """A way of doing a step.
+
+    Args:
+        absent: reason why it cannot be measured here, or empty.
+        backend: name of our backend, empty for others.
+        compiles (bool): takes most of a minute to get ready.
+        norm_error (float): relative error of the gradient's norm that the gate allows; the default is that of float32
+            sums over tensors of 2 M elements.
+        sam: variant whose step in float64 is the reference; None if nothing states what the contender computes.
+        floor (float): bytes per parameter and step.
+        rival: name of our contender that it is compared with, or empty.
+    """
+
     name: str
     title: str
     build: Callable[[Sequence[Tensor]], Stepper]
-    why_not: Callable[[], str | None] = lambda: None  # the reason why it cannot be measured here
-    ours: bool = False
-    backend: str | None = None  # of ours
-    compiles: bool = False  # takes most of a minute to get ready
-    norm_error: float = (
-        1e-4  # relative error of the gradient's norm that the gate allows: float32 sums over tensors of 2 M elements
-    )
+    absent: str = ""
+    backend: str = ""
+    compiles: bool = False
+    norm_error: float = 1e-4
+    sam: SAM | None = PLAIN
+    floor: float = FLOOR_BYTES
+    rival: str = ""
 
 
-def parameters(weights: Iterable[Tensor]) -> list[torch.nn.Parameter]:
-    return [torch.nn.Parameter(w.detach().clone()) for w in weights]
+def parameters(weights: Iterable[Tensor]) -> list[nn.Parameter]:
+    """Return parameters with copies of the weights."""
+    return [nn.Parameter(w.detach().clone()) for w in weights]
 
 
 class OptimizerStepper(Stepper):
     """A SAM optimizer with `first_step` and `second_step`, whoever wrote it."""
 
-    def __init__(self, weights: Sequence[Tensor], make: Callable[[list[torch.nn.Parameter]], Any]) -> None:
+    def __init__(self, weights: Sequence[Tensor], make: Callable[[list[nn.Parameter]], Any]) -> None:
         self.parameters = parameters(weights)
-        optimizer = make(self.parameters)
-        self.first: Callable[[], None] = optimizer.first_step
-        self.second: Callable[[], None] = optimizer.second_step
+        self.optimizer = make(self.parameters)
 
     def take(self, gradients: Gradients, index: int) -> None:
         for p, g in zip(self.parameters, gradients.tensors(index), strict=True):
             p.grad = g
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        if isinstance(self.optimizer, FusedSAM) and not self.optimizer.perturbs:
+            return (self.optimizer.step,)
+        return self.optimizer.first_step, self.optimizer.second_step
 
     def weights(self) -> Sequence[Tensor]:
         return [p.detach() for p in self.parameters]
@@ -80,23 +92,40 @@ class ForeachStepper(OptimizerStepper):
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.parameters = parameters(weights)
+        super().__init__(weights, lambda params: torch.optim.SGD(params, **SGD_OPTIONS, fused=True))
         self.data = [p.detach() for p in self.parameters]
         self.saved = [torch.empty_like(p) for p in self.data]
-        self.sgd = torch.optim.SGD(self.parameters, **SGD_OPTIONS, fused=True)
-        self.first, self.second = self._first, self._second
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return self.first, self.second
 
     @torch.no_grad()
-    def _first(self) -> None:
+    def first(self) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         torch._foreach_copy_(self.saved, self.data)
+        self.perturb(gradients, norm)
+
+    def perturb(self, gradients: list[Tensor], norm: Tensor) -> None:
         torch._foreach_add_(self.data, gradients, alpha=RHO / (norm.item() + NU))
 
     @torch.no_grad()
-    def _second(self) -> None:
+    def second(self) -> None:
         torch._foreach_copy_(self.data, self.saved)
-        self.sgd.step()
+        self.optimizer.step()
+
+
+class DeviceForeachStepper(ForeachStepper):
+    """`ForeachStepper` without a wait for the device: it can be captured in a graph.
+
+    torch's fused SGD takes its learning rate from the device, so with minus the radius for a rate it perturbs.
+    """
+
+    def perturb(self, gradients: list[Tensor], norm: Tensor) -> None:
+        torch._fused_sgd_(
+            self.data, gradients, [], weight_decay=0.0, momentum=0.0, lr=-RHO / (norm + NU), dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
 
 
 class FlatStepper(Stepper):
@@ -108,13 +137,16 @@ class FlatStepper(Stepper):
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.shapes = [w.shape for w in weights]
-        self.parameter = torch.nn.Parameter(torch.cat([w.detach().reshape(-1) for w in weights]))
+        self.parameter = nn.Parameter(torch.cat([w.detach().reshape(-1) for w in weights]))
         self.data = self.parameter.detach()
         self.saved = torch.empty_like(self.data)
         self.sgd = torch.optim.SGD([self.parameter], **SGD_OPTIONS, fused=True)
 
     def take(self, gradients: Gradients, index: int) -> None:
         self.parameter.grad = gradients.flat(index)
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return self.first, self.second
 
     @torch.no_grad()
     def first(self) -> None:
@@ -172,89 +204,97 @@ class CompiledStepper(Stepper):
     def take(self, gradients: Gradients, index: int) -> None:
         self.gradients = list(gradients.tensors(index))
 
-    def first(self) -> None:
-        self.perturb(self.data, self.saved, self.gradients)
-
-    def second(self) -> None:
-        self.update(self.data, self.saved, self.gradients, self.momenta)
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return (
+            lambda: self.perturb(self.data, self.saved, self.gradients),
+            lambda: self.update(self.data, self.saved, self.gradients, self.momenta),
+        )
 
     def weights(self) -> Sequence[Tensor]:
         return self.data
 
 
-def _ours(backend: str, assume_no_alias: bool = False) -> Callable[[Sequence[Tensor]], Stepper]:
-    from fastsam.optim import FusedSAM
+def ours(backend: str = "auto", sam: SAM | None = None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
+    """Return what builds a stepper of `FusedSAM`. SAMON perturbs the tensors of one dimension here."""
+    made = {"variant": sam or PLAIN, "backend": backend, **options, **SGD_OPTIONS}
 
-    own: dict[str, Any] = {"rho": RHO, "backend": backend, "assume_no_alias": assume_no_alias, **SGD_OPTIONS}
-    return lambda weights: OptimizerStepper(weights, lambda p: FusedSAM(p, torch.optim.SGD, **own))
+    def make(params: list[nn.Parameter]) -> FusedSAM:
+        if not isinstance(sam, variants.SAMON):
+            return FusedSAM(params, torch.optim.SGD, **made)
+        still = [p for p in params if p.dim() != 1]
+        groups: list[dict[str, Any]] = [{"params": [p for p in params if p.dim() == 1]}, {"params": still, "rho": 0.0}]
+        return FusedSAM([g for g in groups if g["params"]], torch.optim.SGD, **made)
+
+    return lambda weights: OptimizerStepper(weights, make)
 
 
-def _ours_why_not(entry: backends.Backend) -> Callable[[], str | None]:
-    if entry.name == "triton" and entry.device == "cpu":
-        return lambda: "on the CPU Triton runs in its interpreter, thousands of times slower: not a measurement"
-    return lambda: entry.reason
+def _theirs(kind: str, foreach: bool | None, **options: Any) -> Callable[[Sequence[Tensor]], Stepper]:
+    """Return what builds a stepper of a class of pytorch-optimizer."""
+
+    def make(params: list[nn.Parameter]) -> Any:
+        import pytorch_optimizer
+
+        own = {"model": nn.ParameterList(params)} if kind == "WSAM" else {}
+        made = {"rho": RHO, "base_optimizer": torch.optim.SGD, "foreach": foreach, **SGD_OPTIONS, **options, **own}
+        return getattr(pytorch_optimizer, kind)(params=params, **made)
+
+    return lambda weights: OptimizerStepper(weights, make)
 
 
 def _copied(weights: Sequence[Tensor]) -> Stepper:
     return OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, rho=RHO, **SGD_OPTIONS))
 
 
-def _library(foreach: bool | None) -> Callable[[Sequence[Tensor]], Stepper]:
-    def make(params: list[torch.nn.Parameter]) -> Any:
-        from pytorch_optimizer import SAM
-
-        return SAM(params, torch.optim.SGD, rho=RHO, perturb_eps=NU, foreach=foreach, **SGD_OPTIONS)
-
-    return lambda weights: OptimizerStepper(weights, make)
-
-
-def _library_why_not() -> str | None:
-    found = importlib.util.find_spec("pytorch_optimizer") is not None
-    return None if found else "the package is not installed: pip install pytorch-optimizer"
-
-
-def _compiler_why_not() -> str | None:
-    found = any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
-    return None if found else "torch.compile needs a C++ compiler on the CPU; none of g++, clang++ is here"
-
-
 def contenders(device: str = "cpu") -> dict[str, Contender]:
-    """All contenders on a type of device, ours first, in the order of the tables."""
-    ours = [
-        Contender(
-            f"fastsam_{b.name}", f"fastsam ({b.name})", _ours(b.name), _ours_why_not(b), ours=True, backend=b.name
-        )
-        for b in backends.table()
-        if b.device == device and b.name != "reference"  # which is the specification
-    ]
-    for native in (b for b in backends.table() if (b.name, b.device) == ("native", device)):  # which exchanges memory
-        title, build = "fastsam (native), exclusive", _ours("native", assume_no_alias=True)
-        ours.append(Contender("fastsam_exclusive", title, build, _ours_why_not(native), ours=True, backend="native"))
-    peers = [
+    """Return all contenders on a type of device, ours first, in the order of the tables."""
+    found = []
+    for b in backends.table():
+        if b.device == device and b.name != "reference":
+            absent = NO_MEASUREMENT if (b.name, b.device) == ("triton", "cpu") else b.reason or ""
+            found.append(Contender(f"fastsam_{b.name}", f"fastsam ({b.name})", ours(b.name), absent, b.name))
+            if b.name == "native":  # which exchanges memory
+                build, title = ours("native", assume_no_alias=True), "fastsam (native), exclusive"
+                found.append(Contender("fastsam_exclusive", title, build, absent, b.name))
+    on_device = device == "cuda"
+    by_hand = "foreach and fused SGD, on the device" if on_device else "foreach by hand, fused SGD"
+    found += [
         # torch's float32 norm of one long tensor is off by 4e-4 at 11.7 M elements and 2e-3 at 30 M. An exact one would
         # cost it time.
         Contender("flat", "one flat tensor, flat gradients, fused SGD", FlatStepper, norm_error=4e-3),
-        Contender("compiled", "torch.compile", CompiledStepper, _compiler_why_not, compiles=True),
-        Contender("foreach", "foreach by hand, fused SGD", ForeachStepper),
-        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _library(True), _library_why_not),
-        Contender("pytorch_optimizer", "pytorch-optimizer", _library(None), _library_why_not),
+        Contender("compiled", "torch.compile", CompiledStepper, compiles=True),
+        Contender("foreach", by_hand, DeviceForeachStepper if on_device else ForeachStepper),
+        Contender("pytorch_optimizer_foreach", "pytorch-optimizer, foreach=True", _theirs("SAM", True, perturb_eps=NU)),
+        Contender("pytorch_optimizer", "pytorch-optimizer", _theirs("SAM", None, perturb_eps=NU)),
         Contender("copied", "the copied per-tensor SAM", _copied),
     ]
-    return {contender.name: contender for contender in ours + peers}
+    return {contender.name: contender for contender in found}
 
 
-def choose(table: Mapping[str, T], names: Iterable[str], what: str) -> list[T]:
-    """Return the entries of `table` under `names`. Raises ValueError for an unknown name, with the nearest and all."""
-    chosen = []
-    for name in names:
-        if name not in table:
-            near = difflib.get_close_matches(name, table, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"there is no {what} {name!r}; {hint}there are {', '.join(table)}")
-        chosen.append(table[name])
-    return chosen
+# Each variant with its bytes per parameter and step, as docs/variants.md derives them, and the class of
+# pytorch-optimizer with its options.
+VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
+    "SAM": (PLAIN, FLOOR_BYTES, ("SAM", {})),
+    "ASAM": (SAM(RHO, adaptive=True), FLOOR_BYTES + 4, ("SAM", {"adaptive": True})),
+    "SAM, interval=5": (SAM(RHO, interval=5), (FLOOR_BYTES + 4 * 20) / 5, None),
+    "LESAM": (SAM(RHO, rho_fn=variants.LESAM(0.01)), FLOOR_BYTES, None),
+    "GSAM": (variants.GSAM(RHO), 60, None),
+    "WSAM": (variants.WSAM(RHO), 64, ("WSAM", {})),
+    "WSAM, coupled": (variants.WSAM(RHO, decouple=False), 52, ("WSAM", {"decouple": False})),
+    "LookSAM": (variants.LookSAM(RHO, k=10), (96 + 9 * 32) / 10, ("LookSAM", {"k": 10})),
+    "FriendlySAM": (variants.FriendlySAM(RHO), 92, ("FriendlySAM", {})),
+    "VaSSO": (variants.VaSSO(RHO), 80, None),
+    "SAMON": (variants.SAMON(RHO), 36, None),
+    "MSAM": (variants.MSAM(RHO), 36, None),
+    "LastGradient": (variants.LastGradient(RHO), 44, None),
+}
 
 
-def split(text: str | None) -> list[str]:
-    """Return the parts of a comma-separated option."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+def variant_contenders(peers: bool) -> dict[str, Contender]:
+    """Return every variant of SAM; with `peers` also the classes of pytorch-optimizer, which no gate compares."""
+    found = []
+    for name, (sam, floor, peer) in VARIANTS.items():
+        found.append(Contender(name, f"`{name}`", ours(sam=sam), backend="auto", sam=sam, floor=floor))
+        if peers and peer is not None:
+            build = _theirs(peer[0], True, **peer[1])
+            found.append(Contender(f"{name}, pytorch-optimizer", name, build, sam=None, rival=name))
+    return {contender.name: contender for contender in found}

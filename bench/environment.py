@@ -1,4 +1,4 @@
-"""The facts of a measurement: machine, versions, commit, command."""
+"""The facts of a measurement: machine, versions, commit, command. `python -m bench.environment` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import Any
 import torch
 
 from fastsam import backends
+from fastsam_kernels.toolchain import find_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "numpy", "fused-sam", "pytorch-optimizer")
 
 
 def facts(command: str) -> dict[str, Any]:
-    """Return all of it, ready for JSON. `command` reproduces the measurement from the repository's root."""
+    """Return all facts, ready for JSON. `command` reproduces the measurement from the repository's root."""
     return {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -36,7 +36,7 @@ def facts(command: str) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, caches of its first core and memory; GPUs where torch sees any."""
+    """Return processor, caches of its first core and memory; GPUs and nvcc if torch sees a GPU."""
     cpu = re.search(r"^model name\s*: (.*)", _read("/proc/cpuinfo"), re.M)
     caches = {}
     for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
@@ -52,6 +52,10 @@ def machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        found["nvcc"] = find_nvcc()
+        fields = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,utilization.gpu,memory.used"
+        found["nvidia-smi"] = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader")
     return found
 
 
@@ -60,12 +64,9 @@ def commit() -> str:
     is set, because the sources came without their history. "unknown" outside git."""
     if named := os.environ.get("FASTSAM_COMMIT"):
         return named
-    try:
-        head = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return f"{head}+changes" if changed else head
+    head = _output("git", "rev-parse", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return f"{head}+changes" if head and changed else head or "unknown"
 
 
 def command_line(module: str) -> str:
@@ -73,17 +74,12 @@ def command_line(module: str) -> str:
     return shlex.join(["python", "-m", module, *sys.argv[1:]])
 
 
-def write(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record as JSON, so that a run that is stopped leaves the last complete file."""
-    part = path.with_name(f"part-{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, path)
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
+def _output(*arguments: str) -> str:
+    """Return what a command prints; empty if it cannot be run or fails."""
+    try:
+        return subprocess.run(arguments, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def _read(path: str) -> str:
@@ -96,3 +92,7 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts(command_line("bench.environment"))))

@@ -7,15 +7,14 @@ the operands of each op by experiment and holds this table to them.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.problem import SIZES, Shapes, Size
+from bench.problem import Size
 from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import adam, sgd
 
@@ -32,16 +31,29 @@ class Operands(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Op:
-    """One op with the operands of a plain call in float32."""
+    """One op with the operands of a plain call in float32.
+
+    Args:
+        function: its name in a backend.
+        reads, writes: the operands of the parameters' size.
+        arguments: those of the call; names of operands stand for the operands.
+        options: keyword arguments of the call.
+        sums (bool): it writes sums per row instead of elements.
+        whole (bool): it works on whole fields, paddings included, without a table.
+    """
 
     name: str
-    function: str  # of a backend
+    function: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    call: Callable[[Any, Operands], None]
-    sums: bool = False  # it writes sums per row instead of elements
-    adam: bool = False
-    whole: bool = False  # on whole fields, paddings included, without a table
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sums: bool = False
+    whole: bool = False
+
+    @property
+    def adam(self) -> bool:
+        return "exp_avg" in self.reads
 
     @property
     def bytes_per_parameter(self) -> int:
@@ -52,108 +64,46 @@ class Op:
         """Those of the parameters' size, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
+    def call(self, kernels: Any, operands: Operands) -> None:
+        """Call the op of a backend."""
 
-def _norm(k: Any, o: Operands) -> None:
-    k.norm_(o["sumsq"], o["grads"], [], o["table"], o["hparams"])
+        def found(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return [operands[name] for name in value]
+            return operands.get(value, value) if isinstance(value, str) else value
 
-
-def _perturb(save: bool) -> Callable[[Any, Operands], None]:
-    def call(k: Any, o: Operands) -> None:
-        k.perturb_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], o["radius"], save)
-
-    return call
-
-
-def _restore(k: Any, o: Operands) -> None:
-    k.restore_(o["params"], o["backup"], o["table"])
+        options = {name: found(value) for name, value in self.options.items()}
+        getattr(kernels, self.function)(*map(found, self.arguments), **options)
 
 
-def _update(keep: bool) -> Callable[[Any, Operands], None]:
-    def call(k: Any, o: Operands) -> None:
-        k.update_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], "sgd", [o["momentum"]], keep=keep)
-
-    return call
-
-
-def _update_norm(k: Any, o: Operands) -> None:
-    k.update_norm_(o["sumsq"], o["params"], o["backup"], o["grads"], o["table"], o["hparams"], g1=o["g1"], q=o["q"])
-
-
-def _adam(k: Any, o: Operands) -> None:
-    moments = [o["exp_avg"], o["exp_avg_sq"]]
-    k.update_(o["params"], o["backup"], o["grads"], o["table"], o["hparams"], "adam", moments, steps=o["steps"])
-
-
-def _dual_norm(k: Any, o: Operands) -> None:
-    k.dual_norm_(o["sumsq"], o["grads"], o["mu"], o["s"], o["table"], o["hparams"])
-
-
-def _dual_perturb(k: Any, o: Operands) -> None:
-    k.dual_perturb_(o["params"], o["backup"], o["mu"], o["grads"], o["s"], o["table"], o["hparams"], o["radius"])
-
-
-def _inner(k: Any, o: Operands) -> None:
-    k.inner_(o["products"], o["grads"], o["g1"], o["table"])
-
-
-def _accumulate(k: Any, o: Operands) -> None:
-    k.accumulate_(o["high"], o["low"], o["x"], 0.125)
-
-
+_STEP, _DUAL = ("params", "backup", "grads", "table", "hparams"), ("grads", "mu", "s", "table", "hparams")
+_PERTURB, _SGD, _ADAM = (*_STEP, "radius"), (*_STEP, "sgd", ("momentum",)), (*_STEP, "adam", ("exp_avg", "exp_avg_sq"))
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("norm", "norm_", ("grads",), (), _norm, sums=True),
-        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), _perturb(True)),
-        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _update(False)),
-        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), _perturb(False)),
-        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _update(True)),
-        Op("restore", "restore_", ("backup",), ("params",), _restore),
+        Op("norm", "norm_", ("grads",), (), ("sumsq", "grads", (), "table", "hparams"), sums=True),
+        Op("perturb", "perturb_", ("params", "grads"), ("params", "backup"), (*_PERTURB, True)),
+        Op("update", "update_", ("backup", "grads", "momentum"), ("params", "momentum"), _SGD),
+        Op("perturb_separate", "perturb_", ("backup", "grads"), ("params",), (*_PERTURB, False)),
+        Op("update_keep", "update_", ("backup", "grads", "momentum"), ("params", "backup", "momentum"), _SGD,
+           {"keep": True}),
+        Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
         Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
-           _adam, adam=True),
+           _ADAM, {"steps": "steps"}),
         # With CLIP_FULL, so that the weights belong to what is clipped.
-        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), _update_norm, sums=True),
-        Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), _dual_norm, sums=True),
-        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"), _dual_perturb),
-        Op("inner", "inner_", ("grads", "g1"), (), _inner, sums=True),
-        Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), _accumulate, whole=True),
+        Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
+           {"g1": "g1", "q": "q"}, sums=True),
+        Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
+        Op("dual_perturb", "dual_perturb_", ("backup", "mu", "grads", "s"), ("params", "mu"),
+           ("params", "backup", "mu", "grads", "s", "table", "hparams", "radius")),
+        Op("inner", "inner_", ("grads", "g1"), (), ("products", "grads", "g1", "table"), sums=True),
+        Op("accumulate", "accumulate_", ("high", "low", "x"), ("high", "low"), ("high", "low", "x", 0.125),
+           whole=True),
     )
 }  # fmt: skip
 STEP = ("norm", "perturb", "update")  # whose bytes are a whole step's
 
 
-def _client_cnn() -> Shapes:
-    """As `small_cnn` of bench.problem with wider convolutions: 20 tensors, 224,474 parameters."""
-    shapes: list[tuple[int, ...]] = []
-    for before, after in itertools.pairwise((3, 32, 32, 64, 64, 104, 104)):
-        shapes += [(after, before, 3, 3), (after,), (after,)]
-    return (*shapes, (10, 104), (10,))
-
-
-def _resnet18_cifar() -> Shapes:
-    """ResNet-18 with the stem and the classifier of CIFAR-10: 62 tensors, 11,173,962 parameters."""
-    return ((64, 3, 3, 3), *SIZES["resnet18"].shapes[1:-2], (10, 512), (10,))
-
-
-def cut(parameters: int, tensors: int) -> Shapes:
-    """`parameters` in `tensors` pieces of nearly one length."""
-    each, more = divmod(parameters, tensors)
-    return tuple((each + (i < more),) for i in range(tensors))
-
-
-CUT_PARAMETERS, CUTS = 4_000_000, (1, 10, 100, 400, 1000)
-KERNEL_SIZES: dict[str, Size] = {
-    size.name: size
-    for size in (
-        Size("resnet18", "ResNet-18, 11.2 M", _resnet18_cifar()),
-        Size("100m", "100 M", ((1000, 999), (1000,)) * 100),
-        Size("50k", "50 k", SIZES["small_cnn"].shapes),
-        Size("225k", "225 k", _client_cnn()),
-        Size("rows100", "100 rows of 50 k", SIZES["small_cnn"].shapes, rows=100),
-        Size("30m", "30 M", SIZES["list30m"].shapes),
-        *(Size(f"cut{n}", f"4 M in {n}", cut(CUT_PARAMETERS, n)) for n in CUTS),
-    )
-}
 CPU_LEFT_OUT = ("100m",)  # gigabytes of operands and their copies in float64: by name only
 
 

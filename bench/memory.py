@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,15 +23,24 @@ def peak_extra_bytes(contender: Contender, weights: Sequence[Tensor], gradients:
     They are its state (momentum included) and its largest temporaries. Allocations of other libraries are not seen; the
     kernels here make none of the parameters' size. On the CPU torch's profiler counts, on CUDA the allocator itself.
     """
+
+    def two_steps() -> None:
+        stepper, passes = contender.build(weights), 0
+        for _ in range(2):
+            for phase in stepper.phases():
+                stepper.take(gradients, passes)
+                passes += 1
+                phase()
+
     gradients.flat(0)  # made before the count begins
     with no_garbage_collection():
-        peak = (_peak_cuda if weights[0].is_cuda else _peak_cpu)(contender, weights, gradients)
+        peak = (_peak_cuda if weights[0].is_cuda else _peak_cpu)(two_steps)
     return peak - sum(w.numel() * w.element_size() for w in weights)
 
 
-def _peak_cpu(contender: Contender, weights: Sequence[Tensor], gradients: Gradients) -> int:
+def _peak_cpu(body: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _two_steps(contender, weights, gradients)
+        body()
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     if results is None:
         raise RuntimeError(
@@ -44,17 +53,8 @@ def _peak_cpu(contender: Contender, weights: Sequence[Tensor], gradients: Gradie
     return peak
 
 
-def _peak_cuda(contender: Contender, weights: Sequence[Tensor], gradients: Gradients) -> int:
+def _peak_cuda(body: Callable[[], None]) -> int:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    _two_steps(contender, weights, gradients)
+    body()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _two_steps(contender: Contender, weights: Sequence[Tensor], gradients: Gradients) -> None:
-    stepper = contender.build(weights)
-    for index in range(0, 4, 2):
-        stepper.take(gradients, index)
-        stepper.first()
-        stepper.take(gradients, index + 1)
-        stepper.second()

@@ -55,14 +55,14 @@ class Size:
         }  # fmt: skip
 
 
-def _resnet18() -> Shapes:
-    """ResNet-18 for ImageNet (He et al. 2016, table 1) in the order of torchvision's module: 62 tensors, 11,689,512
-    parameters."""
+def _resnet18(small: bool = False) -> Shapes:
+    """ResNet-18 (He et al. 2016, table 1) in the order of torchvision's module: 62 tensors, 11,689,512 parameters. With
+    `small` the stem and the classifier of CIFAR-10: 11,173,962."""
 
     def norm(channels: int) -> list[tuple[int, ...]]:
         return [(channels,), (channels,)]
 
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), *norm(64)]
+    shapes: list[tuple[int, ...]] = [(64, 3, 3, 3) if small else (64, 3, 7, 7), *norm(64)]
     before = 64
     for width in (64, 128, 256, 512):
         for block in range(2):
@@ -70,29 +70,45 @@ def _resnet18() -> Shapes:
             if block == 0 and before != width:
                 shapes += [(width, before, 1, 1), *norm(width)]
         before = width
-    return (*shapes, (1000, 512), (1000,))
+    classes = 10 if small else 1000
+    return (*shapes, (classes, 512), (classes,))
 
 
-def _small_cnn() -> Shapes:
-    """A client's CNN: six 3x3 convolutions, each with a group norm, and a classifier: 20 tensors, 51,994 parameters."""
+def _client_cnn(*channels: int) -> Shapes:
+    """A client's CNN: 3x3 convolutions, each with a group norm, and a classifier of ten classes."""
     shapes: list[tuple[int, ...]] = []
-    channels = (3, 16, 16, 32, 32, 48, 48)
-    for before, after in itertools.pairwise(channels):
+    for before, after in itertools.pairwise((3, *channels)):
         shapes += [(after, before, 3, 3), (after,), (after,)]
-    return (*shapes, (10, 48), (10,))
+    return (*shapes, (10, channels[-1]), (10,))
 
 
-def _list30m() -> Shapes:
-    """One hundred linear layers of a middling size: 200 tensors, 30,000,000 parameters."""
-    return ((400, 749), (400,)) * 100
+def cut(parameters: int, tensors: int) -> Shapes:
+    """Return shapes of `parameters` elements in `tensors` pieces of nearly one length."""
+    each, more = divmod(parameters, tensors)
+    return tuple((each + (i < more),) for i in range(tensors))
 
 
+SMALL_CNN = _client_cnn(16, 16, 32, 32, 48, 48)  # 20 tensors, 51,994 parameters
+LIST30M: Shapes = ((400, 749), (400,)) * 100  # a hundred linear layers: 200 tensors, 30,000,000 parameters
+CUTS = (1, 10, 100, 400, 1000)
 SIZES: dict[str, Size] = {
     size.name: size
     for size in (
         Size("resnet18", "ResNet-18", _resnet18(), steps=1, rounds=41),
-        Size("small_cnn", "small client CNN", _small_cnn(), steps=20, rounds=61),
-        Size("list30m", "30 M list", _list30m(), steps=1, rounds=21),
+        Size("small_cnn", "small client CNN", SMALL_CNN, steps=20, rounds=61),
+        Size("list30m", "30 M list", LIST30M, steps=1, rounds=21),
+    )
+}
+KERNEL_SIZES: dict[str, Size] = {
+    size.name: size
+    for size in (
+        Size("resnet18", "ResNet-18, 11.2 M", _resnet18(small=True)),
+        Size("100m", "100 M", ((1000, 999), (1000,)) * 100),
+        Size("50k", "50 k", SMALL_CNN),
+        Size("225k", "225 k", _client_cnn(32, 32, 64, 64, 104, 104)),
+        Size("rows100", "100 rows of 50 k", SMALL_CNN, rows=100),
+        Size("30m", "30 M", LIST30M),
+        *(Size(f"cut{n}", f"4 M in {n}", cut(4_000_000, n)) for n in CUTS),
     )
 }
 

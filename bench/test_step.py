@@ -1,8 +1,8 @@
-"""The same cases under pytest-benchmark, for tools that compare runs:
+"""The cases of `python -m bench step` under pytest-benchmark, for tools that compare runs:
 `pytest bench/ --benchmark-only --benchmark-json=FILE`.
 
 Handing over the gradients is not on the clock here either. Interleaving is beyond pytest-benchmark: it measures one
-case after the other, so `python -m bench.step` is the better judge of who is faster.
+case after the other, so `python -m bench step` is the better judge of who is faster.
 """
 
 from __future__ import annotations
@@ -18,33 +18,28 @@ from bench.contenders import Contender, contenders
 from bench.problem import SIZES, Gradients, Size, initial_weights
 from bench.timing import intra_op_threads
 
-pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed: pip install 'fused-sam[bench]'")
-
-CASES = list(itertools.product(SIZES.values(), contenders().values()))
 hidden = 0.0  # seconds that are not on the clock
 
 
 @pytest.mark.parametrize("threads", [1, 2], ids=lambda n: f"threads{n}")
-@pytest.mark.parametrize(("size", "contender"), CASES, ids=[f"{s.name}-{c.name}" for s, c in CASES])
+@pytest.mark.parametrize("contender", contenders().values(), ids=lambda contender: contender.name)
+@pytest.mark.parametrize("size", SIZES.values(), ids=lambda size: size.name)
 @pytest.mark.benchmark(timer=lambda: time.perf_counter() - hidden, disable_gc=True)
 def test_step(size: Size, contender: Contender, threads: int, benchmark: Any) -> None:
-    reason = contender.why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    if contender.absent:
+        pytest.skip(contender.absent)
     gradients, passes = Gradients(size.shapes), itertools.count()
     with intra_op_threads(threads):
         green, red = gate.check([contender], initial_weights(size.shapes), gradients)
         assert not red, f"wrong, so not measured: {red[contender.name]}"
-        stepper = green[contender.name]
 
         def step() -> None:
             global hidden
-            for phase in stepper.phases():
+            for phase in green[contender.name].phases():
                 since = time.perf_counter()
-                stepper.take(gradients, next(passes))
+                green[contender.name].take(gradients, next(passes))
                 hidden += time.perf_counter() - since
                 phase()
 
-        benchmark.group = f"{size.name}, {threads} thread{'s' * (threads > 1)}"
         benchmark.extra_info |= size.facts | {"threads": threads}
         benchmark.pedantic(step, rounds=size.rounds, iterations=size.steps, warmup_rounds=1)

@@ -56,22 +56,27 @@ class Summary:
 class Rounds:
     """Samples by round: the bandwidth of a large copy in bytes/s, and the seconds of each contender.
 
-    others: processors that other processes kept busy meanwhile, on average.
+    busy: processors that other processes kept busy meanwhile, on average.
     """
 
     copies: list[float]
     seconds: dict[str, list[Any]]
-    others: float = 0.0
+    busy: float = 0.0
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"rounds": len(self.copies), "copy": asdict(Summary.of(self.copies))}
+        """Return the number of rounds, the copy's bandwidth, and the processors that others used."""
+        copy = {"copy": asdict(Summary.of(self.copies))} if self.copies else {}
+        return {"rounds": max(map(len, self.seconds.values()), default=0), "busy": round(self.busy, 3), **copy}
 
-    def figures(self, name: str, bytes_: float) -> dict[str, Any]:
-        """Return the seconds of a contender, and the fraction of its floor: `bytes_` at the copy's bandwidth."""
+    def figures(self, name: str, bytes_: float, others: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return a contender's seconds, its fraction of the floor (`bytes_` at the copy's bandwidth), and its time over
+        the times of the `others` (title: sample) in the same rounds."""
         own = self.seconds[name]
         floors = [bytes_ / bandwidth for bandwidth in self.copies]
-        return {"seconds": asdict(Summary.of(own)), "fraction": asdict(Summary.of_ratios(floors, own))}
+        found = {"seconds": asdict(Summary.of(own)), "fraction": asdict(Summary.of_ratios(floors, own))}
+        to = {title: self.ratio(name, other) for title, other in (others or {}).items() if other in self.seconds}
+        return found | ({"to": to} if to else {})
 
     def ratio(self, name: str, other: str) -> dict[str, float]:
         """Return the seconds of one contender over the seconds of another in the same round."""
@@ -105,7 +110,7 @@ def interleave(
             start = number % max(len(names), 1)
             for name in names[start:] + names[:start]:
                 taken.seconds[name].append(samples[name]())
-        taken.others = Usage.now().others_since(before)
+        taken.busy = Usage.now().others_since(before)
     return taken
 
 
@@ -205,6 +210,7 @@ def cache_bytes(device: torch.device) -> int:
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
+    """Set torch's number of threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -236,17 +242,14 @@ class Usage:
 
     @classmethod
     def now(cls) -> Usage:
-        return cls(time.perf_counter(), _busy_seconds(), time.process_time())
+        """Return the usage so far."""
+        stat, machine = Path("/proc/stat"), float("nan")
+        if stat.exists():
+            fields = list(map(int, stat.read_text().split("\n", 1)[0].split()[1:9]))
+            machine = (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # without idle and wait
+        return cls(time.perf_counter(), machine, time.process_time())
 
     def others_since(self, before: Usage) -> float:
         """Return the processors kept busy by others on average; NaN if the system does not say (no /proc/stat)."""
         others = (self.machine - before.machine) - (self.own - before.own)
         return max(others, 0.0) / max(self.wall - before.wall, 1e-9) if others == others else others
-
-
-def _busy_seconds() -> float:
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return float("nan")
-    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -45,8 +45,8 @@ def test_there_are_commands_of_every_kind() -> None:
     [
         "make tests",
         "make test WOKERS=0",
-        "python -m bench.stepp",
-        "python -m bench.step --contender x",
+        "python -m bench.reports",
+        "python -m bench step --contender x",
         "python tools/key.py",
         "pip install 'fused-sam[labs]'",
         "fastsam runs",

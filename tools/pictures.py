@@ -51,25 +51,25 @@ Bars = dict[str, dict[str, float]]  # {problem: {contender: value}}
 def step_bars() -> Bars:
     """Return the time of the optimizer part of a step by model, relative to the copied class; one thread."""
     record = json.loads((ROOT / STEP).read_text())
-    chosen = {result["title"]: result for result in record["results"] if result["threads"] == 1}
     return {
-        title: {
-            STEP_NAMES[one["name"]]: one["to_copied"]["median"]
-            for one in result["contenders"]
-            if one["name"] in STEP_NAMES and one.get("to_copied")
+        case["title"].removesuffix(", 1 thread"): {
+            STEP_NAMES[row["name"]]: row["eager"]["to"]["copied"]["median"]
+            for row in case["rows"]
+            if row["name"] in STEP_NAMES and "eager" in row
         }
-        for title, result in chosen.items()
+        for case in record["cases"]
+        if case["threads"] == 1
     }
 
 
 def round_bars() -> Bars:
     """Return the rounds per second of FedAvg by model, relative to a plain PyTorch loop."""
-    parts = json.loads((ROOT / FEDERATED).read_text())["parts"]["speed"]
+    cases = json.loads((ROOT / FEDERATED).read_text())["cases"]
     found = {}
-    for part in parts:
-        model, algorithm = part["title"].split(", ")
+    for case in (case for case in cases if case["part"] == "speed"):
+        model, algorithm = case["title"].split(", ")
         if algorithm == "fedavg":
-            speeds = {one["label"]: one["speed"]["median"] for one in part["result"]["figures"] if one["speed"]}
+            speeds = {row["name"]: row["speed"]["median"] for row in case["rows"] if "speed" in row}
             found[model] = {shown: speeds[label] for label, shown in ROUND_NAMES.items() if label in speeds}
     return found
 

@@ -1,58 +1,137 @@
-"""One run, how long a step takes, and the choice of the two numbers of the grid."""
+"""The measurement of one contender on one task: tuning, the report's runs, and how long a step takes.
+
+A contender is tuned by as many trials as everybody else, on seeds and samples that the report does not see. Then it
+trains with the seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into SGD's time
+(`time`), by measured times of a step.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from bench.accuracy.contenders import Contender
-from bench.accuracy.tasks import Pair, Task
+from bench.accuracy.tasks import TASKS, Pair, Task
 from bench.timing import interleave
+from fastsam import SAM, FusedSAM, variants
 from fastsam.arena import Layout
 from fastsam.fed.measures.objective import Objective
 from fastsam.fed.measures.sharpness import one_step
 from fastsam.fed.step.model_copy import Replica, trainable
 
+SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (1000,)
+QUICK_STEPS = 20
 RADIUS = 0.1  # of the sharpness
 SAMPLE = 10  # steps of a sample of the clock: two whole periods of what perturbs in one step of five
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What is tuned: the learning rate, and the contender's second number."""
-
-    lr: float
-    value: float
+MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
+DECAYS, RHOS = (0.0, 5e-4, 5e-3), (0.02, 0.05, 0.15)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Share of the evaluated labels that are right; how far the training loss rises within a step of length RADIUS
-    along its gradient."""
+class Contender:
+    """Who is compared, and the second number of its grid.
 
-    accuracy: float
-    sharpness: float | None = None
+    Args:
+        make: function from the second number of a trial to a variant; None for SGD.
+        second: what the second number is.
+        share (float): fraction of a task's steps.
+    """
+
+    make: Callable[[float], SAM] | None
+    values: tuple[float, ...] = RHOS
+    second: str = "rho"
+    share: float = 1.0
+
+    def optimizer(self, model: nn.Module, lr: float, value: float) -> torch.optim.Optimizer:
+        """Return the optimizer of a trial."""
+        if self.make is None:
+            params = list(model.parameters())
+            return torch.optim.SGD(params, lr=lr, momentum=MOMENTUM, weight_decay=value, fused=True)
+        sam = self.make(value)
+        groups = variants.SAMON.groups(model) if isinstance(sam, variants.SAMON) else model.parameters()
+        return FusedSAM(groups, torch.optim.SGD, variant=sam, lr=lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def contenders() -> dict[str, Contender]:
+    """Return SGD, and every variant of SAM with its own defaults and radii."""
+    found = {
+        "SGD": Contender(None, DECAYS, "weight decay"),
+        "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # what stopping early does, alone
+        "SAM": Contender(lambda rho: SAM(rho)),
+        "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.2, 0.5, 1.0)),
+        "SAM, interval=5": Contender(lambda rho: SAM(rho, interval=5)),
+        "LESAM": Contender(lambda sigma: SAM(0.15, rho_fn=variants.LESAM(sigma)), (0.01, 0.03, 0.1), "sigma"),
+        "WSAM": Contender(lambda rho: variants.WSAM(rho), (0.005, 0.015, 0.05)),
+        "LookSAM": Contender(lambda rho: variants.LookSAM(rho, k=5)),
+        "SAMON": Contender(lambda rho: variants.SAMON(rho), (0.1, 0.5, 2.0)),
+        "MSAM": Contender(lambda rho: variants.MSAM(rho), (0.05, 0.15, 0.5)),
+    }
+    for name in variants.__all__:
+        kind = getattr(variants, name)
+        if name not in found and isinstance(kind, type) and issubclass(kind, SAM):
+            found[name] = Contender(lambda rho, kind=kind: kind(rho))  # type: ignore[misc]
+    return found
+
+
+def measure(name: str, who: str, quick: bool) -> dict[str, Any]:
+    """Return the case of a task with the contender's row: the grid, best first, and the best trial's runs by both
+    protocols."""
+    task, seeds, contender = TASKS[name], SEEDS[:2] if quick else SEEDS, contenders()[who]
+    steps = QUICK_STEPS if quick else task.steps
+    times = step_times(task, {"SGD": contenders()["SGD"], who: contender}, 2 if quick else 15)
+    cost, own = times[who] / times["SGD"], round(contender.share * steps)
+    grid = tune(task, contender, TUNING_SEEDS, own)
+    trial = (grid[0]["lr"], grid[0]["value"])
+    made: dict[int, dict[str, Any]] = {}
+    for count in dict.fromkeys((own, fewer := min(own, steps_in_equal_time(steps, cost)))):
+        runs = [run(task, contender, trial, seed, count, sharp=True) for seed in seeds]
+        accuracy, sharpness = ([one[i] for one in runs] for i in (0, 1))
+        made[count] = {
+            "steps": count, "accuracy": accuracy, "sharpness": sharpness, "mean": statistics.fmean(accuracy),
+            "std": statistics.stdev(accuracy), "rise": statistics.fmean(sharpness),
+        }  # fmt: skip
+    row = {
+        "name": who,
+        "title": f"`{who}`",
+        "cost": cost,
+        "chosen": f"lr {trial[0]:g}, {contender.second} {trial[1]:g}",
+    }
+    row |= {"grid": grid, "steps": made[own], "time": made[fewer]}
+    facts = {"title": task.title, "noise": task.noise, "train": task.train, "steps": steps, "lrs": list(task.lrs)}
+    return {**facts, "rows": [row]}
 
 
 def run(
-    task: Task, contender: Contender, trial: Trial, seed: int, steps: int, tuning: bool = False, sharp: bool = False
-) -> Outcome:
-    """Trains from the seed's initial weights on its samples, in its order; the learning rate falls linearly to 0."""
+    task: Task,
+    contender: Contender,
+    trial: tuple[float, float],
+    seed: int,
+    steps: int,
+    tuning: bool = False,
+    sharp: bool = False,
+) -> tuple[float, float]:
+    """Train from the seed's initial weights on its samples, in its order; the learning rate falls linearly to 0.
+
+    Return the share of the evaluated labels that are right, and with `sharp` how far the training loss rises within a
+    step of length `RADIUS` along its gradient.
+    """
     train, held_out = task.split(seed, tuning)
     model, optimizer = _start(task, contender, trial, seed)
     act = _step_of(model, optimizer, _batches(train, task.batch, seed))
     for number in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = trial.lr * (1 - number / steps)
+            group["lr"] = trial[0] * (1 - number / steps)
         act()
     leave = getattr(optimizer, "eval", None)  # a variant of one pass rests at perturbed weights
     if leave is not None:
@@ -60,26 +139,24 @@ def run(
     model.eval()
     with torch.no_grad():
         right = (model(held_out[0]).argmax(1) == held_out[1]).double().mean()
-    return Outcome(float(right), _sharpness(model, train) if sharp else None)
+    return float(right), _sharpness(model, train) if sharp else math.nan
 
 
-def tune(task: Task, contender: Contender, seeds: list[int], steps: int) -> list[dict[str, Any]]:
-    """Every trial of the grid with its mean validation accuracy over the seeds, the best first; of equals the first of
-    the grid."""
-    trials = [Trial(lr, value) for lr, value in itertools.product(task.lrs, contender.values)]
+def tune(task: Task, contender: Contender, seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """Return every trial of the grid with its mean validation accuracy over the seeds, the best first; of equals the
+    first of the grid."""
     scored = []
-    for trial in trials:
-        found = [run(task, contender, trial, seed, steps, tuning=True).accuracy for seed in seeds]
-        scored.append({**asdict(trial), "validation": statistics.fmean(found)})
+    for lr, value in itertools.product(task.lrs, contender.values):
+        found = [run(task, contender, (lr, value), seed, steps, tuning=True)[0] for seed in seeds]
+        scored.append({"lr": lr, "value": value, "validation": statistics.fmean(found)})
     return sorted(scored, key=lambda row: -row["validation"])
 
 
 def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Seconds per step, medians over interleaved rounds, each beginning with another contender."""
+    """Return seconds per step, medians over interleaved rounds, each beginning with another contender."""
     acts = {}
     for name, contender in contenders.items():
-        trial = Trial(task.lrs[0], contender.values[0])
-        model, optimizer = _start(task, contender, trial, seed=0)
+        model, optimizer = _start(task, contender, (task.lrs[0], contender.values[0]), seed=0)
         acts[name] = _step_of(model, optimizer, _batches(task.split(0, tuning=True)[0], task.batch, seed=0))
 
     def sample(act: Callable[[], object]) -> float:
@@ -93,23 +170,25 @@ def step_times(task: Task, contenders: dict[str, Contender], rounds: int) -> dic
 
 
 def steps_in_equal_time(steps: int, cost: float) -> int:
-    """How many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and no more
-    than `steps`."""
+    """Return how many steps, each as long as `cost` of SGD's, fit into the time of `steps` of SGD's; one at least, and
+    no more than `steps`."""
     return max(1, min(steps, int(steps / cost)))
 
 
-def _start(task: Task, contender: Contender, trial: Trial, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _start(
+    task: Task, contender: Contender, trial: tuple[float, float], seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = task.model()
-    return model, contender.optimizer(model, trial.lr, trial.value)
+    return model, contender.optimizer(model, *trial)
 
 
 def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Pair]) -> Callable[[], object]:
     def act() -> object:
         x, y = next(batches)
 
-        def closure() -> Tensor:
+        def closure() -> Any:
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)
             loss.backward()
@@ -121,7 +200,7 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
 
 
 def _batches(pair: Pair, size: int, seed: int) -> Iterator[Pair]:
-    """For ever: whole batches of a fresh order in each epoch."""
+    """Yield whole batches for ever, of a fresh order in each epoch."""
     rng = torch.Generator().manual_seed(seed)
     while True:
         for part in torch.randperm(len(pair[0]), generator=rng).split(size):

@@ -7,12 +7,13 @@ server's step, which torch's own operations do and any loop has.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 from typing import Any
+from unittest import mock
 
 from bench.fed import ours
 from bench.fed.workload import Workload
@@ -23,44 +24,34 @@ from fastsam.fed.sums.fixed_point import FixedPointSum
 INSIDE: tuple[tuple[Any, str], ...] = ((Passes, "run"), (Form, "perturb_"), (Form, "update_"), (FixedPointSum, "add_"))
 
 
-def measure(rounds: int) -> dict[str, float]:
+def measure(load: Workload, rounds: int) -> dict[str, float]:
     """Return medians: seconds of a round, and the share that is the loop's own (sampling, tasks, batches, aggregation,
     the server's step, records)."""
-    ticks: list[float] = []
-    with _timed() as spent:
-        inside: list[float] = []
-
-        def tick() -> None:
-            ticks.append(time.perf_counter())
-            inside.append(spent())
-
-        ours.train(Workload("cnn"), rounds + 1, tick, "sequential")
-    whole, within = ([after - before for before, after in pairwise(marks)] for marks in (ticks, inside))
-    # the first round, before the first tick, warms up
-    shares = [1 - part / seconds for part, seconds in zip(within, whole)]
-    return {"seconds": median(whole), "own_share": median(shares)}
-
-
-@contextmanager
-def _timed() -> Iterator[Callable[[], float]]:
-    """Adds up the time inside autograd and the kernels, while it lasts."""
-    total = [0.0]
+    spent, marks = 0.0, list[tuple[float, float]]()
 
     def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(work)
         def wrapped(*args: Any, **keywords: Any) -> Any:
+            nonlocal spent
             since = time.perf_counter()
             try:
                 return work(*args, **keywords)
             finally:
-                total[0] += time.perf_counter() - since
+                spent += time.perf_counter() - since
 
         return wrapped
 
-    originals = [(owner, name, getattr(owner, name)) for owner, name in INSIDE]
-    for owner, name, work in originals:
-        setattr(owner, name, timed(work))
+    patches = [mock.patch.object(owner, name, timed(getattr(owner, name))) for owner, name in INSIDE]
+    for patch in patches:
+        patch.start()
     try:
-        yield lambda: total[0]
+        ours.train(load, rounds + 1, lambda: marks.append((time.perf_counter(), spent)), "sequential")
     finally:
-        for owner, name, work in originals:
-            setattr(owner, name, work)
+        for patch in patches:
+            patch.stop()
+    # the first round, before the first tick, warms up
+    pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(marks)]
+    return {
+        "seconds": median(whole for whole, _ in pairs),
+        "own_share": median(1 - part / whole for whole, part in pairs),
+    }

@@ -3,9 +3,7 @@ JSON.
 
 It gets ready and trains one chunk of rounds whose time does not count, and then a chunk whenever a line comes in on
 standard input, answering with the seconds of a round. After the last chunk it says the loss over all data and its peak
-memory.
-Answers go to the standard output's own file descriptor; whatever the libraries print goes to standard error. Several
-processes of a launcher (torchrun) begin every chunk together; rank 0 hears and speaks.
+memory. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
 from __future__ import annotations
@@ -20,28 +18,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.fed.process import answers
 from bench.fed.workload import Workload
 
-# The modules of the other simulators. A contender is named MODULE:OPTION. Its module has `train(workload, rounds, tick,
-# option) -> model`, which calls `tick()` after every round.
-PEERS = {"flower": "flower", "pfl": "apple", "fedlab": "fedlab_loop", "fedjax": "fedjax_loop", "blazefl": "blaze"}
-APART = "apart"  # at the end of a name: the processes of a launcher share nothing
+# A contender is named MODULE:OPTION or MODULE:OPTION:MODE. Its module has `train(workload, rounds, tick, option) ->
+# model`, which calls `tick()` after every round.
+APART = "apart"  # a mode: the processes of a launcher share nothing
+CPU_TIME = "cpu"  # a mode: the clock is the CPU time of the process
 
 
 class Chunks:
     """Counts rounds; at the end of each chunk reports the seconds of a round and waits for the next order.
 
-    order: returns when the next chunk may begin. wait: returns when the work of the chunk is done.
+    Args:
+        order: function that returns when the next chunk may begin.
+        wait: function that returns when the work of the chunk is done.
     """
 
     def __init__(
         self, chunks: int, rounds: int, say: Callable[[float], None], order: Callable[[], None],
-        wait: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter,
+        wait: Callable[[], object], clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self.rounds, self.say, self.order, self.wait, self.clock = rounds, say, order, wait, clock
         self.total, self.done, self.since = chunks * rounds, 0, clock()
 
     def tick(self) -> None:
+        """Note the end of a round."""
         self.done += 1
         if self.done % self.rounds or self.done > self.total:
             return
@@ -50,10 +52,6 @@ class Chunks:
         if self.done < self.total:
             self.order()
         self.since = self.clock()
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def apart() -> Callable[[], None]:
@@ -77,15 +75,14 @@ def apart() -> Callable[[], None]:
 
 def main() -> None:
     name, described, chunks, rounds, threads = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    first, answer = os.environ.get("RANK", "0") == "0", answers()
 
     def say(what: Any) -> None:
-        if _first():
-            print(json.dumps(what), file=answers, flush=True)
+        if first:
+            answer(what)
 
     def order() -> None:
-        if _first() and not sys.stdin.readline():
+        if first and not sys.stdin.readline():
             raise SystemExit("the driver is gone")
         meet()
 
@@ -94,11 +91,13 @@ def main() -> None:
     torch.set_num_threads(int(threads))
     workload = Workload(**json.loads(described))
     module, option, *more = name.split(":")
-    wait = lambda: None  # noqa: E731
-    meet = torch.distributed.barrier if torch.distributed.is_torchelastic_launched() else wait
+    meet = wait = int  # which does nothing
     if more == [APART]:
         wait = meet = apart()
-    steps = Chunks(int(chunks) + 1, int(rounds), say, order, wait)
+    elif torch.distributed.is_torchelastic_launched():
+        meet = torch.distributed.barrier
+    clock = time.process_time if more == [CPU_TIME] else time.perf_counter
+    steps = Chunks(int(chunks) + 1, int(rounds), say, order, wait, clock)
     trained = importlib.import_module(f"bench.fed.{module}").train(workload, steps.total, steps.tick, option)
     peak = peak_mib()  # before the loss over all data, which takes more than the CNN's training
     say({"loss": workload.loss_of(trained), "peak_mib": round(peak, 1)})

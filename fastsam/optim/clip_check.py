@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fastsam.optim.sharded import is_sharded
 
@@ -18,42 +18,48 @@ MESSAGE = (
 
 
 class ClipCheck:
-    """Compares the version of one parameter's gradient at the end of its backward pass and at the update."""
+    """Compares the version of one parameter's gradient at the end of its backward pass and at the update.
+
+    It keeps no reference to the parameter or its gradient, and no weak one, with which `torch.utils.swap_tensors` would
+    refuse to swap them.
+    """
 
     def __init__(self) -> None:
-        self._parameter: weakref.ref[Tensor] | None = None
-        self._noted: tuple[weakref.ref[Tensor], int] | None = None  # the gradient and its version
+        self._handle: RemovableHandle | None = None  # of the hook on the parameter
+        self._noted: tuple[int, int] | None = None  # id and version of the gradient
         self._is_done = False
 
     def watch(self, params: Sequence[Tensor]) -> None:
-        """Note the gradient of one of these parameters in each of its backward passes from now on."""
+        """Note the gradient of the first of these parameters that needs one, in each of its backward passes."""
         self._noted = None
         if self._is_done or torch.compiler.is_compiling():
             return
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._is_done = True  # gradients are reduced after they were accumulated
             return
-        known = None if self._parameter is None else self._parameter()
-        if known is not None and any(p is known for p in params):
-            return
-        for p in params:
-            if p.requires_grad and not is_sharded(p):
-                self._parameter = weakref.ref(p)
-                p.register_post_accumulate_grad_hook(self._note)
-                return
+        parameter = _first(params)
+        if parameter is not None and not self._is_hooked(parameter):
+            self._handle = parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _is_hooked(self, parameter: Tensor) -> bool:
+        hooks = parameter._post_accumulate_grad_hooks
+        return self._handle is not None and hooks is not None and self._handle.id in hooks
 
     def _note(self, parameter: Tensor) -> None:
         grad = parameter.grad
         if grad is not None and not self._is_done:
-            self._noted = weakref.ref(grad), grad._version
+            self._noted = id(grad), grad._version
 
-    def warn(self, variant: str, stacklevel: int) -> None:
+    def warn(self, params: Sequence[Tensor], variant: str, stacklevel: int) -> None:
         """Warn once if the noted gradient was written since."""
         noted, self._noted = self._noted, None
-        grad = None if noted is None else noted[0]()
-        parameter = None if self._parameter is None else self._parameter()
-        if noted is None or grad is None or parameter is None or parameter.grad is not grad:
+        if noted is None or (parameter := _first(params)) is None or not self._is_hooked(parameter):
             return
-        if grad._version != noted[1]:
+        grad = parameter.grad
+        if grad is not None and id(grad) == noted[0] and grad._version > noted[1]:
             self._is_done = True
             warnings.warn(MESSAGE.format(variant), UserWarning, stacklevel)
+
+
+def _first(params: Sequence[Tensor]) -> Tensor | None:
+    return next((p for p in params if p.requires_grad and not is_sharded(p)), None)

@@ -174,7 +174,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
-        # A compiled step that looked into the state would be compiled again for each new gradient.
+        # A compiled step that read the state would be compiled again for each new gradient.
         stateless = closure is None and not torch.compiler.is_compiling() and not self.state
         if stateless and called_by_checkpoint("_init_optim_state"):
             return make_initial_state(self)
@@ -278,8 +278,7 @@ class FusedSAM(StepPhaseMixin, Optimizer):
     def second_step(self, zero_grad: bool = False) -> None:
         """Restore the weights and update them with the gradients of the perturbed point.
 
-        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that
-        perturbs.
+        `zero_grad=True` then clears the gradients. Raises RuntimeError without `first_step()`, if the step perturbs.
         """
         self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
         try:
@@ -314,7 +313,8 @@ class FusedSAM(StepPhaseMixin, Optimizer):
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
         grads, scales = engine.collect_grads(), NO_SCALES
         if found_inf is None and engine.combines:
-            self._clip_check.warn(type(engine.variant).__name__, 6 if engine.finishing else 5)
+            name, level = type(engine.variant).__name__, 6 if engine.finishing else 5
+            self._clip_check.warn(self.param_groups[0]["params"], name, level)
         if found_inf is not None:
             if engine.split:
                 raise RuntimeError(amp.SHARDED)

@@ -29,6 +29,7 @@ def arguments() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0, help="which trials: those of another seed are others [0]")
     made.add_argument("--only", metavar="NAME,NAME", help=f"of {', '.join(attack.name for attack in ATTACKS)}")
     made.add_argument("--number", type=int, help="one trial alone, as a failure names it; with --only")
+    made.add_argument("--examples", type=Path, metavar="DIR", help="folder of failing values: they are tried first")
     made.add_argument("--out", type=Path, metavar="FILE", help="what came of it, as JSON")
     return made
 
@@ -63,7 +64,7 @@ def main() -> int:
         if given.number is not None:
             count = attack.again(given.number)
         else:
-            count = attack(given.seed, time.monotonic() + seconds * attack.share)
+            count = attack(given.seed, time.monotonic() + seconds * attack.share, given.examples)
         made.append(record(attack, count))
         print(line(made[-1]), flush=True)
     if given.out is not None:

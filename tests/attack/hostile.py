@@ -181,35 +181,35 @@ def configs_with_code(trial: Trial) -> int:
     os.chdir(folder)
     Path("own.py").write_text(OWN)
     tried = sorted(sys.stdlib_module_names - {"antigravity", "this"})
-    for _ in range(20):
-        module = rng.choice(tried)
-        path = rng.choice(
-            [
-                f"{module}:run",
-                f"{module}.x:y",
-                "own.py:system",
-                "own.py:run",
-                "own:system",
-                "builtins:exec",
-                "os:system",
-                "own.py:os",
-            ]
-        )
-        key = rng.choice(IMPORTING)
-        before = set(sys.modules)
-        options = f"[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model") else ""
-        Path("bad.toml").write_text(f"rounds = 1\n{key} = {path!r}\n{options}")
-        print(key, path, flush=True)
-        code = cli.main(["run", "bad.toml", "--trust", rng.choice(["own", "own.py", "numpy"])])
-        assert code == 1, f"{key} = {path!r} was taken"
-        assert not Path("ran").exists(), f"{key} = {path!r} ran a command"
-        named = module if path.startswith(module) else ""
-        assert not named or named in before or named not in sys.modules, f"{key} = {path!r} imported {named}"
-    return 20
+    module = rng.choice(tried)
+    path = rng.choice(
+        [
+            f"{module}:run",
+            f"{module}.x:y",
+            "own.py:system",
+            "own.py:run",
+            "own:system",
+            "builtins:exec",
+            "os:system",
+            "own.py:os",
+        ]
+    )
+    key = rng.choice(IMPORTING)
+    before = set(sys.modules)
+    options = f"[{key}_options]\ncommand = 'touch ran'\n" if key in ("data", "model") else ""
+    Path("bad.toml").write_text(f"rounds = 1\n{key} = {path!r}\n{options}")
+    print(key, path, flush=True)
+    code = cli.main(["run", "bad.toml", "--trust", rng.choice(["own", "own.py", "numpy"])])
+    assert code == 1, f"{key} = {path!r} was taken"
+    assert not Path("ran").exists(), f"{key} = {path!r} ran a command"
+    named = module if path.startswith(module) else ""
+    assert not named or named in before or named not in sys.modules, f"{key} = {path!r} imported {named}"
+    return 1
 
 
 ATTACKS = (
     Attack("hostile-files", "no file that is read runs code: pickles, archives, checkpoints, weights, configs",
         files_with_code),
-    Attack("hostile-configs", "no config imports the standard library, or calls it", configs_with_code, share=0.5),
+    Attack("hostile-configs", "no config imports the standard library, or calls it", configs_with_code, share=0.5,
+        values=20),
 )  # fmt: skip

@@ -30,7 +30,7 @@ from tests.helpers.interrupting import KERNELS, PACKAGE
 from tests.helpers.nonsense import NONSENSE
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
-TIMES = 20  # calls of a trial that share its process
+TIMES = 20  # trials that share a process
 
 # What a run takes, and what is next to it. Not: what compiles, or fetches.
 PLAUSIBLE: dict[str, list[Any]] = {
@@ -88,15 +88,14 @@ def options_of_a_run(trial: Trial) -> int:
     """Up to five options of `fed.run` and of an algorithm at once."""
     rng = trial.rng
     names = [name for name in table(Settings) if name not in NOT_TRIED]
-    for _ in range(TIMES):
-        made: Any = rng.choice(list(fed.algorithms.registry.values()))
-        own = {field.name: rng.choice(NONSENSE) for field in fields(made) if rng.random() < 0.1}
-        options = {name: drawn(rng, name) for name in rng.sample(names, rng.randint(0, 5))}
-        print(made.__name__, own, options, flush=True)
-        with in_words():
-            clients = oracle.ragged_clients(torch.float32, (3, 1, 5))
-            fed.run(oracle.smooth_model(torch.float32), clients, made(**own), **({"rounds": 1} | options))
-    return TIMES
+    made: Any = rng.choice(list(fed.algorithms.registry.values()))
+    own = {field.name: rng.choice(NONSENSE) for field in fields(made) if rng.random() < 0.1}
+    options = {name: drawn(rng, name) for name in rng.sample(names, rng.randint(0, 5))}
+    print(made.__name__, own, options, flush=True)
+    with in_words():
+        clients = oracle.ragged_clients(torch.float32, (3, 1, 5))
+        fed.run(oracle.smooth_model(torch.float32), clients, made(**own), **({"rounds": 1} | options))
+    return 1
 
 
 BASES = [
@@ -141,19 +140,18 @@ def _optimizer(rng: random.Random, params: list[Any]) -> FusedSAM:
 def options_of_the_optimizer(trial: Trial) -> int:
     """Options of `FusedSAM` and of the classes around which it is; a step that is refused leaves the weights."""
     rng = trial.rng
-    for _ in range(TIMES):
-        params = make_parameters([(5, 3), (4,)], rng.choice([torch.float32, torch.float64, torch.bfloat16]))
-        with in_words():
-            opt = _optimizer(rng, params)
-            for step in range(2):
-                backward(params, step)
-                before = copies(params)
-                try:
-                    opt.step(partial(backward, params, step))
-                except Exception:
-                    assert same_bits(before, params), "a step that was refused changed the weights"
-                    raise
-    return TIMES
+    params = make_parameters([(5, 3), (4,)], rng.choice([torch.float32, torch.float64, torch.bfloat16]))
+    with in_words():
+        opt = _optimizer(rng, params)
+        for step in range(2):
+            backward(params, step)
+            before = copies(params)
+            try:
+                opt.step(partial(backward, params, step))
+            except Exception:
+                assert same_bits(before, params), "a step that was refused changed the weights"
+                raise
+    return 1
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -190,25 +188,24 @@ def _is_matrix(value: Any) -> bool:
 def states_of_the_optimizer(trial: Trial) -> int:
     """What is refused changes nothing: the next step is that of an optimizer to which nothing was given."""
     rng = trial.rng
-    for _ in range(TIMES):
-        params = make_parameters([(5, 3), (4,)], torch.float32)
-        base = rng.choice(BASES[:5])
-        opt = FusedSAM(params, base, lr=0.1, backend=rng.choice(["native", "foreach", "reference"]))
-        opt.step(partial(backward, params, 0))
-        other, other_opt = copy.deepcopy((params, opt))
-        bad = _spoilt(rng, copy.deepcopy(opt.state_dict()))
-        refused = True
+    params = make_parameters([(5, 3), (4,)], torch.float32)
+    base = rng.choice(BASES[:5])
+    opt = FusedSAM(params, base, lr=0.1, backend=rng.choice(["native", "foreach", "reference"]))
+    opt.step(partial(backward, params, 0))
+    other, other_opt = copy.deepcopy((params, opt))
+    bad = _spoilt(rng, copy.deepcopy(opt.state_dict()))
+    refused = True
+    with in_words():
+        opt.load_state_dict(bad)
+        refused = False
+    if refused:
+        for p, o in ((params, opt), (other, other_opt)):
+            o.step(partial(backward, p, 1))
+        assert same_bits(params, other), "a state that was refused changed the next step"
+    else:
         with in_words():
-            opt.load_state_dict(bad)
-            refused = False
-        if refused:
-            for p, o in ((params, opt), (other, other_opt)):
-                o.step(partial(backward, p, 1))
-            assert same_bits(params, other), "a state that was refused changed the next step"
-        else:
-            with in_words():
-                opt.step(partial(backward, params, 1))
-    return TIMES
+            opt.step(partial(backward, params, 1))
+    return 1
 
 
 CONFIG = (
@@ -287,25 +284,23 @@ def command_line(trial: Trial) -> int:
     """Flags and values that are next to meaningful ones."""
     with _inside(trial.folder):
         Path("small.toml").write_text(CONFIG)
-        for _ in range(TIMES):
-            _says(_command(trial.rng))
-    return TIMES
+        _says(_command(trial.rng))
+    return 1
 
 
 def config_files(trial: Trial) -> int:
     """A config of which some bytes are others."""
     with _inside(trial.folder):
-        for _ in range(TIMES):
-            data, rng = bytearray(CONFIG.encode()), trial.rng
-            for _ in range(rng.randint(1, 3)):
-                place = rng.randrange(len(data))
-                data[place : place + rng.randint(0, 2)] = rng.choice(
-                    [b"\0", b"\xff", b"=", b"'", b"\n", b"[", b"9", b"-", b"{", b"e", b"\xc3\xa4"]
-                )
-            print(bytes(data), flush=True)
-            Path("small.toml").write_bytes(data)
-            _says(["run", "small.toml", "--clients", "3", "--rounds", "1", "--participation", "1"])
-    return TIMES
+        data, rng = bytearray(CONFIG.encode()), trial.rng
+        for _ in range(rng.randint(1, 3)):
+            place = rng.randrange(len(data))
+            data[place : place + rng.randint(0, 2)] = rng.choice(
+                [b"\0", b"\xff", b"=", b"'", b"\n", b"[", b"9", b"-", b"{", b"e", b"\xc3\xa4"]
+            )
+        print(bytes(data), flush=True)
+        Path("small.toml").write_bytes(data)
+        _says(["run", "small.toml", "--clients", "3", "--rounds", "1", "--participation", "1"])
+    return 1
 
 
 @contextmanager
@@ -320,11 +315,13 @@ def _inside(folder: Path) -> Iterator[None]:
 
 ATTACKS = (
     Attack("run-options", "nonsense for `fed.run` and the algorithms is taken, or refused by fastsam in words",
-        options_of_a_run, share=1.5),
+        options_of_a_run, share=1.5, values=TIMES),
     Attack("optimizer-options", "the same for `FusedSAM`; a step that is refused leaves the weights",
-        options_of_the_optimizer),
-    Attack("optimizer-states", "a state dict that is refused changes nothing", states_of_the_optimizer),
+        options_of_the_optimizer, values=TIMES),
+    Attack("optimizer-states", "a state dict that is refused changes nothing", states_of_the_optimizer,
+        values=TIMES),
     Attack("command-line", "a command says what is wrong in words that were written for users", command_line, warm,
-        share=1.5),
-    Attack("config-files", "so does one with a damaged config file", config_files, warm, share=0.5),
+        share=1.5, values=TIMES),
+    Attack("config-files", "so does one with a damaged config file", config_files, warm, share=0.5,
+        values=TIMES),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from fastsam.lab.report.table import Table
 from tests.helpers.generated_page import GeneratedPage
 
 KIND = "fastsam.attack/1"
@@ -26,19 +27,23 @@ def line(attack: dict[str, Any]) -> str:
 
 def table(record: dict[str, Any]) -> str:
     """Markdown: a row per attack, and what they were made with."""
-    rows = ["| attack | what is promised | trials | failures |", "|---|---|---:|---:|"]
+    rows = []
     for one in record["attacks"]:
-        came = f"left out: {one['left_out']} | " if one["left_out"] else f"{one['trials']:,} | {len(one['failures']):,}"
-        rows.append(f"| `{one['name']}` | {one['promise']} | {came} |")
+        came = (
+            [f"left out: {one['left_out']}", ""]
+            if one["left_out"]
+            else [f"{one['trials']:,}", f"{len(one['failures'])}"]
+        )
+        rows.append([f"`{one['name']}`", one["promise"], *came])
+    table = Table("", ["attack", "what is promised", "trials", "failures"], rows, aligned="llrr")
     e = record["environment"]
     minutes = sum(one["seconds"] for one in record["attacks"]) / 60
-    rows.append(
-        f"\nMade by `{e['command']}` on {e['date'][:10]}, commit "
+    return (
+        f"{table.markdown()}\n\nMade by `{e['command']}` on {e['date'][:10]}, commit "
         f"`{e['commit'][:12]}{'+changes' * ('+' in e['commit'])}`, "
         f"in {minutes:.0f} minutes on {e['machine']['cores']} cores of an {e['machine']['cpu']}; "
         f"Python {e['versions']['python']}, torch {e['versions']['torch']}."
     )
-    return "\n".join(rows)
 
 
 PAGE = GeneratedPage("reliability", "attack", KIND, "`python -m tests.attack --out`", table)

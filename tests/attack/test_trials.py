@@ -66,6 +66,24 @@ def test_trials_follow_from_the_seed_and_a_failure_from_its_number() -> None:
         assert failure["number"] >= 3 * STRIDE and attack.again(failure["number"]).failures == [failure]
 
 
+def test_values_that_fail_are_simple_and_are_found_again(tmp_path: Path) -> None:
+    def trial(trial: Trial) -> int:
+        drawn = trial.rng.randint(0, 10**6)
+        print(f"drawn {drawn}")
+        assert drawn < 1234
+        return 1
+
+    attack = Attack("mine", "", trial, values=20)
+    count = attack(3, time.monotonic() + 30, tmp_path)
+    (failure,) = count.failures
+    assert failure["what"].rstrip().endswith("drawn 1234") or "drawn 1234\n" in failure["what"]
+    assert attack.again(failure["number"]).failures, "the number gives it without the folder"
+    assert list((tmp_path / "mine").iterdir())
+    again = Attack("mine", "", trial, values=1)(999, 0.0, tmp_path)
+    assert again.failures and again.failures[0]["number"] == 999 * STRIDE, "another seed begins with it"
+    assert not Attack("another", "", lambda trial: 1, values=20)(3, 0.0, tmp_path).failures
+
+
 def test_one_that_cannot_run_says_so() -> None:
     count = Attack("mine", "", ends, why_not=lambda: "no compiler")(0, 0.0)
     assert (count.trials, count.left_out) == (0, "no compiler")

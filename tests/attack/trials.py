@@ -1,7 +1,8 @@
 """What an attack is: trials that are drawn from their number, each in a process of its own, until a deadline.
 
 A trial that returns has found nothing. An exception, a signal that ends its process, and silence for longer than
-`patience` are failures.
+`patience` are failures. Trials of values are drawn by hypothesis, many in one process: it makes a failing one as simple
+as it can, and keeps it in a folder of examples, from which the next run begins.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import seed as seeded
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 STRIDE = 1_000_000  # numbers of trials that belong to a seed
 _SAID = 800  # characters of the beginning, and of the end, of what a trial printed: they are kept with its failure
@@ -28,18 +34,15 @@ _SAID = 800  # characters of the beginning, and of the end, of what a trial prin
 
 @dataclass(frozen=True)
 class Trial:
-    """One of an attack: what it draws follows from its number alone.
+    """One of an attack: what it draws from `rng` follows from its number alone.
 
-    folder: empty, and its own. common: what the attack prepared for all trials.
+    folder: empty at the start, and its own. common: what the attack prepared for all trials.
     """
 
     number: int
     folder: Path
-    common: Any = None
-    rng: random.Random = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rng", random.Random(self.number))
+    common: Any
+    rng: random.Random
 
 
 @dataclass
@@ -56,10 +59,14 @@ class Count:
 class Attack:
     """A promise, and what tries to break it.
 
-    trial: returns how many things it tried; what it prints is kept for the report of a failure. prepare: what all
-    trials have in common, made once in a folder. share: of the time of all attacks. patience: seconds after which a
-    trial hangs. forked: False for trials that start processes of their own, and cannot be ended by what they attack.
-    why_not: the reason why it cannot run here, None when it can.
+    Args:
+        trial: function that returns how many things it tried; what it prints is kept for the report of a failure.
+        prepare: function that makes what all trials have in common, once in a folder.
+        share (float): share of the time of all attacks.
+        patience (float): seconds after which a trial hangs.
+        forked (bool): False for trials that start processes of their own, and cannot be ended by what they attack.
+        values (int): number of trials of values that hypothesis draws in one process; 0 for other trials.
+        why_not: function that returns the reason why it cannot run here, or None.
     """
 
     name: str
@@ -69,24 +76,29 @@ class Attack:
     share: float = 1.0
     patience: float = 120.0
     forked: bool = True
+    values: int = 0
     why_not: Callable[[], str | None] = lambda: None
 
-    def __call__(self, seed: int, deadline: float) -> Count:
-        """Trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`)."""
-        return self._trials(seed * STRIDE, lambda count: time.monotonic() < deadline)
+    def __call__(self, seed: int, deadline: float, examples: Path | None = None) -> Count:
+        """Make trials number `seed * STRIDE` and on, at least one, until `deadline` (of `time.monotonic`). Trials of
+        values end with the first failure, which the folder `examples` keeps."""
+        folder = examples and examples / self.name
+        return self._trials(
+            seed * STRIDE, lambda count: time.monotonic() < deadline and not (self.values and count.failures), folder
+        )
 
     def again(self, number: int) -> Count:
-        """One trial."""
-        return self._trials(number, lambda count: False)
+        """Make one trial."""
+        return self._trials(number, lambda count: False, None)
 
-    def _trials(self, number: int, more: Callable[[Count], bool]) -> Count:
+    def _trials(self, number: int, more: Callable[[Count], bool], examples: Path | None) -> Count:
         count, began = Count(left_out=self.why_not()), time.monotonic()
         if count.left_out:
             return count
         with TemporaryDirectory(prefix="fastsam-attack-") as place:
             common = None if self.prepare is None else self.prepare(Path(place))
             while True:
-                tried, failure = self._one(number, common)
+                tried, failure = self._one(number, common, examples)
                 count.trials += tried
                 if failure:
                     count.failures.append({"number": number, "what": failure})
@@ -96,12 +108,31 @@ class Attack:
         count.seconds = time.monotonic() - began
         return count
 
-    def _one(self, number: int, common: Any) -> tuple[int, str]:
-        """How many things were tried, and what failed."""
+    def _one(self, number: int, common: Any, examples: Path | None) -> tuple[int, str]:
+        """Return how many things were tried, and what failed."""
         with TemporaryDirectory(prefix="fastsam-trial-") as place:
             (folder := Path(place) / "own").mkdir()
-            trial = Trial(number, folder, common)
-            return _in_a_child(trial, self) if self.forked else _outcome(lambda: self.trial(trial))
+            trial = Trial(number, folder, common, random.Random(number))
+            work = (lambda: _of_values(self, trial, examples)) if self.values else (lambda: self.trial(trial))
+            return _in_a_child(trial, self.patience, work) if self.forked else _outcome(work)
+
+
+def _of_values(attack: Attack, trial: Trial, examples: Path | None) -> int:
+    """Try what hypothesis draws, after the failures that it remembers. Raises the simplest failure that it finds."""
+    tried = 0
+
+    @settings(
+        max_examples=attack.values, deadline=None, suppress_health_check=list(HealthCheck),
+        database=None if examples is None else DirectoryBasedExampleDatabase(examples),
+    )  # fmt: skip
+    @seeded(trial.number)  # below the settings, because it takes the database away
+    @given(st.randoms(use_true_random=False))
+    def draw(rng: random.Random) -> None:
+        nonlocal tried
+        tried += attack.trial(replace(trial, rng=rng))
+
+    draw()
+    return tried
 
 
 def _outcome(work: Callable[[], int]) -> tuple[int, str]:
@@ -113,7 +144,7 @@ def _outcome(work: Callable[[], int]) -> tuple[int, str]:
         return 1, f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
 
 
-def _in_a_child(trial: Trial, attack: Attack) -> tuple[int, str]:
+def _in_a_child(trial: Trial, patience: float, work: Callable[[], int]) -> tuple[int, str]:
     answer, said = trial.folder.with_name("answer"), trial.folder.with_name("said")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -122,17 +153,17 @@ def _in_a_child(trial: Trial, attack: Attack) -> tuple[int, str]:
         try:
             os.setsid()  # so that what it starts ends with it
             _speak_into(said)
-            answer.write_text(json.dumps(_outcome(lambda: attack.trial(trial))))
+            answer.write_text(json.dumps(_outcome(work)))
         finally:
             os._exit(0)
     try:
-        code = _wait(pid, attack.patience)
+        code = _wait(pid, patience)
     finally:
         _end_group(pid)
     if code == 0 and answer.is_file():
         tried, failure = json.loads(answer.read_text())
     else:
-        tried, failure = 1, _end_in_words(code, attack.patience)
+        tried, failure = 1, _end_in_words(code, patience)
     words = said.read_text(errors="replace").strip() if failure and said.is_file() else ""
     if len(words) > 2 * _SAID:
         words = f"{words[:_SAID]}\n...\n{words[-_SAID:]}"

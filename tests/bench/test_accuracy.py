@@ -2,77 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.accuracy import __main__ as program
-from bench.accuracy import report
-from bench.accuracy.contenders import contenders
+from bench import report
 from bench.accuracy.report import Difference
 from bench.accuracy.tasks import TASKS, corrupted
-from bench.accuracy.training import Trial, run, tune
+from bench.accuracy.training import contenders, run, tune
 from fastsam import variants
+from tests.helpers.bench_machine import record_of
 
 pytestmark = pytest.mark.of_each_kind
 
 
-def _row(accuracy: list[float], steps: int = 10) -> dict[str, Any]:
-    one = {"steps": steps, "accuracy": accuracy, "sharpness": [0.25] * len(accuracy)}
-    return {
-        "second": "rho",
-        "grid": [{"lr": 0.1, "value": 0.05, "validation": 0.5}],
-        "steps": one,
-        "time": {**one, "steps": 5},
-    }
-
-
-def _record() -> dict[str, Any]:
-    rows = {
-        "SGD": _row([0.50, 0.60, 0.70]),
-        "SAM": _row([0.60, 0.70, 0.81]),
-        "MSAM": _row([0.40, 0.50, 0.59]),
-        "GSAM": _row([0.52, 0.58, 0.71]),
-    }
-    task = {"title": "one", "noise": 0.0, "train": 7, "steps": 10, "lrs": [0.1], "variants": rows}
-    task["step_of_sgd"] = {"SGD": 1.0, "SAM": 2.0, "MSAM": 1.0, "GSAM": 2.5}
-    machine = {"cpu": "a processor", "cores": 2}
-    facts = {
-        "command": "python -m bench.accuracy",
-        "date": "2026-01-02T",
-        "commit": "0123456789abcdef",
-        "machine": machine,
-    }
-    settings = {"seeds": [0, 1, 2], "tuning_seeds": [9], "momentum": 0.9, "weight_decay": 0.0}
-    return {
-        "environment": {**facts, "versions": {"python": "3", "torch": "2"}},
-        "continued": [],
-        "settings": {**settings, "radius": 0.1},
-        "tasks": {
-            "a": task,
-            "b": {**task, "title": "two", "noise": 0.4},
-            "c": {**task, "title": "three", "noise": 0.2},
-        },
-    }
-
-
 def test_paired_differences_by_hand() -> None:
-    found = Difference.of([3.0, 5.0, 10.0], [2.0, 3.0, 4.0])  # 1, 2, 6: deviations -2, -1, 3
-    assert found.mean == 3.0
+    found = Difference.of([0.03, 0.05, 0.10], [0.02, 0.03, 0.04])  # points 1, 2, 6: deviations -2, -1, 3
+    assert found.mean == pytest.approx(3.0)
     assert found.error == pytest.approx(math.sqrt(7 / 3))
     both = Difference.mean_of([Difference(1.0, 0.3), Difference(3.0, 0.4)])
     assert (both.mean, both.error) == (2.0, pytest.approx(0.25))
-
-
-@pytest.mark.parametrize(
-    ("mean", "verdict"), [(2.1, "better"), (-2.1, "worse"), (2.0, "no difference shown"), (-1.9, "no difference shown")]
-)
-def test_a_difference_within_two_errors_is_none(mean: float, verdict: str) -> None:
-    assert Difference(mean, 1.0).verdict == verdict
+    assert [Difference(mean, 1.0).cell() for mean in (2.1, -2.1, 2.0)] == [
+        "**+2.1 ± 1.0**",
+        "**-2.1 ± 1.0**",
+        "+2.0 ± 1.0",
+    ]
 
 
 def test_every_variant_takes_part_with_as_many_trials() -> None:
@@ -115,9 +71,9 @@ def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.Mo
         (0.1, 0.15): 0,
     }
 
-    def scored(task: Any, contender: Any, trial: Trial, seed: int, steps: int, tuning: bool) -> Any:
+    def scored(task: Any, contender: Any, trial: Any, seed: int, steps: int, tuning: bool) -> Any:
         assert tuning
-        return type("Outcome", (), {"accuracy": scores[trial.lr, trial.value] + seed})
+        return scores[trial] + seed, None
 
     monkeypatch.setattr("bench.accuracy.training.run", scored)
     rows = tune(TASKS["cancer"], contenders()["SAM"], [0, 1], steps=1)
@@ -128,49 +84,29 @@ def test_the_grid_is_tried_whole_and_its_best_comes_first(monkeypatch: pytest.Mo
 @pytest.mark.slow
 def test_a_radius_of_nothing_trains_as_sgd_does() -> None:
     task, entrants = TASKS["cancer"], contenders()
-    plain = run(task, entrants["SGD"], Trial(0.1, 5e-4), seed=3, steps=12, sharp=True)
+    accuracy, sharpness = run(task, entrants["SGD"], (0.1, 5e-4), seed=3, steps=12, sharp=True)
     for name in ("SAM", "MSAM"):  # two passes, and one
-        same = run(task, entrants[name], Trial(0.1, 0.0), seed=3, steps=12, sharp=True)
-        assert same.accuracy == plain.accuracy
-        assert same.sharpness == pytest.approx(plain.sharpness, rel=1e-3)
-    assert plain.accuracy > 0.85
-    assert plain.sharpness is not None and plain.sharpness > 0
+        same = run(task, entrants[name], (0.1, 0.0), seed=3, steps=12, sharp=True)
+        assert same == (accuracy, pytest.approx(sharpness, rel=1e-3))
+    assert accuracy > 0.85 and sharpness is not None and sharpness > 0
 
 
-@pytest.mark.slow
-def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "accuracy.json"
-    command = ["--quick", "--tasks", "cancer", "--variants", "SAM", "--seeds", "2", "--out", str(out)]
-    assert program.main(command) == 0
-    whole = json.loads(out.read_text())
-    assert list(whole["tasks"]["cancer"]["variants"]) == ["SGD", "SAM"]
-    assert "| `SAM` |" in report.table(whole)
-    short = json.loads(out.read_text())
-    del short["tasks"]["cancer"]["variants"]["SAM"]
-    with pytest.raises(ValueError, match="lacks SAM"):
-        report.table(short)
-    out.write_text(json.dumps(short))
-    trained: list[str] = []
-    entry = program._entry
-    monkeypatch.setattr(program, "_entry", lambda *given: trained.append(given[1].second) or entry(*given))
-    assert program.main(command) == 0
-    assert trained == ["rho"]
-    assert json.loads(out.read_text())["tasks"] == whole["tasks"]  # the same numbers again
-    with pytest.raises(SystemExit):
-        program.main([*command, "--seeds", "3"])
+def _row(name: str, accuracy: list[float]) -> dict[str, Any]:
+    one = {"steps": 10, "accuracy": accuracy, "mean": sum(accuracy) / 3, "std": 0.105, "rise": 0.25}
+    return {"name": name, "title": f"`{name}`", "cost": 2.0, "chosen": "lr 0.1, rho 0.05", "steps": one,
+            "time": one | {"steps": 5}}  # fmt: skip
 
 
-def test_the_page_says_first_what_did_not_help() -> None:
-    text = report.table(_record())
-    assert (
-        text.index("- No difference shown: `GSAM`.")
-        < text.index("- Worse than SGD: `MSAM`.")
-        < text.index("- Better than SGD: `SAM`.")
-    )
-    assert "Wrong labels, 2 tasks, trained in SGD's time, on average:" in text
-    assert "- 6 single comparisons: 2 without a difference, 2 worse, 2 better." in text
-    assert f"| `SAM` | {' | '.join(['**+10.3 ± 0.3**'] * 4)} | **+10.3 ± 0.2** |" in text
-    assert "| `GSAM` | +0.3 ± 1.2 |" in text
-    row = next(line for line in text.splitlines() if line.startswith("| `MSAM` | as accurate as SAM"))
-    assert row.count("**-20.7 ± 0.7** |") == 2 and row.count("**-20.7 ± 0.5** |") == 2
-    assert "| `SAM` | lr 0.1, rho 0.05 | 70.3 (10.5) | 0.250 | 2.00 | 5 | 70.3 (10.5) |" in text
+def test_the_page_has_paired_differences_and_every_task() -> None:
+    rows = [_row("SGD", [0.50, 0.60, 0.70]), _row("GSAM", [0.52, 0.58, 0.71]), _row("SAM", [0.60, 0.70, 0.81])]
+    task = {"part": "accuracy", "name": "a", "title": "one", "noise": 0.0, "train": 7, "steps": 10, "lrs": [0.1]}
+    tasks = [task | {"rows": [*rows, _row("removed", [0.1] * 3)]}, task | {"name": "b", "title": "two", "noise": 0.4}]
+    tasks[1]["rows"] = [*rows, _row("removed", [0.1] * 3)]
+    text = report.markdown(record_of("accuracy", *tasks))
+    assert "| variant | one | two | mean, right labels | mean, wrong labels |" in text
+    assert f"| `SAM` | {' | '.join(['**+10.3 ± 0.3**'] * 4)} |\n| `GSAM` | +0.3 ± 1.2 |" in text, "the best first"
+    assert "| `SAM` | lr 0.1, rho 0.05 | 70.3 | 10.5 | 0.250 | 2.00 | 5 | 70.3 | 10.5 |" in text
+    assert "removed" not in text
+    tasks[1]["rows"] = rows[:2]
+    with pytest.raises(ValueError, match="'b' lacks SAM"):
+        report.markdown(record_of("accuracy", *tasks))

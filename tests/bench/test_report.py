@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import ncu, plots, report
-from bench.fed import overhead
-from bench.fed.race import Figure, Result
-from bench.federated import Case
+from bench import plots, report
+from bench import record as records
 from bench.timing import Summary
 from tests.helpers.bench_machine import record_of
 
@@ -23,40 +21,50 @@ def summary(value: float) -> dict[str, float]:
     return asdict(Summary(value, 0.9 * value, 1.1 * value))
 
 
-def federated() -> dict[str, Any]:
-    """A record with every part and every way to fail."""
-    bars = [Figure(n, Summary(s, s, s), Summary(s, 0.9 * s, 1.1 * s), 0.5, 231.4) for n, s in
-            (("bare loop", 1.0), ("fastsam, vmap", 3.21))]  # fmt: skip
-    bars.append(Figure("flower", problem="no | actors\nat all"))
-    one = Summary(1.0312, 1.02, 1.04)
-    costs = [overhead.Cost("fedcm", one, one, one), overhead.Cost("hidden", round=one), overhead.Cost("x", problem="y")]
-    series = {"title": "t", "name": "graph", "at": 4, "seconds": 0.0123, "problem": ""}
-    busy = {"executor": "graph", "clients": 20, "kernels": 9, "streams": 5, "busy": 0.931, "at_once": 3.26}
-    gpu = {
-        "series": [series, series | {"at": 8, "name": "vmap", "seconds": None}],
-        "jobs": [{"name": "mlp graph", "problem": "code 1: an error"}, {"name": "cnn graph", "problem": ""}],
-        "busy": [busy, {"executor": "vmap", "clients": 20, "problem": "no profiler"}],
+def case(part: str, *rows: dict[str, Any], title: str = "a case", **facts: Any) -> dict[str, Any]:
+    return {
+        "part": part,
+        "name": title,
+        "title": title,
+        **facts,
+        "rows": [{"title": r["name"], "ours": True, **r} for r in rows],
     }
-    growth = Case("by clients", Result(bars[:2], 1.0), "clients", (10.0, 100.0))
-    parts: dict[str, Any] = {"speed": [asdict(Case("MLP, fedavg", Result(bars, 1.0)))], "growth": [asdict(growth)]}
-    parts |= {"overhead": [asdict(overhead.Costs("MLP, auto", costs, 0.0))], "share": {"own_share": 0.034}, "gpu": gpu}
-    machine, again = {"cores": 2, "cpu": "A CPU"}, {"overhead": {"commit": "fedcba9876543210", "command": "c"}}
-    e = record_of()["environment"]
-    return {**e, "kind": report.FEDERATED, "machine": machine, "device": "cpu", "parts": parts, "again": again}
+
+
+def federated(device: str = "cpu") -> dict[str, Any]:
+    """A record with every part and every way to fail."""
+    fast = {"name": "fastsam, vmap", "speed": summary(3.21), "seconds": summary(0.1), "peak_mib": 231.4, "at": 10.0}
+    cost = {"name": "fedcm", "step": summary(1.0312), "round": summary(1.0312)}
+    gpu = {"name": "graph, 4", "executor": "graph", "at": 4, "seconds": 0.0123}
+    parts = [
+        case("speed", fast, {"name": "flower", "ours": False, "problem": "no | actors\nat all"}, title="MLP, fedavg"),
+        case("growth", fast, title="by clients", axis="clients"),
+        case("overhead", cost, {"name": "hidden", "round": summary(1.03)}),
+        case("share", {"name": "loop", "own_share": 0.034, "seconds": 0.5}),
+        case("gpu", gpu, {"name": "vmap, 8", "absent": "no time left"}),
+        case("busy", {"name": "graph", "busy": 0.931, "at_once": 3.26, "streams": 5}),
+    ]
+    return record_of("federated", *parts, device=device)
 
 
 def test_pages_hold_what_was_measured() -> None:
     for path, text in report.pages().items():
         assert text == path.read_text(), f"{path.name} differs from the results: python -m bench.report --publish"
-    named = [name for path in report.pages() for name in report.places(path.read_text())]
-    wanted = {"bench:all", "bench:kernels-cpu:all", "federated:all", "family:last", "accuracy:last"}
-    assert wanted | {f"gpu:{name}" for name in ("kernels", "federated", "family", "ncu", "predictions")} <= set(named)
+    named = {name for path in report.pages() for name in report.places(path.read_text())}
+    wanted = {f"bench:{name}" for name in ("step", "variants", "kernels", "federated", "accuracy")}
+    assert wanted | {f"bench:{name}-cuda" for name in ("variants", "kernels", "federated", "ncu")} <= named
+
+
+def test_published_results_were_all_measured() -> None:
+    found = records.read(records.RESULTS / "step.json")
+    assert len(found["cases"]) == 6
+    assert {row["name"] for row in records.rows(found) if records.failed(row)} == {"fastsam_triton"}
 
 
 def test_other_places_and_the_rest_of_a_page_are_left() -> None:
-    text = "before\n<!-- bench:memory -->\nold\n<!-- /bench -->\nafter <!-- gpu:x -->\nold\n<!-- /gpu -->\n"
-    filled = report.fill(text, {"bench:memory": "new"})
-    assert filled == text.replace("old", "new", 1) and report.fill(filled, {"bench:memory": "new"}) == filled
+    text = "before\n<!-- bench:step -->\nold\n<!-- /bench -->\nafter <!-- gpu:x -->\nold\n<!-- /gpu -->\n"
+    filled = report.fill(text, {"bench:step": "new"})
+    assert filled == text.replace("old", "new", 1) and report.fill(filled, {"bench:step": "new"}) == filled
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", '{"kind": "something else"}'])
@@ -70,77 +78,52 @@ def test_publishing_stores_the_file_and_writes_its_pages(tmp_path: Path, monkeyp
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("a page without a place\n")
-    (tmp_path / "docs" / "a.md").write_text("<!-- federated:all -->\nold\n<!-- /federated -->\n")
-    old = {key: value for key, value in federated().items() if key != "kind"}  # as such files were first written
-    (tmp_path / "new.json").write_text(json.dumps(old))
+    (tmp_path / "docs" / "a.md").write_text("<!-- bench:federated -->\nold\n<!-- /bench -->\n")
+    (tmp_path / "new.json").write_text(json.dumps(federated()))
     assert report.main([str(tmp_path / "new.json"), "--publish"]) == 0
-    assert "| fastsam, vmap | 3.21 |" in (tmp_path / "docs" / "a.md").read_text()
-    assert (tmp_path / "federated.json").exists() and (tmp_path / "federated.png").exists()
-
-
-def test_federated_tables_say_every_figure(tmp_path: Path) -> None:
-    page = report.markdown(federated())
-    assert page.startswith("2 cores of A CPU; torch 2.13; commit `0123456789ab`; `python -m bench.kernels --made-up`")
+    page = (tmp_path / "docs" / "a.md").read_text()
     for text in (
-        "Part `overhead` again: commit `fedcba987654`; `c`",
-        "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |",
-        "| flower | failed: no / actors at all | | |",
-        "| fedcm | 1.031 | 1.020–1.040 | 1.031 | 1.020–1.040 |",
-        "| hidden | – | – | 1.031 | 1.020–1.040 |",
-        "| x | failed: y | | | |",
-        "3.4% of a CNN round",
-        "| 4 | 12.3 | – |",
-        "| 8 | – | – |",
-        "| graph | 93% | 3.3 | 5 |",
-        "| vmap | failed: no profiler | | |",
-        "- mlp graph: failed: code 1: an error",
-    ):
-        assert text in page
-    assert "cnn graph" not in page
-    assert [path.name for path in plots.draw(federated(), tmp_path)] == ["federated.png"]
-    assert plots.draw(federated() | {"parts": {}}, tmp_path) == []
+        "| fastsam, vmap | 3.21 | 2.89–3.53 | 231 MiB |", "| flower | failed | failed | failed |",
+        "| fedcm | 1.031 | 0.928–1.134 | 1.031 | 0.928–1.134 |", "| hidden | – | – | 1.030 | 0.927–1.133 |",
+        "| loop | 3.4% | 0.500 |", "| graph, 4 | 12.3 |", "| graph | 93% | 3.3 | 5 |",
+        "Made by `python -m bench made-up` on 2031-02-03, commit `0123456789ab+changes`; a GPU;",
+        "Not measured: flower: no | actors", "Not measured: vmap, 8: no time left.",
+    ):  # fmt: skip
+        assert text in page, text
+    assert (tmp_path / "federated.json").exists() and (tmp_path / "federated.png").exists()
+    assert plots.draw(record_of("federated"), tmp_path) == []
 
 
 def test_tables_of_a_gpu(tmp_path: Path) -> None:
-    """Replayed figures before eager ones, launches and host times; plots of both."""
+    """Replayed figures before eager ones, launches and host times."""
 
     def of(seconds: float) -> dict[str, Any]:
-        return {"seconds": summary(seconds), "fraction": summary(0.5)}
+        return {"seconds": summary(seconds), "fraction": summary(0.5), "to": {"foreach": summary(0.5)}}
 
-    row = {"name": "native", "title": "native", "gate": "green", "eager": of(3e-6), "replayed": of(2e-6), "launches": 1}
-    red = {"name": "triton", "title": "triton", "gate": "red", "reason": "it raised"}
-    case = {"name": "norm-50k-scattered", "op": "norm", "size": "50k", "title": "50 k", "layout": "scattered"}
-    case |= {"tensors": 20, "parameters": 51_994, "bytes_per_parameter": 4, "copy": summary(4e12), "rows": [row, red]}
-    ours = row | {"title": "fastsam (native)", "launches": 3, "host_seconds": {"unchanged": 3e-5, "changed": 3.5e-5}}
-    ours["replayed"] = of(2e-6) | {"faster_than_foreach": summary(2.25)}
-    step = case | {"size": "cut10", "rows": [ours | {"extra_bytes_per_parameter": 8.0}]}
-    record = record_of(device="cuda", ops=[case], steps=[step], left_out=["inner-30m-flat"])
+    row = {"name": "native", "eager": of(3e-6), "replayed": of(2e-6), "launches": 3}
+    row |= {"host_seconds": {"unchanged": 3e-5, "changed": 3.5e-5}, "extra_bytes_per_parameter": 8.0}
+    size = {"size": "50k", "tensors": 20, "parameters": 51_994, "copy": summary(4e12), "rounds": 3}
+    op = case(
+        "ops", row, {"name": "triton", "problem": "it raised"}, title="50 k", op="norm", layout="scattered", **size
+    )
+    step = case("steps", row, title="50 k", **size)
+    record = record_of("kernels", op | {"bytes_per_parameter": 4}, step, device="cuda", left_out=["inner-30m-flat"])
     text = report.markdown(record)
-    for piece in ("| norm | 4 | native | 0.50 (2.0 µs) |", "| fastsam (native) | 2.25 |", "| fastsam (native) | 3 |",
-                  "| fastsam (native) | 35.0 µs |", "a GPU; Python 3.11", "4000 to 4000 GB/s", "for 1 cases",
-                  "Not measured: triton: it raised.", "commit `0123456789ab+changes`"):  # fmt: skip
-        assert piece in text
-    assert [p.name for p in plots.draw(record, tmp_path)] == ["roofline-cuda.png", "tensors-cuda.png"]
+    assert "| norm | 4 | native | 0.50 (2.0 µs) |" in text and "No time was left for 1 cases." in text
+    assert "**50 k: 20 tensors, 51,994 parameters; 3 rounds; a copy moved 4000.0 GB/s**" in text
+    assert "| **native** | 0.50 | 3.0 µs | 0.50 | 2.0 µs | 0.50 | 0.50 | 3 | 30.0 µs | 35.0 µs | 8.0 |" in text
+    assert "Not measured: triton: it raised." in text
+    assert [path.name for path in plots.draw(record, tmp_path)] == ["roofline-cuda.png"]
 
 
-def test_a_results_file_of_a_gpu_fills_the_pages() -> None:
-    """With commit and device; what is not in it is not measured, with the reason if there is one."""
-    empty = report.sections({"kind": report.GPU})
-    assert all(text == "Not measured." for name, text in empty.items() if name != "gpu:predictions")
-    record = record_of(device="cuda")
-    variants = [
-        {"name": "SAM", "seconds": summary(1e-5), "to_sam": summary(1), "floor_fraction": summary(0.5)},
-        {"name": "WSAM", "problem": "weights differ"},
-    ]
-    family = record | {"kind": report.FAMILY, "results": [{"title": "50 k", "variants": variants}]}
-    rounds = federated() | {"device": "cuda", "machine": record["environment"]["machine"]}
-    merged = {"kind": report.GPU, "kernels": record, "federated": rounds, "family": family}
-    merged["parts"] = [{"name": "ncu", "state": "left out", "reason": "", "result": "ncu is not installed"}]
-    found = report.sections(merged)
-    assert found.pop("gpu:ncu") == "Not measured: ncu is not installed."
-    assert all("a GPU" in text and "0123456789ab" in text for text in found.values())
-    assert "| SAM | 10.0 | 1.00 | 0.50 |\n| WSAM | not measured: weights differ | | |" in found["gpu:family"]
-    rows = [{"label": "perturb 50k", "kernel": "k<float>", "duration": 4.5, "unit": "us"} | dict.fromkeys(
-        ncu.METRICS.values(), 7)]  # fmt: skip
-    table = report.markdown(record | {"kind": report.NCU, "rows": rows})
-    assert "| perturb 50k `k<float>` | 7 us | 7 |" in table
+def test_calls_add_up(tmp_path: Path) -> None:
+    """A later result replaces an earlier one, a later failure does not; calls on two machines are kept apart."""
+    good, better, bad = {"name": "a", "seconds": 1}, {"name": "a", "seconds": 2}, {"name": "a", "problem": "red"}
+    first, second, third = (record_of("kernels", case("ops", row)) for row in (good, bad, better))
+    second["cases"].append(case("ops", {"name": "b", "seconds": 3}, title="another"))
+    joined = records.join(records.join(first, second), third)
+    assert [row.get("seconds") for row in records.rows(joined)] == [2, 3] and len(joined["added"]) == 2
+    other = record_of("kernels")
+    other["environment"]["machine"]["gpus"] = ["another GPU"]
+    with pytest.raises(ValueError, match="another GPU, torch 2.13 cannot be added to a record of"):
+        records.join(joined, other)

@@ -1,5 +1,4 @@
-"""A small machine for the tests of the kernel benchmark: it may say that it has a GPU, and it has no results to
-publish."""
+"""A small machine for the tests of the benchmarks, and a record that nobody measured."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ from typing import Any
 
 import torch
 
-from bench import tables
 from bench.timing import Machine
 
 
 class Small(Machine):
-    """A machine whose copy is small, with a cache of 4 KB."""
+    """A machine whose copy is small, with a cache of 4 KB. It may say that it has a GPU."""
 
-    def __init__(self, cuda: bool = False) -> None:
+    def __init__(self, device: torch.device | None = None, cuda: bool = False) -> None:
         self.device, self.cache_bytes, self.cuda = torch.device("cpu"), 4096, cuda
         self._source, self._target, self._sweep = torch.ones(1000), torch.zeros(1000), torch.ones(4096)
         self.captured = self.queued = 0
@@ -40,12 +38,12 @@ class Small(Machine):
         return 3
 
 
-def record_of(**changed: Any) -> dict[str, Any]:
+def record_of(kind: str, *cases: dict[str, Any], device: str = "cpu", **changed: Any) -> dict[str, Any]:
+    """Return a record of made-up measurements."""
     environment = {
-        "command": "python -m bench.kernels --made-up", "date": "2031-02-03T00:00:00+00:00",
-        "commit": "0123456789abcdef+changes",
-        "machine": {"cpu": "a CPU", "gpus": ["a GPU"]},
-        "versions": {"python": "3.11", "torch": "2.13", "triton": "3.6"},
+        "command": "python -m bench made-up", "date": "2031-02-03T00:00:00+00:00", "commit": "0123456789abcdef+changes",
+        "machine": {"cpu": "a CPU", "cores": 2, "caches": {"L1": "32K"}, "memory_gib": 8, "gpus": ["a GPU"]},
+        "versions": {"python": "3.11", "torch": "2.13"},
     }  # fmt: skip
-    base = {"kind": tables.KERNELS, "environment": environment, "device": "cpu", "threads": 1}
-    return base | {"ops": [], "steps": [], "left_out": []} | changed
+    base = {"kind": f"fastsam.bench.{kind}/2", "device": device, "quick": False, "environment": environment}
+    return base | {"added": [], "cases": list(cases), "left_out": []} | changed

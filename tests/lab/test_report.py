@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch.nn.functional import cross_entropy
 
 from fastsam.lab import plots, report
@@ -44,7 +42,8 @@ def finished(
 
 
 def test_table_of_single_runs() -> None:
-    header, rows = report.table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
+    short = report.short_table([finished("a", 0, [0.25, 0.75, 0.5], 2), finished("b", 0, [0.125, 0.25], None)])
+    header, rows = short.head, short.rows
     heads = [
         "algorithm",
         "test final %",
@@ -63,12 +62,10 @@ def test_table_of_single_runs() -> None:
 def test_a_printed_table_cuts_no_number(width: int) -> None:
     names = ["fedavg", "fedlesam-d", "centralised-sam"]
     runs = [finished(name, seed, [0.123 + seed, 0.456 + seed], 1) for name in names for seed in range(2)]
-    console = Console(width=width, file=io.StringIO())
-    console.print(report.rich_table(runs, "three", width))
-    lines = console.file.getvalue().splitlines()
-    assert "…" not in console.file.getvalue() and max(map(len, lines)) <= width
+    lines = report.short_table(runs, "three", width).text(width).splitlines()
+    assert max(map(len, lines)) <= width
     rows = ["".join(line.split()) for line in lines]
-    final = report.table(runs)[1][0][1].replace(" ", "")
+    final = report.short_table(runs).rows[0][1].replace(" ", "")
     assert sum(final in row for row in rows) == 3
 
 
@@ -79,7 +76,7 @@ def test_table_over_seeds_is_mean_and_the_deviation_of_a_sample() -> None:
         finished("b", 0, [0.5], 1),
         finished("b", 1, [0.3], None),
     ]
-    _, rows = report.table(runs)
+    rows = report.short_table(runs).rows
     assert rows[0] == ["a", "60.00 ± 14.14", "60.00 ± 14.14", "60.00 ± 15.00", "2.5", "0.250", "12.0"]
     assert rows[1][4] == "1 / –"
 
@@ -98,7 +95,7 @@ def test_one_sentence_per_algorithm_says_what_came_out() -> None:
 
 def test_rounds_to_the_target_are_a_mean_and_no_median() -> None:
     runs = [finished("a", seed, [0.5], reached) for seed, reached in enumerate((1, 2, 9))]
-    assert report.table(runs)[1][0][4] == "4.0"
+    assert report.short_table(runs).rows[0][4] == "4.0"
     assert tables.to_target(runs).rows[0][1] == "4.0"  # type: ignore[union-attr]
 
 
@@ -111,7 +108,7 @@ def test_small_sizes_keep_two_digits() -> None:
         "backprops": 1,
     }
     runs = [finished("a", 0, [0.5], 1, **sent, megabytes_to_target=0.0141, seconds_to_target=1.0)]
-    assert report.table(runs)[1][0][-1] == "0.028"
+    assert report.short_table(runs).rows[0][-1] == "0.028"
     assert tables.to_target(runs).rows[0][5] == "0.014"  # type: ignore[union-attr]
     assert tables.cost(runs).rows[0][-3:] == ["0.028", "0.00", "0.0025"]
     assert [tables.size(v) for v in (0.0, 0.5, 1.0, 12.04, 31000.0)] == ["0.0", "0.5", "1.0", "12.0", "31000.0"]
@@ -121,8 +118,8 @@ def test_no_target_no_column_and_missing_numbers_are_dashes() -> None:
     run = finished("a", 0, [0.5], target=None)
     run.summary["client_accuracy_std"] = None
     run.summary["client_accuracy_mean"] = None
-    header, rows = report.table([run])
-    assert "rounds" not in " ".join(header) and rows[0][3] == "–"
+    short = report.short_table([run])
+    assert "rounds" not in " ".join(short.head) and short.rows[0][3] == "–"
 
 
 def test_accuracy_table_names_the_worst_and_the_best_client_of_each_seed() -> None:

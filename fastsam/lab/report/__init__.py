@@ -13,7 +13,8 @@ from fastsam.lab.report.files import (
 )
 from fastsam.lab.report.finished import FinishedRun, by_label, title
 from fastsam.lab.report.surface import loss_surfaces
-from fastsam.lab.report.tables import Table, all_tables, rich_table, sentences, table
+from fastsam.lab.report.table import Table
+from fastsam.lab.report.tables import all_tables, sentences, short_table
 
 __all__ = [
     "COMPARISON_FILES",
@@ -26,10 +27,9 @@ __all__ = [
     "draw_curves",
     "draw_plots",
     "loss_surfaces",
-    "rich_table",
     "sentences",
+    "short_table",
     "summary",
-    "table",
     "title",
     "write_comparison",
 ]

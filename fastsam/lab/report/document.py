@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastsam.fed.common.atomic_files import write_bytes
-from fastsam.lab.report.tables import Table
+from fastsam.lab.report.table import Table
 
 
 @dataclass(frozen=True)

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastsam.lab.plots.curves import NAMES
 from fastsam.lab.report.finished import FinishedRun, Group, baseline, by_label, metrics_of, target_of, values
+from fastsam.lab.report.table import Table
 from fastsam.lab.seeds import deviation
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
 
 NONE = "–"
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of texts: head and rows start with the label. note: what a reader must know of its numbers."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str
-
-    def markdown(self) -> str:
-        """Return head and rows as a Markdown table, the first column left, the others right."""
-        rows = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
-        cells = ([cell.replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows)
-        return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-def table(runs: Sequence[FinishedRun]) -> tuple[list[str], list[list[str]]]:
-    """The short table for a terminal: heads (of two lines, so that it is narrow) and rows, one per label.
+def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
+    """Return the short table for a terminal of `width` columns, with heads of two lines and a row per label. If it is
+    too wide, numbers stand closer or the best accuracy is left out.
 
     With several seeds a number is the mean ± the sample's standard deviation (n - 1) over them.
 
@@ -59,27 +41,12 @@ def table(runs: Sequence[FinishedRun]) -> tuple[list[str], list[list[str]]]:
         row = [label, percent(group, "accuracy_final"), percent(group, "accuracy_best"), _clients(group)]
         row += [_rounds_to_target(group)] if target is not None else []
         rows.append([*row, mean(group, "seconds_per_round", "{:.3f}".format), mean(group, "megabytes", size)])
-    return header, rows
-
-
-def rich_table(runs: Sequence[FinishedRun], title: str, width: int = 120) -> RichTable:
-    """The short table, to be printed on a terminal of `width` columns: there numbers are never cut, but stand closer or
-    lose the best accuracy."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    header, rows = table(runs)
-    if _columns(header, rows) > width:
-        rows = [[cell.replace(" ± ", "±") for cell in row] for row in rows]
-    if _columns(header, rows) > width:
-        header, rows = [*header[:2], *header[3:]], [[*row[:2], *row[3:]] for row in rows]
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(header):
-        least = max(len(row[i]) for row in rows) if i else None
-        made.add_column(name, justify="right" if i else "left", min_width=least, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
+    table = Table(title, header, rows)
+    if table.width > width:
+        table = replace(table, rows=[[cell.replace(" ± ", "±") for cell in row] for row in rows])
+    if table.width > width:
+        table = replace(table, head=[*header[:2], *header[3:]], rows=[[*row[:2], *row[3:]] for row in table.rows])
+    return table
 
 
 def sentences(runs: Sequence[FinishedRun]) -> list[str]:
@@ -101,14 +68,6 @@ def sentences(runs: Sequence[FinishedRun]) -> list[str]:
             text += f" (in {len(reached)} of {len(group)} seeds)" if 0 < len(reached) < len(group) else ""
         found.append(text + ".")
     return found
-
-
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """The columns of a terminal that a table takes: three between two of its own, one at each edge."""
-    widths = [
-        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(header, *rows, strict=True)
-    ]
-    return sum(widths) + 3 * len(widths) - 1
 
 
 def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastsam.fed.algorithms import registry
-from fastsam.lab.report.tables import Table as TextTable
+from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.metrics import METRICS, groups_of, value
 from fastsam.lab.reproduce.runner import Outcome
 from fastsam.lab.reproduce.table import Part, Section, Table

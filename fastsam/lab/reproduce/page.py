@@ -13,7 +13,7 @@ from fastsam.fed.measures.surface import RADIUS
 from fastsam.lab import plots, report
 from fastsam.lab.compare import Plan
 from fastsam.lab.report.document import Document, Figure
-from fastsam.lab.report.tables import Table as TextTable
+from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.report.tables import accuracy, last_measures
 from fastsam.lab.reproduce import ordering
 from fastsam.lab.reproduce.metrics import METRICS, NONE, cell, groups_of

@@ -24,7 +24,7 @@ from fastsam.lab.compare import Plan
 from fastsam.lab.config import ConfigError, Source, parse_flags
 from fastsam.lab.keys import short_name
 from fastsam.lab.report import FinishedRun
-from fastsam.lab.report.tables import Table as TextTable
+from fastsam.lab.report.table import Table as TextTable
 from fastsam.lab.reproduce.table import Part
 from fastsam.lab.sweep import Axis, parse_axis
 

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
-from bench.step_memory import in_its_own_process
+from tests.helpers.training_memory import measure
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("kind", "peak", "between"),
+    ("name", "peak", "between"),
     [
         ("SGD", 4, 0),
         ("FusedSAM", 8, 4),
@@ -20,5 +21,5 @@ from bench.step_memory import in_its_own_process
         ("bfloat16: FusedSAM", 10, 8),
     ],
 )
-def test_bytes_per_parameter(kind: str, peak: float, between: float) -> None:
-    assert in_its_own_process(kind, layers=8, width=1024) == pytest.approx((peak, between), abs=0.9)
+def test_bytes_per_parameter(name: str, peak: float, between: float) -> None:
+    assert measure(name, layers=8, width=1024) == pytest.approx((peak, between), abs=0.9)

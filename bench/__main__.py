@@ -1,0 +1,117 @@
+"""Measures: `python -m bench QUESTION`. Prints a table per case and writes QUESTION.json into `--out`.
+
+By default that is a new folder below `runs/`; published results are written deliberately, by `python -m bench.report
+FILE --publish`. The file is written after every case, so that a run that is stopped leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import environment, plots, report
+from bench import record as records
+from bench.case import Case, Options
+from bench.fed.peers import PEERS
+from bench.ncu import Absent
+from bench.questions import QUESTIONS
+
+SHARE, LEAST = 3, 20.0  # times the average share of the time left that a case may take, and seconds that it may anyway
+ABSENT = 77  # exit code if nothing can be measured here; the last line says why
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__.splitlines()[0], allow_abbrev=False,
+        epilog="; ".join(f"{name}: {question.__doc__}" for name, question in QUESTIONS.items()),
+    )  # fmt: skip
+    parser.add_argument("question", choices=QUESTIONS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it works")
+    parser.add_argument("--rounds", type=int, help="number of rounds (default: the case's own)")
+    parser.add_argument("--cases", nargs="+", metavar="PATTERN", help="names of cases, or PART/NAME, such as 'ops/*'")
+    parser.add_argument("--rows", nargs="+", default=[], metavar="PATTERN", help="names of contenders")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON", help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("--out", type=Path, help="folder of the results file and the plots (default: below runs/)")
+    parser.add_argument("--add", action="store_true", help="measure what the file that is there lacks, into it")
+    options = parser.parse_args(argv, Options())
+    options.peers = dict(pair.partition("=")[::2] for pair in options.peer)
+    for name, python in options.peers.items():
+        if name not in PEERS or not Path(python).exists():
+            parser.error(f"--peer takes NAME=PYTHON of {', '.join(PEERS)} and an existing file, not {name}={python}")
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds takes whole numbers from 1, got {options.rounds}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; measure with --device cpu")
+    options.all = list(QUESTIONS[options.question](options))
+    options.all = [case for case in options.all if _chosen(case, options.cases or ["*"])]
+    if not options.all:
+        parser.error(f"no case has these names: {options.cases}, with rows {options.rows or 'of any name'}")
+    return options
+
+
+def _chosen(case: Case, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in (case.name, f"{case.part}/{case.name}"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return 0, 1 if a figure of ours is missing because it was wrong or raised, or `ABSENT`."""
+    options = parse(argv)
+    torch.set_num_threads(1)
+    end, folder = time.monotonic() + options.seconds, options.out or _new_directory()
+    record = records.new(options.question, options.device, options.quick, environment.command_line("bench"))
+    path = folder / f"{records.name_of(record)}.json"
+    if options.add and path.exists():
+        try:
+            record = records.join(records.read(path), record)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+    measured: list[dict[str, Any]] = []
+    for number, case in enumerate(options.all):
+        known = records.find(record, {"part": case.part, "name": case.name})
+        lacking = set(case.rows) - {row["name"] for row in (known or {"rows": ()})["rows"] if not records.failed(row)}
+        if options.add and case.rows and not lacking:
+            continue
+        left = end - time.monotonic()
+        if left < 0:
+            record["left_out"].append(case.name)
+            print(f"no time left for {case.name}")
+            continue
+        share = max(SHARE * left / (len(options.all) - number), LEAST)
+        try:
+            found = case.measure(min(left, share))
+            for one in [found] if isinstance(found, dict) else found:
+                made = {"part": case.part, "name": case.name, "title": case.name, **one}
+                records.add(record, made)
+                measured.append(made)
+                print(report.case_text(made), flush=True)
+                records.write(record, path)
+        except Absent as reason:
+            print(reason)
+            return ABSENT
+    records.write(record, path)
+    print("written:", path, *plots.draw(record, folder))
+    rows = [row for case in measured for row in case["rows"]]
+    wrong = [f"{row['name']}: {row['problem']}" for row in rows if row.get("problem") and row.get("ours", True)]
+    for text in wrong:
+        print(f"failed: {text}")
+    return int(bool(wrong) or not any(not records.failed(row) for row in rows))
+
+
+def _new_directory() -> Path:
+    from fastsam.lab.cli import numbered_directory
+
+    return numbered_directory("bench", resume=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

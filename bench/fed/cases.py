@@ -1,0 +1,111 @@
+"""The cases of `python -m bench federated`: ours on every executor, bare loops, and the simulators that one could pick
+instead.
+
+Every contender is a process of its own that trains the same workload (bench/fed/workload.py); they take turns
+(bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from bench.case import Case, Options
+from bench.fed import on_gpu, overhead, share
+from bench.fed.race import Entry, race
+from bench.fed.worker import APART
+from bench.fed.workload import Workload
+
+# of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
+ROUNDS = {"mlp": 100, "cnn": 2}
+LONGER = 10  # times as many of the MLP for those that need half a millisecond
+CHUNKS = 12  # turns that each contender takes
+
+
+def all_of(options: Options) -> Iterator[Case]:
+    """Federated rounds: ours on every executor, bare loops and other simulators."""
+    if options.device == "cuda":
+        for name in on_gpu.jobs(options.device):
+            yield Case("gpu", name, (), partial(on_gpu.run, name, options.device))
+        return
+    for part in (speed, overheads, growth, ranks, loop_share):
+        yield from part(options)
+
+
+def _race(
+    options: Options, part: str, title: str, entries: list[Entry], chunks: int, rounds: int, **facts: Any
+) -> Iterator[Case]:
+    names = options.chosen(entry.label for entry in entries[1:])
+    entries = [entries[0], *(entry for entry in entries if entry.label in names)]  # the first is the unit
+
+    def measure(_: float) -> dict[str, Any]:
+        found = race(entries, chunks, rounds)
+        for row, at in zip(found["rows"], facts.get("at", ())):
+            row["at"] = at
+        return ({"axis": facts["axis"]} if facts else {}) | found
+
+    yield Case(part, title, [entry.label for entry in entries], measure)
+
+
+def speed(options: Options) -> Iterator[Case]:
+    """Everybody on the workload, one thread, and ours with all processors next to the bare loop on one thread."""
+    for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
+        load = Workload(model, algorithm)
+        entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]
+        if model == "cnn":
+            entries += [Entry("bare loop, channels_last", "bare:channels_last", load)]
+        for executor in ("sequential", "vmap", "auto"):
+            longer = LONGER if model == "mlp" and executor != "sequential" else 1
+            entries += [Entry(f"fastsam, {executor}", f"ours:{executor}", load, longer=longer)]
+        entries += [Entry("fastsam, threads", "ours:threads", load, threads=2)]
+        if algorithm == "fedavg":  # the others have no SAM
+            for name, python in options.peers.items():
+                entries.append(Entry(name, f"peers:{name}", load, python, ours=False))
+        rounds = max(1, ROUNDS[model] // (10 if options.quick else 1))
+        yield from _race(options, "speed", f"{model.upper()}, {algorithm}", entries, options.number(CHUNKS, 3), rounds)
+
+
+def overheads(options: Options) -> Iterator[Case]:
+    """What an algorithm costs next to FedAvg, on the plain executor with one thread and on the default one."""
+    for model, executor in itertools.product(overhead.CLIENTS, overhead.EXECUTORS):
+        title = f"{model.upper()}, {executor}"
+        for label, load in overhead.loads(model).items():
+            if options.chosen([label]):
+                run = partial(overhead.compare, label, load, executor, options.number(CHUNKS + 3, 3))
+                yield Case("overhead", title, [label], lambda _, run=run: {"rows": [run()]})  # type: ignore[misc]
+
+
+def growth(options: Options) -> Iterator[Case]:
+    """How the time of a round grows with clients, parameters and slots."""
+    widths = (133, 1333) if options.quick else (133, 1333, 13333, 133333)
+    clients = {n: Workload("mlp", clients=n, cohort=10) for n in (10, 100, 1000, 10000)[: 3 if options.quick else 4]}
+    parameters = {75 * width + 10: Workload(f"mlp:{width}", cohort=4) for width in widths}
+    counts = (1, 4, 16) if options.quick else (1, 2, 4, 8, 16, 32, 64)
+    slots = {n: Workload("mlp", cohort=64, slots=n) for n in counts}
+    for axis, executor, loads in (
+        ("clients", "sequential", clients), ("parameters", "sequential", parameters), ("slots", "vmap", slots)
+    ):  # fmt: skip
+        entries = [Entry(f"{value:,} {axis}", f"ours:{executor}", load) for value, load in loads.items()]
+        facts = {"axis": axis, "at": list(map(float, loads))}
+        chunks, rounds = max(3, options.number(CHUNKS, 3) // 3), 1 if options.quick else 3
+        yield from _race(options, "growth", f"{executor} by {axis}", entries, chunks, rounds, **facts)
+
+
+def ranks(options: Options) -> Iterator[Case]:
+    """Two processes next to one, one thread each; and two that share nothing but the machine: what ranks could reach on
+    it."""
+    load = Workload("cnn")
+    half = replace(load, cohort=load.cohort // 2)
+    entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]
+    entries += [Entry("2 runs apart, half the clients each", f"ours:sequential:{APART}", half, ranks=2)]
+    yield from _race(options, "ranks", "CNN, ranks", entries, options.number(CHUNKS, 3), ROUNDS["cnn"])
+
+
+def loop_share(options: Options) -> Iterator[Case]:
+    """How much of a CNN round is the loop's own time."""
+    rounds, name = options.number(10, 2), "fastsam, sequential"
+    measure = partial(share.measure, Workload("cnn"), rounds)
+    yield Case("share", "CNN, the loop's own time", [name], lambda _: {"rows": [{"name": name, **measure()}]})

@@ -1,0 +1,67 @@
+"""A program of its own that answers in lines of JSON, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from bench.environment import ROOT
+
+PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after the last
+
+
+def answers() -> Callable[[Any], None]:
+    """Return what says a line of JSON on standard output. Whatever libraries print goes to standard error from now
+    on."""
+    file = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return lambda what: print(json.dumps(what), file=file, flush=True)
+
+
+class Process:
+    """A running program, with its standard error kept for its last words."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - a pipe that nobody reads would fill
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
+
+    def answer(self, patience: float | None = None) -> Any:
+        """Return its next line. Raises RuntimeError with the end of its log if it died, or said nothing for so many
+        seconds."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(PATIENCE if patience is None else patience, self.process.terminate)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if not line:
+            self.process.wait()
+            self.log.seek(0)
+            said = [text for text in self.log.read().splitlines() if text.strip()]
+            raise RuntimeError(said[-1] if said else f"exit {self.process.returncode}")
+        return json.loads(line)
+
+    def order(self) -> Any:
+        """Send an empty line and return the answer. Raises RuntimeError as `answer` does."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has died since: its log says why
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        """End it. It is asked first: a process that is killed leaves behind what it has started (ranks, actors)."""
+        for ask in (lambda: None, self.process.terminate, self.process.kill):
+            ask()
+            try:
+                self.process.communicate(timeout=FAREWELL)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self.log.close()

@@ -1,0 +1,104 @@
+"""The questions that `python -m bench` answers, each with its cases in the order in which they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from bench import ncu, ops, steps
+from bench.accuracy import training as accuracy
+from bench.accuracy.tasks import TASKS
+from bench.case import Case, Options
+from bench.contenders import Contender, contenders, variant_contenders
+from bench.fed import cases as federated
+from bench.kernel_cases import CPU_LEFT_OUT, OPS, kernel_cases
+from bench.problem import KERNEL_SIZES, SIZES, Size
+from bench.timing import intra_op_threads
+from fastsam import backends
+
+KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
+CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # of rounds
+TO = ("copied", "flat", "foreach", "compiled")
+STEPS_LAST = {"30m": 1, "100m": 2}  # of many large tensors, in this order: the torch.compile of the last takes longest
+COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
+COPIED_TENSORS = 400  # from so many on the copied class is left out: it has some ten launches per tensor and step
+LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
+VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
+                 "cuda": [KERNEL_SIZES[n] for n in ("50k", "resnet18", "100m")]}  # fmt: skip
+
+
+def _steps(
+    options: Options, part: str, name: str, table: Mapping[str, Contender], *where: Any, **how: Any
+) -> Iterator[Case]:
+    """Yield a case of steps, if `--rows` leaves contenders."""
+    chosen = [table[one] for one in options.chosen(table) if not (options.quick and table[one].compiles)]
+    if chosen:
+        run = partial(steps.measure, chosen, *where, **how)
+        yield Case(part, name, [one.name for one in chosen], lambda _: run())
+
+
+def step(options: Options) -> Iterator[Case]:
+    """The optimizer part of a SAM step, ours and others', by one and two threads."""
+
+    def threaded(case: Case, size: Size, threads: int) -> Case:
+        def measure(limit: float) -> dict[str, Any]:
+            with intra_op_threads(threads):
+                made: Any = case.measure(limit)
+            return made | {"title": f"{size.title}, {threads} thread{'s' * (threads > 1)}", "threads": threads}
+
+        return Case(case.part, case.name, case.rows, measure)
+
+    for size in SIZES.values():
+        for threads in (1, 2):
+            how = {"steps": size.steps, "to": TO}
+            where = (size, options.machine, options.number(size.rounds))
+            found = _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, **how)
+            yield from (threaded(case, size, threads) for case in found)
+
+
+def kernels(options: Options) -> Iterator[Case]:
+    """Every op and whole steps against the memory floor, eager and replayed."""
+    limits = (options.number(KERNEL_ROUNDS, FEW_ROUNDS), CASE_SECONDS[options.device])
+    sizes = [s for s in KERNEL_SIZES.values() if options.device == "cuda" or s.name not in CPU_LEFT_OUT]
+    for size in sorted(sizes, key=lambda s: STEPS_LAST.get(s.name, 0)):
+        left_out = {"flat", "pytorch_optimizer", "pytorch_optimizer_foreach"}
+        left_out |= {"compiled"} if size.name not in COMPILED_SIZES else set()
+        left_out |= {"copied"} if len(size.shapes) >= COPIED_TENSORS else set()
+        found = {name: c for name, c in contenders(options.device).items() if name not in left_out}
+        counts = ("memory", "replays", *(("launches",) if size.name not in LAUNCHES_LEFT_OUT else ()))
+        where = (size, options.machine, *limits)
+        if size.rows == 1:
+            yield from _steps(options, "steps", size.name, found, *where, rotate=True, to=TO, counts=counts)
+    names = options.chosen(b.name for b in backends.table() if b.device == options.device)
+    for case in kernel_cases(sizes, list(OPS.values())) if names else ():
+        run = partial(ops.measure, case, options.machine, *limits, names)
+        yield Case("ops", case.name, names, lambda _, run=run: run())  # type: ignore[misc]
+
+
+def family(options: Options) -> Iterator[Case]:
+    """The optimizer part of a step of every variant of SAM, and of pytorch-optimizer's classes."""
+    found = variant_contenders(peers=options.device == "cpu")
+    for size in VARIANT_SIZES[options.device]:
+        many = max(size.steps // steps.INTERVAL * steps.INTERVAL, steps.INTERVAL)
+        where = (size, options.machine, options.number(15))
+        yield from _steps(options, "variants", size.name, found, *where, steps=many, to=("SAM",), counts=("calls",))
+
+
+def worth(options: Options) -> Iterator[Case]:
+    """The accuracy of SAM's variants on small tasks, next to SGD's."""
+    for task in TASKS:
+        for name in dict.fromkeys(["SGD", *options.chosen(accuracy.contenders())]):
+            run = partial(accuracy.measure, task, name, options.quick)
+            yield Case("accuracy", task, [name], lambda _, run=run: run())  # type: ignore[misc]
+
+
+def profiled(options: Options) -> Iterator[Case]:
+    """Nsight Compute on norm, perturbation, update and a row program."""
+    yield Case("ncu", "Nsight Compute", (), lambda _: {"rows": ncu.measure()})
+
+
+QUESTIONS: dict[str, Callable[[Options], Iterator[Case]]] = {
+    "step": step, "variants": family, "kernels": kernels, 
+    "accuracy": worth, "federated": federated.all_of, "ncu": profiled,
+}  # fmt: skip

@@ -1,0 +1,118 @@
+"""The record of a measurement: where and how it was made, and cases with a row per contender.
+
+A record is JSON with `kind`, `device`, `environment`, `added` (later commands), `cases` and `left_out`. A case has a
+part, a name, a title, facts and `rows`. A row has a name and figures: numbers, or summaries (median and quartiles).
+A row without figures says why: `problem` (it failed or was wrong) or `absent` (it cannot run here).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import environment
+
+RESULTS = environment.ROOT / "bench" / "results"
+KINDS = ("step", "variants", "kernels", "federated", "accuracy", "ncu")
+FORMAT = "fastsam.bench.{}/2"
+HOW = ("command", "date", "commit")
+
+Record = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+
+def new(kind: str, device: str, quick: bool, command: str) -> dict[str, Any]:
+    """Return a record without cases."""
+    return {
+        "kind": FORMAT.format(kind), "device": device, "quick": quick, "environment": environment.facts(command),
+        "added": [], "cases": [], "left_out": [],
+    }  # fmt: skip
+
+
+def name_of(record: Record) -> str:
+    """Return the name of the record's file, without its suffix: "step", or "step-cuda" on a GPU."""
+    name = str(record["kind"]).removeprefix("fastsam.bench.").removesuffix("/2")
+    return f"{name}-{record['device']}" if record["device"] != "cpu" else name
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the record of a file. Raises ValueError if it is not a file that a benchmark wrote."""
+    try:
+        record = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); expected a results file of a benchmark") from error
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in {FORMAT.format(name) for name in KINDS}:
+        raise ValueError(f"{path} holds {kind!r}, expected {FORMAT.format('NAME')}, NAME of {', '.join(KINDS)}")
+    return dict(record)
+
+
+def write(record: Record, path: Path) -> None:
+    """Write a record as JSON, so that a run that is stopped leaves the last complete file."""
+    part = path.with_name(f"part-{path.name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def failed(row: Row) -> bool:
+    """Return whether a row has a reason in place of figures."""
+    return bool(row.get("problem") or row.get("absent"))
+
+
+def rows(record: Record) -> Iterator[Row]:
+    """Yield the rows of all cases."""
+    for case in record["cases"]:
+        yield from case["rows"]
+
+
+def figure(row: Any, path: str) -> Any:
+    """Return a figure, such as "eager.to.copied"; None if the row has none."""
+    for key in path.split("."):
+        row = row.get(key) if isinstance(row, Mapping) else None
+    return row
+
+
+def median(row: Any, path: str) -> Any:
+    """Return the median of a summary, or a plain number; None if the row has none."""
+    found = figure(row, path)
+    return found["median"] if isinstance(found, Mapping) else found
+
+
+def find(record: Record, case: Record) -> dict[str, Any] | None:
+    """Return the record's case of the same part and name."""
+    same = (one for one in record["cases"] if (one["part"], one["name"]) == (case["part"], case["name"]))
+    return next(same, None)
+
+
+def add(record: dict[str, Any], case: dict[str, Any]) -> None:
+    """Add a case. Rows of a known case are added or replaced, but a failure does not replace figures."""
+    known = find(record, case)
+    if known is None:
+        record["cases"].append(case)
+        return
+    merged = {row["name"]: row for row in known["rows"]}
+    for row in case["rows"]:
+        if row["name"] not in merged or failed(merged[row["name"]]) or not failed(row):
+            merged[row["name"]] = row
+    known.update(case | {"rows": list(merged.values())})
+
+
+def join(record: dict[str, Any], later: Record) -> dict[str, Any]:
+    """Add the cases of a later record. Raises ValueError if the two were not made on like machines."""
+    was, now = (
+        f"{e['machine']['cores']} cores of {e['machine']['cpu']}, {', '.join(e['machine'].get('gpus', ['no GPU']))}, "
+        f"torch {e['versions']['torch']}{', quick' * one['quick']}"
+        for one in (record, later)
+        for e in [one["environment"]]
+    )
+    if was != now:
+        raise ValueError(f"what was measured on {now} cannot be added to a record of {was}: keep them apart")
+    record["added"] += [{key: later["environment"][key] for key in HOW}, *later["added"]]
+    record["left_out"] = [*record["left_out"], *later["left_out"]]
+    for case in later["cases"]:
+        add(record, case)
+    return record

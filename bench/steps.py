@@ -1,0 +1,163 @@
+"""The optimizer part of whole steps, contenders interleaved: eager, and on CUDA replayed from graphs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from bench import gate, memory
+from bench.contenders import Contender, Stepper
+from bench.problem import Gradients, Size, initial_weights
+from bench.timing import ROTATION, Machine, Summary, interleave
+
+TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
+MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
+HOST_STEPS = 50
+INTERVAL = 10  # steps: two intervals of SAM(interval=5), one of the other variants that do not perturb in every step
+VIEWS = (
+    "as_strided", "view", "detach", "slice", "select", "reshape", "alias", "unbind", "split", "empty", "result_type",
+    "item", "_local",
+)  # fmt: skip
+
+
+class Fleet:
+    """Steppers of one contender that take their steps in turn, so that no step finds in the cache what the last one
+    left."""
+
+    def __init__(self, machine: Machine, steppers: Sequence[Stepper], gradients: Sequence[Gradients]) -> None:
+        self.machine, self.cold = machine, len(steppers) == MAX_STEPPERS
+        self.pairs = list(zip(steppers, gradients, strict=True))
+        self.passes = 0
+
+    def steps(self) -> None:
+        """Take a step of each."""
+        for stepper, gradients in self.pairs:
+            for phase in stepper.phases():
+                stepper.take(gradients, self.passes)
+                self.passes += 1
+                phase()
+
+    def eager(self, steps: int = 1) -> float:
+        """Return the seconds per step over `steps` steps of each; handing over the gradients is not on the clock. A
+        sample of several steps begins with a step that is not timed and refills the caches."""
+        seconds: list[Callable[[], float]] = []
+        cold = self.cold
+        if steps > 1:
+            self.steps()
+        for _ in range(steps):
+            for stepper, gradients in self.pairs:
+                for phase in stepper.phases():
+                    stepper.take(gradients, self.passes)
+                    self.passes += 1
+                    seconds.append(self.machine.begin(phase, cold))
+                    cold = False
+        self.machine.wait()
+        return sum(taken() for taken in seconds) / len(self.pairs) / steps
+
+    def replay(self) -> Callable[[], float]:
+        """Return a function that samples the seconds per step of a graph with a step of each."""
+        replay = self.machine.capture(self.steps)
+        return lambda: self.machine.sample(replay, self.cold, queued=True) / len(self.pairs)
+
+    def host_seconds(self, changed: bool) -> float:
+        """Return the median time that the host needs for a step while the device works on."""
+        stepper, gradients = self.pairs[0]
+        taken = []
+        self.machine.wait()
+        for step in range(HOST_STEPS):
+            spent = 0.0
+            for i, phase in enumerate(stepper.phases()):
+                stepper.take(gradients, 2 * step + i if changed else i)
+                start = time.perf_counter()
+                phase()
+                spent += time.perf_counter() - start
+            taken.append(spent)
+        self.machine.wait()
+        return Summary.of(taken[HOST_STEPS // 5 :]).median
+
+    def calls(self) -> dict[str, float]:
+        """Return the kernels of ours, and torch's calls, of a step: the mean over an interval."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(INTERVAL):
+                self.steps()
+        either = ("fastsam::", "aten::")
+        events = [e for e in profiler.events() if not (e.cpu_parent and e.cpu_parent.name.startswith(either))]
+        own = sum(event.name.startswith("fastsam::") for event in events)
+        other = sum(e.name.startswith("aten::") and not any(view in e.name for view in VIEWS) for e in events)
+        return {"kernels": own / INTERVAL, "torch_calls": other / INTERVAL}
+
+
+def measure(
+    chosen: Sequence[Contender],
+    size: Size,
+    machine: Machine,
+    rounds: int,
+    most: float = math.inf,
+    *,
+    steps: int = 1,
+    rotate: bool = False,
+    to: Sequence[str] = (),
+    counts: Sequence[str] = ("memory",),
+) -> dict[str, Any]:
+    """Measure contenders on one size and return the case.
+
+    Args:
+        most (float): seconds after which no round begins.
+        steps (int): number of steps of a sample.
+        rotate (bool): use as many steppers as keep their operands out of the caches.
+        to: names of contenders with whose times all others are compared.
+        counts: what is measured besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and "replays"
+            with the host's time.
+    """
+    wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
+    weights = initial_weights(size.shapes, device=machine.device)
+    sets = [Gradients(size.shapes, 1 + i, machine.device) for i in range(min(max(wanted, 1), MAX_STEPPERS))]
+    green, red = gate.check([c for c in chosen if not c.absent], weights, sets[0])
+    rows, samples = dict[str, dict[str, Any]](), dict[str, Callable[[], float]]()
+
+    def prepare(contender: Contender) -> dict[str, Any]:
+        """Return what is counted of a contender, and add its samples."""
+        name, found = contender.name, dict[str, Any]()
+        if "memory" in counts:
+            extra = memory.peak_extra_bytes(contender, weights, sets[0])
+            found["extra_bytes_per_parameter"] = round(extra / size.parameters, 2)
+        fleet = Fleet(machine, [green[name], *(contender.build(weights) for _ in sets[1:])], sets)
+        for _ in range(2):
+            fleet.steps()
+        samples[f"{name} eager"] = partial(fleet.eager, steps)
+        if "calls" in counts and not machine.cuda and contender.backend:
+            found |= fleet.calls()
+        if "launches" in counts and machine.cuda:
+            found["launches"] = machine.launches(Fleet(machine, [green[name]], sets[:1]).steps)
+        if "replays" in counts and machine.cuda:
+            found["host_seconds"] = {"unchanged": fleet.host_seconds(False), "changed": fleet.host_seconds(True)}
+            try:
+                samples[f"{name} replayed"] = fleet.replay()
+            except RuntimeError as error:
+                found["not_replayed"] = str(error).splitlines()[0]
+        return found
+
+    for contender in chosen:
+        name = contender.name
+        rows[name] = row = {"name": name, "title": contender.title, "ours": bool(contender.backend)}
+        if name not in green:
+            row |= {"problem": red[name]} if name in red else {"absent": contender.absent}
+            continue
+        row |= {"floor_bytes": contender.floor}
+        try:
+            row |= prepare(contender)
+        except RuntimeError as error:  # such as too little memory: it costs this row
+            row["problem"] = f"raised {type(error).__name__}: {error}".splitlines()[0]
+    taken = interleave(samples, rounds, machine.copy_bandwidth, most)
+    rivals = {contender.name: contender.rival for contender in chosen if contender.rival}
+    for key in taken.seconds:
+        name, _, how = key.rpartition(" ")
+        others = {other: f"{other} {how}" for other in to}
+        others |= {"ours": f"{rivals[name]} {how}"} if name in rivals else {}
+        rows[name][how] = taken.figures(key, rows[name]["floor_bytes"] * size.parameters, others)
+    return {**size.facts, "steps": steps, "sets": len(sets), **taken.facts, "rows": list(rows.values())}

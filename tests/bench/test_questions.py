@@ -1,0 +1,352 @@
+"""The benchmarks: each runs with `--quick`, and its gate refuses a wrong contender; what is on the clock."""
+
+from __future__ import annotations
+
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import __main__ as command
+from bench import case as cases
+from bench import gate, memory, ops, steps
+from bench import record as records
+from bench.contenders import (
+    VARIANTS,
+    Contender,
+    DeviceForeachStepper,
+    FlatStepper,
+    ForeachStepper,
+    OptimizerStepper,
+    Stepper,
+    contenders,
+    variant_contenders,
+)
+from bench.copied_sam import CopiedSAM
+from bench.kernel_cases import OPS, STEP, KernelCase, kernel_cases
+from bench.kernel_data import MAX_SETS, Operator
+from bench.problem import KERNEL_SIZES, LR, MOMENTUM, RHO, SIZES, WEIGHT_DECAY, Gradients, Size, initial_weights
+from bench.questions import QUESTIONS
+from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
+from fastsam import SAM, backends, variants
+from fastsam_kernels import reference
+from tests.helpers.bench_machine import Small
+
+TINY = Size("tiny", "tiny", ((40, 25), (40,), (), (3, 0)), steps=2, rounds=3)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with intra_op_threads(1):
+        yield
+
+
+# ---- the command
+
+QUICK = {
+    "step": ["--cases", "small_cnn-1", "--rows", "flat", "copied", "fastsam_foreach"],
+    "variants": ["--cases", "small_cnn"],
+    "kernels": ["--cases", "steps/50k", "norm-50k-*"],
+    "accuracy": ["--cases", "cancer", "--rows", "SAM"],
+    "federated": ["--cases", "speed/MLP, fedavg", "--rows", "fastsam, sequential"],
+}
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize("question", QUICK)
+def test_a_quick_run_gives_a_figure_for_every_row(
+    question: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "Machine", Small)
+    assert command.main([question, "--quick", "--rounds", "2", *QUICK[question], "--out", str(tmp_path)]) == 0
+    record = records.read(tmp_path / f"{question}.json")
+    assert record["quick"] and record["cases"]
+    rows = list(records.rows(record))
+    assert {row["name"] for row in rows if records.failed(row)} <= {"fastsam_triton", "triton"}
+    assert all(row["name"] in capsys.readouterr().out or True for row in rows)
+    assert set(QUICK) | {"ncu"} == set(QUESTIONS)
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["step", "--cases", "resnet81"], "no case has these names: ['resnet81']"),
+        (["step", "--rows", "flatt"], "no case has these names"),
+        (["step", "--rounds", "0"], "--rounds takes whole numbers from 1, got 0"),
+        (["federated", "--peer", "tff=/bin/true"], "--peer takes NAME=PYTHON of flower"),
+        (["steps"], "invalid choice: 'steps'"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.parse(arguments)
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_run_adds_what_a_file_lacks_and_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "Machine", Small)
+    run = ["kernels", "--quick", "--rows", "reference", "--add", "--out", str(tmp_path), "--cases"]
+    path = tmp_path / "kernels.json"
+    assert command.main([*run, "norm-50k-flat"]) == 0
+    first = records.read(path)
+    assert command.main([*run, "norm-50k-*"]) == 0
+    record = records.read(path)
+    assert [case["name"] for case in record["cases"]] == ["norm-50k-flat", "norm-50k-scattered"]
+    assert record["cases"][0] == first["cases"][0] and len(record["added"]) == 1
+    assert command.main([*run, "inner-50k-flat", "--seconds", "-1"]) == 1
+    assert records.read(path)["left_out"] == ["inner-50k-flat"]
+    assert "no time left for inner-50k-flat" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="cannot be added"):
+        command.main([word for word in run if word != "--quick"] + ["norm-50k-flat"])
+
+
+# ---- the gate
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize("size", [TINY, SIZES["small_cnn"]], ids=lambda size: size.name)
+def test_contenders_and_variants_agree_with_the_reference(size: Size) -> None:
+    everybody = [c for c in (*contenders().values(), *variant_contenders(peers=False).values()) if not c.absent]
+    chosen = [c for c in everybody if not c.compiles and not c.name.startswith("pytorch")]
+    green, red = gate.check(chosen, initial_weights(size.shapes), Gradients(size.shapes))
+    assert red == {} and list(green) == [c.name for c in chosen]
+
+
+class NotRestored(ForeachStepper):
+    """Steps from the perturbed weights."""
+
+    def second(self) -> None:
+        self.optimizer.step()
+
+
+class Poisoned(FlatStepper):
+    """One weight becomes NaN."""
+
+    def second(self) -> None:
+        super().second()
+        self.data[7] = float("nan")
+
+
+class Raising(FlatStepper):
+    def second(self) -> None:
+        raise RuntimeError("this one does not work here")
+
+
+def _sam(**changed: float) -> Callable[[Sequence[Tensor]], OptimizerStepper]:
+    options = {"rho": RHO, "lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY, **changed}
+    return lambda weights: OptimizerStepper(weights, lambda p: CopiedSAM(p, torch.optim.SGD, **options))
+
+
+WRONG = {
+    "rho off by a thousandth": (_sam(rho=RHO * 1.001), "perturbation of step 1: tensor 0 has "),
+    "momentum off by a thousandth": (_sam(momentum=MOMENTUM * 0.999), "weights after step 2: tensor 0 has "),
+    "no weight decay": (_sam(weight_decay=0.0), "weights after step 1: tensor 0 has "),
+    "not restored": (NotRestored, "weights after step 1: tensor 0 has "),
+    "NaN": (Poisoned, "weights after step 1: tensor 0 has nan where "),
+    "raising": (Raising, "raised RuntimeError: this one does not work here"),
+}
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_contender_gets_a_reason_and_no_time(name: str) -> None:
+    build, message = WRONG[name]
+    case = steps.measure([Contender("wrong", "wrong", build), contenders()["flat"]], TINY, Small(), 3, to=("flat",))
+    first, second = case["rows"]
+    assert message in first["problem"] and "eager" not in first
+    assert second["eager"]["to"]["flat"]["median"] == 1.0
+
+
+@pytest.mark.of_each_kind
+@pytest.mark.parametrize("change", ["sum", "one element", "backup", "nan", "raises"])
+def test_a_wrong_op_gets_a_reason_and_no_figure(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = types.ModuleType("wrong")
+
+    def norm_(sumsq: torch.Tensor, grads: Any, *rest: Any) -> None:
+        reference.norm_(sumsq, grads, *rest)
+        sumsq.mul_(1.0001)
+
+    def perturb_(params: Any, backup: torch.Tensor, grads: Any, *rest: Any) -> None:
+        reference.perturb_(params, backup, grads, *rest)
+        if change == "raises":
+            raise RuntimeError("not today")
+        target, at, value = {"backup": (backup[:, 0], 0, 1e-5), "nan": (params[0].view(-1), 0, torch.nan)}.get(
+            change, (params[0].view(-1), 3, 1e-5)
+        )
+        target[at] += value
+
+    wrong.norm_, wrong.perturb_ = norm_, perturb_  # type: ignore[attr-defined]
+    entry = backends.Backend("native", "cpu", "reference", lambda: None)
+    monkeypatch.setattr(backends.Backend, "load", lambda self: wrong if self is entry else reference)
+    good = backends.Backend("reference", "cpu", "reference", lambda: None)
+    monkeypatch.setattr(backends, "table", lambda: (entry, good))
+    op = OPS["norm" if change == "sum" else "perturb"]
+    bad, fine = ops.measure(KernelCase(op, TINY, "scattered"), Small(), 3, 10.0)["rows"]
+    assert bad["problem"] and "eager" not in bad and fine["eager"]["seconds"]["median"] > 0
+
+
+@pytest.mark.parametrize("layout", ["scattered", "flat"])
+def test_the_gate_of_an_op_leaves_the_input(layout: str) -> None:
+    def tensors(operator: Operator) -> list[Tensor]:
+        values = operator.sets[0].values()
+        return [t.clone() for value in values for t in ([value] if isinstance(value, Tensor) else value)]
+
+    for backend in (b for b in backends.table() if b.device == "cpu" and b.name != "triton" and b.available):
+        for op in (op for op in OPS.values() if hasattr(backend.load(), op.function)):
+            operator = Operator(KernelCase(op, Size("rows2", "", ((20, 9), (7,)), rows=2), layout), CPU, 1)
+            before = tensors(operator)
+            assert operator.gate(backend.load()) is None, op.name
+            assert all(torch.equal(a, b) for a, b in zip(before, tensors(operator), strict=True)), op.name
+
+
+# ---- what is measured
+
+
+class Sleepy(Stepper):
+    """Handing over gradients takes 20 ms, a phase takes 2 ms."""
+
+    def take(self, gradients: Gradients, index: int) -> None:
+        time.sleep(0.02)
+
+    def phases(self) -> Sequence[Callable[[], object]]:
+        return (lambda: time.sleep(0.002),) * 2
+
+
+def test_handing_over_gradients_is_not_on_the_clock() -> None:
+    fleet = steps.Fleet(Small(), [Sleepy()], [Gradients(TINY.shapes)])
+    assert 0.004 <= fleet.eager(2) < 0.02
+
+
+@pytest.mark.of_each_kind
+def test_rounds_interleave_and_end_in_time() -> None:
+    order: list[str] = []
+    samples = {name: (lambda name=name: order.append(name) or 1.0) for name in "abc"}
+    taken = interleave(samples, 3, lambda: 5.0)
+    assert "".join(order) == "abc" + "abc" + "bca" + "cab"  # the first three warm up
+    assert taken.copies == [5.0] * 3 and all(len(seconds) == 3 for seconds in taken.seconds.values())
+    assert taken.figures("a", 10, {"b": "b"})["fraction"]["median"] == 2.0
+    assert len(interleave(samples, 100, most=0.0).seconds["a"]) == 3, "as few as there may be"
+    # Everything ten times slower in the second round: the paired ratio does not see it.
+    assert Summary.of_ratios([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == Summary(2.0, 2.0, 2.0)
+
+
+class Hungry(FlatStepper):
+    """Two more copies of the weights kept, and three at once now and then."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        super().__init__(weights)
+        self.kept = [torch.empty_like(self.data) for _ in range(2)]
+
+    def first(self) -> None:
+        held = [torch.empty_like(self.data) for _ in range(3)]
+        super().first()
+        held.clear()
+
+
+def test_memory_is_the_peak_of_state_and_temporaries() -> None:
+    size = SIZES["small_cnn"]
+    weights, gradients = initial_weights(size.shapes), Gradients(size.shapes)
+    plain, hungry = (
+        memory.peak_extra_bytes(Contender("", "", build), weights, gradients) / size.parameters
+        for build in (FlatStepper, Hungry)
+    )
+    assert plain == pytest.approx(8.0, abs=0.1)  # momentum, and the saved copy
+    # The peak is in the second step's first(): momentum is there by then.
+    assert hungry - plain == pytest.approx(4.0 * (2 + 3), abs=0.1)
+
+
+def test_a_machine_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "peak_extra_bytes", lambda *arguments: 8 * TINY.parameters)
+    chosen, counts = [contenders()[name] for name in ("foreach", "copied")], ("memory", "launches", "replays")
+    case = steps.measure(chosen, TINY, Small(cuda=True), 3, to=("copied",), counts=counts)
+    for row in case["rows"]:
+        assert row["launches"] == 3 and row["extra_bytes_per_parameter"] == 8.0
+        assert row["host_seconds"]["unchanged"] > 0 and row["host_seconds"]["changed"] > 0
+        assert all(row[how]["to"]["copied"]["median"] > 0 for how in ("eager", "replayed"))
+    machine = Small(cuda=True)
+    found = ops.measure(
+        KernelCase(OPS["update"], Size("rows100", "", TINY.shapes, rows=2), "scattered"), machine, 3, 9.0
+    )
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["reference"]["launches"] == 3 and "replayed" not in rows["reference"]
+    replayed = sum("replayed" in row for row in rows.values())
+    assert replayed and machine.captured == replayed
+    assert machine.queued == found["rounds"] + replayed * (1 + found["rounds"]), "replays begin behind other work"
+
+
+def test_the_peer_of_the_device_is_the_one_by_hand() -> None:
+    """The same perturbation without reading the norm on the host."""
+    weights, gradients = initial_weights(TINY.shapes), Gradients(TINY.shapes)
+    both = DeviceForeachStepper(weights), ForeachStepper(weights)
+    for stepper in both:
+        for index in range(4):
+            stepper.take(gradients, index)
+            stepper.phases()[index % 2]()
+    for a, b in zip(both[0].weights(), both[1].weights(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.of_each_kind
+def test_the_launch_of_a_replay_is_off_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an emulated device: a queue with a time, in microseconds, which the host fills and does not wait for."""
+    log, now = [], {"host": 0.0, "device": 0.0}
+
+    def queue(what: str, microseconds: float, call: float = 10.0) -> float:
+        log.append(what)
+        now["host"] += call
+        now["device"] = max(now["device"], now["host"]) + microseconds
+        return now["device"]
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.record = lambda: setattr(self, "at", queue("event", 0.0, call=1.0))
+
+        def elapsed_time(self, last: Any) -> float:
+            return (last.at - self.at) / 1e3  # type: ignore[attr-defined,no-any-return]
+
+    def read(name: str) -> Any:
+        return types.SimpleNamespace(max=lambda: queue(name, 250.0))
+
+    machine: Any = object.__new__(Machine)
+    machine.cuda, machine._source, machine._sweep = True, read("read"), read("sweep")
+    machine.wait = lambda: now.update(host=max(now.values()))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    replay = lambda: queue("body", 5.0, call=100.0)  # noqa: E731 - its launch takes the host far longer than the device
+    assert machine.sample(replay, queued=True) == pytest.approx(5e-6)
+    assert machine.sample(replay) > 100e-6, "what an idle device would do to a replay too"
+    assert machine.sample(replay, cold=True, queued=True) == pytest.approx(5e-6)
+    timed = ["event", "body", "event"]
+    assert log == ["read", "read", *timed, *timed, "read", "read", "sweep", *timed]
+
+
+# ---- the cases
+
+
+@pytest.mark.of_each_kind
+def test_every_kernel_case_once_and_what_matters_first() -> None:
+    found = list(kernel_cases(list(KERNEL_SIZES.values()), list(OPS.values())))
+    names = [case.name for case in found]
+    assert len(set(names)) == len(names)
+    whole = [size for size in KERNEL_SIZES if not size.startswith("cut")]
+    wanted = {f"{op}-{size}-{layout}" for op in OPS for size in whole for layout in ("scattered", "flat")}
+    assert wanted - set(names) == {f"accumulate-{size}-scattered" for size in whole}, "it knows whole fields only"
+    first = names.index("norm-resnet18-flat")
+    assert all(case.op.name in STEP and case.layout == "scattered" for case in found[:first])
+    case = KernelCase(OPS["perturb"], TINY, "flat")
+    assert len(Operator(case, CPU, cache_bytes=8192).sets) == -(-ROTATION * 8192 // (3 * 4 * TINY.parameters))
+    assert len(Operator(case, CPU, cache_bytes=1 << 30).sets) == MAX_SETS
+
+
+def test_every_variant_is_there() -> None:
+    found = (getattr(variants, name) for name in variants.__all__)
+    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, SAM)}
+    assert {type(sam) for sam, *_ in VARIANTS.values()} == kinds
