@@ -107,10 +107,11 @@ def update_calls(
     found_inf: Tensor | None,
     first: bool,
     keep: bool,
+    sumsq_v: Tensor | None = None,
 ) -> list[partial[Any]]:
     """`update_` as calls to make in order: without a line of Python in them, so that no signal is handled between
     them."""
     operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
-    options = None, None, grad_scale, found_inf, first, keep, None
+    options = None, sumsq_v, grad_scale, found_inf, first, keep, None
     # The overload itself is Python around `_op`, where an interrupt would come after the update was made.
     return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]

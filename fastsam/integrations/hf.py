@@ -71,10 +71,19 @@ class SAMTrainerMixin(Base):
             )
         optimizer = super().create_optimizer(model)
         try:
-            unwrap_optimizer(optimizer)
+            sam = unwrap_optimizer(optimizer)
         except TypeError as error:
             raise ValueError(f"SAMTrainer: {error}. To have it made, pass variant=fastsam.variants.SAM()") from error
+        if sam.combines_gradients and self.args.max_grad_norm > 0:
+            sam.max_grad_norm = self.args.max_grad_norm
         return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Return the norm of the second gradient. It is clipped here, unless the variant combines both gradients: then
+        the optimizer clips the combination."""
+        if unwrap_optimizer(self.optimizer).combines_gradients:
+            return self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+        return super()._clip_grad_norm(model)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first

@@ -55,6 +55,7 @@ class _Hooks:
 
     def __init__(self) -> None:
         self._log: Any = None
+        self._limit: Any = None  # of the trainer, which the optimizer has in its place
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         opt = _the_optimizer(trainer)
@@ -62,6 +63,10 @@ class _Hooks:
         if not pl_module.automatic_optimization:
             return
         _refuse_what_cannot_work(trainer)
+        norm = getattr(trainer.gradient_clip_algorithm, "value", None) in (None, "norm")
+        if opt.combines_gradients and trainer.gradient_clip_val and norm:
+            opt.max_grad_norm = self._limit = trainer.gradient_clip_val
+            trainer.gradient_clip_val = None
         if not opt._statistics.modules:
             opt._statistics = Statistics(pl_module)
             opt._follow_modules()
@@ -91,6 +96,8 @@ class _Hooks:
         _the_optimizer(trainer).eval()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._limit is not None:
+            trainer.gradient_clip_val, self._limit = self._limit, None
         if self._log is not None:
             del pl_module.log  # the instance's; the class has its own
             self._log = None

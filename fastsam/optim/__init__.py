@@ -1,14 +1,13 @@
-"""`FusedSAM` and what it stands on; `Lion`, which torch does not have.
+"""`FusedSAM`, its variants and schedules; `Lion`, which torch does not have.
 
-`fused_sam` is the class, `turns` which of a step's calls comes next, `variants/` the SAM family; `engine` makes a
-step's two passes, `one_pass` the steps of variants whose weights rest at a perturbed point, `modes` moves those to the
-clean weights and back, `mixing` is what updates
-see of the gradients; `amp` asks a GradScaler what it did; `buffers` follows the parameters from step to step,
-`parameters` says which tensors can be optimized, `rules` what the base optimizer's update is, `scalars` keeps the
-numbers of a step on the device, `bucket` (with `selection`) gathers tensors into calls of the kernels, `exclusive`
-lends parameters the memory of their perturbed weights,`watch` notices what happened to the parameters between steps,
-`sharded` is what parameters split among ranks need, `leftover` gradients that a closure's step would take away,
-`statistics` is what the second pass leaves alone, `saving` is state dicts and pickling, `checkpoint` what is in them.
+`fused_sam` is the class, with `step_phase` (the order of calls), `param_groups`, `state_dict` and `state_dict_format`.
+`variants/` is the SAM family, `rho_scheduler` schedules of rho.
+`engine` makes the two passes of a step, `one_pass` the steps of variants with one pass, and `mixing` combines their
+gradients; `update` and `rules` are the calls of an update, `scalars` the numbers of a step on the device.
+`buffers` follows the parameters with `param_guard`; `bucket` has those of one dtype, `selection` those of a call,
+`backup` their unperturbed weights, `storage_swap` other memory for perturbed ones. `parameters` checks tensors.
+`amp`, `sharded`, `statistics`, `early`, `leftover` and `clip_check` serve GradScalers, ranks, BatchNorm, updates in the
+backward pass, and two warnings.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from fastsam.optim.watch import parameters_of
+from fastsam.optim.parameters import parameters_of
 
 
 class LeavesScalingToStep:
@@ -33,6 +33,11 @@ MESSAGE = (
     "Leave it out (the perturbation is normalised, so the first gradient needs no unscaling); to clip, call "
     "scaler.unscale_(optimizer) after the "
     "second backward pass. scaler.update() makes this scaler ready for the next step"
+)
+
+SHARDED = (
+    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's "
+    "MixedPrecisionPolicy), which needs none, with skip_nonfinite=True for steps that are not finite"
 )
 
 
@@ -73,14 +78,14 @@ class Scaling:
         return self.saved if scaler is None else scaler._scale  # there is no way to ask that does not wait
 
 
-def forget_scales(optimizer: Optimizer) -> None:
+def forget_scales(optimizer: Any) -> None:
     """A GradScaler takes its attributes away only after a step that succeeded, and would multiply with them in the
     next."""
     for name in ("grad_scale", "found_inf"):
         optimizer.__dict__.pop(name, None)
 
 
-def refuse_closure(optimizer: Optimizer, one_pass: bool = False) -> None:
+def refuse_closure(optimizer: Any, one_pass: bool = False) -> None:
     """Raises RuntimeError when a GradScaler makes this step."""
     if hasattr(optimizer, "grad_scale"):
         forget_scales(optimizer)

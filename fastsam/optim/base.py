@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.scalars import NUMBERS, OWN_OPTIONS, check_number
-from fastsam.optim.watch import parameters_of
 from fastsam_kernels.rules import RULES
 
 OURS = (
@@ -20,6 +20,7 @@ OURS = (
     "base_kwargs",
     *OWN_OPTIONS,
     "backend",
+    "max_grad_norm",
     "skip_nonfinite",
     "stochastic_rounding",
     "assume_no_alias",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from operator import is_
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -17,15 +16,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fastsam.optim import parameters
-from fastsam.optim.bucket import MEMORY, Bucket, buckets_of
-from fastsam.optim.checkpoint import Weights, restore_weights, saved_weights
-from fastsam.optim.mixing import Call
+from fastsam.optim.backup import Target
+from fastsam.optim.bucket import MEMORY, Bucket, Call, buckets_of
+from fastsam.optim.param_guard import ParamGuard, any_gradient
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.rules import Group, Rule, rule_of
 from fastsam.optim.scalars import Scalars
 from fastsam.optim.sharded import drop_gathered, gathering, local
+from fastsam.optim.state_dict_format import Weights, restore_weights, saved_weights
 from fastsam.optim.update import FusedUpdate, State
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
-from fastsam.optim.watch import Steady, Watch, any_gradient, parameters_of, steady_of
 from fastsam.step import Mix
 
 
@@ -60,6 +60,7 @@ class Buffers:
         # So many were made: the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
+        self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self.phase = Phase.IDLE
         self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
         self.buckets: list[Bucket] = []
@@ -68,8 +69,7 @@ class Buffers:
         self.left_out: list[Tensor] = []  # parameters that have no buffers
         self._decided: set[int] = set()  # ids of the parameters of which this is known
         self._updates: list[FusedUpdate] = []
-        self._watch: Watch | None = None
-        self._steady: Steady | None = None  # of the last look, if it may be shortened
+        self._guard: ParamGuard | None = None
         self._carried: Weights = {}
         self._ref = ref(self)
 
@@ -95,27 +95,25 @@ class Buffers:
         assert self.sumsq is not None
         return self.sumsq
 
-    def look(self) -> list[Call]:
+    def collect_grads(self) -> list[Call]:
         """Brings the buffers in line with the parameters, their options and their state, and finds the gradients that
         are there. Raises RuntimeError for unusable ones and, in a first pass, when the model was given other
         parameters."""
         groups, state = self.base.param_groups, self.base.state
-        self._come_home()
+        self._swap_back()
         if torch.compiler.is_compiling():  # a compiled step is guarded by torch against what the other looks for
-            self._follow()
+            self._sync_params()
             self._admit()
             self._refresh_options(groups)
             return [(bucket, *bucket.gather()) for bucket in self.buckets]
-        steady = self._steady
-        grads = None if steady is None else steady.gradients(groups, state)
-        if grads is None:
-            self._follow()
+        first, guard = self.one_pass or self.phase is Phase.IDLE, self._guard
+        calls = None if guard is None else guard.gradients(groups, state, first)
+        if calls is None:
+            self._sync_params()
             self._admit()
-            self._follow_state(groups, state)
-        watch = self._watch
-        assert watch is not None
-        first = self.one_pass or self.phase is Phase.IDLE
-        if first and (abandoned := watch.abandoned()):
+            self._sync_state(state)
+        assert self._guard is not None
+        if first and (abandoned := self._guard.abandoned()):
             raise RuntimeError(
                 f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other "
                 f"ones, as "
@@ -124,11 +122,9 @@ class Buffers:
                 "load this one's state_dict() into it"
             )
         self._refresh_options(groups)
-        if grads is not None and self._steady is steady:
-            bucket = self.buckets[0]
-            return [(bucket, bucket.whole, grads)]
-        calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
-        self._steady = self._steady_after(calls)
+        if calls is None or self._guard is not guard:
+            calls = [(bucket, *bucket.gather()) for bucket in self.buckets]
+            self._guard.expect(calls, first)
         return calls
 
     def _admit(self) -> None:
@@ -136,27 +132,23 @@ class Buffers:
         if self.left_out and any_gradient(self.left_out):
             self.rebuild()
 
-    def _come_home(self) -> None:
+    def _swap_back(self) -> None:
         """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they
         are."""
         if self.phase is not Phase.IDLE:
             for bucket in self.buckets:
-                bucket.come_home()
+                bucket.backup.swap_back()
 
     def _refresh_options(self, groups: list[Group]) -> None:
         if self._scalars.changed(groups):
             self._read_options()
         self._scalars.copy_live()
 
-    def _steady_after(self, calls: Sequence[Call]) -> Steady | None:
-        """For the next `look`, where the parameters have one dtype and this one took their very gradients."""
-        if len(calls) == 1:
-            bucket, selection, grads = calls[0]
-            if selection is bucket.whole and all(map(is_, grads, [p.grad for p in bucket.params])):
-                watch, left_out = self._watch, self.left_out
-                every = (watch.params, left_out) if watch is not None and left_out else None
-                return steady_of(self.base.param_groups, bucket.params, grads, self.base.state, every)
-        return None
+    def set_max_grad_norm(self, limit: float | None) -> None:
+        """Set the limit of the combined gradient, from the next step on."""
+        self.max_grad_norm = limit
+        if self._guard is not None:
+            self._scalars.set_max_grad_norm(limit)
 
     @torch._disable_dynamo
     def _read_options(self) -> None:
@@ -165,33 +157,35 @@ class Buffers:
         else:
             self._scalars.read(self.base.param_groups)
 
-    def _follow_state(self, groups: list[Group], state: State) -> None:
-        assert self._watch is not None
-        if not self._watch.same_state(state):
-            self._watch.note(groups, state)
+    def _sync_state(self, state: State) -> None:
+        assert self._guard is not None
+        if not self._guard.same_state(state):
+            self._guard.note_state(state)
             for update in self._updates:
                 update.forget()
 
-    def _follow(self) -> None:
+    def _sync_params(self) -> None:
         """Notices parameters that moved, were converted or replaced."""
-        if self._watch is None:
+        if self._guard is None:
             self.rebuild()
         elif torch.compiler.is_compiling():
             return
-        elif not self._watch.same_parameters(self.base.param_groups):
+        elif not self._guard.same_parameters(self.base.param_groups):
             self.rebuild()
-        elif not self._watch.same_memory():
+        elif not self._guard.same_memory():
             self._check_shapes()
-            midway = self.phase is not Phase.IDLE and any(bucket.in_place for bucket in self.buckets)
+            midway = self.phase is not Phase.IDLE and any(
+                bucket.backup.target is Target.PARAMS for bucket in self.buckets
+            )
             if midway or not all(bucket.fits() for bucket in self.buckets):
                 self.rebuild()
             else:
-                parameters.check(self._watch.params)
+                parameters.check(self._guard.params)
                 for bucket in self.buckets:
                     bucket.moved()
                 for update in self._updates:
                     update.forget()
-                self._watch = self._look(self._watch.params, self._watch.members)
+                self._guard = self._make_guard(self._guard.params, self.buckets, self.left_out)
 
     @torch._disable_dynamo
     def rebuild(self) -> None:
@@ -207,6 +201,7 @@ class Buffers:
         device = params[0].device if params else torch.device("cpu")
         rule = rule_of(self.base)
         scalars = Scalars(rule, groups, device, self._mix, self.variant.ahead is Ahead.MOMENTUM)
+        scalars.max_grad_norm = self.max_grad_norm
         scalars.read(groups)
         weights = {**self._carried, **self.saved()}
         left_out = self._without_buffers(params, weights)
@@ -223,14 +218,13 @@ class Buffers:
         self.perturbations = self.perturbations.to(device)
         sumsq = torch.zeros(1, dtype=torch.float64, device=device)
         self.sumsq = sumsq if self.sumsq is None else sumsq.copy_(self.sumsq)
-        absent = set(map(id, left_out))
-        members = [p for p in params if id(p) not in absent] if left_out else params
-        watch = self._look(params, members)
+        guard = self._make_guard(params, buckets, left_out)
         # From here on nothing can fail.
         self.rule, self._scalars, self.buckets, self._updates = rule, scalars, buckets, updates
-        self._watch, self._carried = watch, {}
+        self._guard, self._carried = guard, {}
         self.split = any(bucket.axes for bucket in buckets)
-        self._gathering = gathering(members) if any(bucket.sharded for bucket in buckets) else []
+        members = [p for bucket in buckets for p in bucket.params] if any(b.sharded for b in buckets) else []
+        self._gathering = gathering(members)
         self.left_out, self._decided = left_out, set(map(id, params))
 
     def _without_buffers(self, params: list[Tensor], weights: Weights) -> list[Tensor]:
@@ -239,12 +233,10 @@ class Buffers:
         fresh = [p for p in params if p.grad is None and p not in state and p not in weights]
         return [p for p in fresh if id(p) in before or not (p.requires_grad or id(p) in self._decided)]
 
-    def _look(self, params: list[Tensor], members: list[Tensor]) -> Watch:
-        # the groups, and the buckets or `left_out`
-        watch = Watch(params, 2, self._watch, None if members is params else members)
-        watch.note(self.base.param_groups, self.base.state)
-        self._steady = None
-        return watch
+    def _make_guard(self, params: list[Tensor], buckets: list[Bucket], left_out: list[Tensor]) -> ParamGuard:
+        guard = ParamGuard(self.base.param_groups, params, buckets, left_out, self._guard)
+        guard.note_state(self.base.state)
+        return guard
 
     def _check_shapes(self) -> None:
         for bucket in self.buckets:
@@ -263,11 +255,13 @@ class Buffers:
             return
         staying = set(map(id, params))
         for bucket in self.buckets:
-            bucket.restore_(bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying)))
+            bucket.backup.restore(
+                bucket.select(tuple(i for i in bucket.held.slots if id(bucket.params[i]) not in staying))
+            )
 
     def saved(self) -> Weights:
         """Copies of master weights and, while perturbed, of the unperturbed weights."""
-        if self._watch is None:
+        if self._guard is None:
             return self._carried
         return saved_weights(self.buckets, self.phase is not Phase.IDLE)
 
@@ -277,22 +271,22 @@ class Buffers:
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         if perturbed:
             _between.add(self._ref)
-        self._carried, self._watch, self._steady = weights, None, None
+        self._carried, self._guard = weights, None
         self.buckets, self._updates = [], []
         params = parameters_of(self.base.param_groups)
         self.left_out = [params[i] for i in left_out or ()]
         self._decided = set() if left_out is None else set(map(id, params))
 
     @torch._disable_dynamo
-    def make_state_(self) -> None:
+    def make_state(self) -> None:
         """The state that the base optimizer has after its first step, as it is before it: for those who fill it with
         one that was saved. Of the parameters that have a gradient."""
-        self._follow()
+        self._sync_params()
         self._admit()
         for update in self._updates:
             update.begin(self._scalars.kinds, self.base.state)
 
-    def _written(self) -> None:
+    def _invalidate_unsharded(self) -> None:
         """Drop what torch keeps of the weights of before: autocast's casts and gathered parameters."""
         if not torch.compiler.is_compiling():
             torch.clear_autocast_cache()  # else a region of autocast around both passes casts the weights once

@@ -29,13 +29,14 @@ RANKS = (
 )
 
 
-def refuse(base: Optimizer, variant: SAM, exclusive: bool, skip_nonfinite: bool) -> None:
-    """Raises ValueError where no update can be made before all gradients are there."""
+def refuse(base: Optimizer, variant: SAM, exclusive: bool, whole: dict[str, bool]) -> None:
+    """Raise ValueError if no update can be made before all gradients are there. whole: options that need all gradients,
+    and if they are given."""
     problem = None
     if not exclusive:
         problem = "without assume_no_alias=True: weights that the pass still reads would be overwritten; give both"
-    elif skip_nonfinite:
-        problem = "with skip_nonfinite=True, which needs all gradients before the first update; give one of them"
+    elif given := [name for name, is_given in whole.items() if is_given]:
+        problem = f"with {given[0]}, which needs all gradients before the first update; give one of them"
     elif type(variant) is not SAM:
         problem = f"with {type(variant).__name__}; it serves SAM and ASAM"
     elif rule_of(base) is None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import Bucket
+from fastsam.optim.bucket import Bucket, Call
 from fastsam.optim.buffers import Buffers, Phase
-from fastsam.optim.checkpoint import STEPS
 from fastsam.optim.early import Early
 from fastsam.optim.gradients import present
-from fastsam.optim.mixing import Call, Mixing, squares
-from fastsam.optim.rules import rule_of
+from fastsam.optim.mixing import Mixing, clip_in_memory, squares, with_norm
+from fastsam.optim.rules import UpdateInputs, rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import summed
+from fastsam.optim.state_dict_format import STEPS
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.conventions import FreedError, refuse_freed
 
@@ -33,7 +33,7 @@ UNREDUCED = (
 
 
 class Engine(Buffers):
-    """Every method either does its work or raises and leaves a phase from which `recover_` brings the original weights
+    """Every method either does its work or raises and leaves a phase from which `recover` brings the original weights
     back."""
 
     def __init__(
@@ -51,11 +51,13 @@ class Engine(Buffers):
         # own; groups that stay.
         learns = variant.memory in (Memory.DIRECTION, Memory.ORTHOGONAL)
         self.mixes = self.mixing.weighs or learns or bool(variant.between.reuse)
-        self.directs = variant.memory is Memory.DIRECTION
-        self.sized = variant.rho_fn is not None
+        self.directs = variant.has_direction
+        # An update reads another gradient, too.
+        self.combines = self.mixing.mix.keeps_first or bool(variant.between.reuse)
+        self.sized = variant.rho_fn is not None or variant.norm_degree != 2
         self.parts = type(variant).moves is not SAM.moves
         # What SAM does, and nothing else.
-        self.plain = self.always and not (self.mixes or self.sized or self.parts)
+        self.plain = self.always and not (self.mixes or self.directs or self.sized or self.parts)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
@@ -90,39 +92,45 @@ class Engine(Buffers):
         """Whether the step that begins, or is under way, perturbs."""
         return self.always or self.variant.perturbs(self.steps)
 
-    def perturb_(self, scale: Tensor | None = None, lent: bool = False) -> None:
-        """First pass: from the gradients to the perturbed point. scale: of a GradScaler, where it is known. lent: the
-        caller clears the gradients next, so that their memory may be used. Raises RuntimeError, before anything is
-        written, for unusable gradients."""
-        calls = self._calls = self.look()
+    def perturb(self, calls: list[Call], scale: Tensor | None, donate: bool) -> None:
+        """Move the weights to the perturbed point, with the gradients that `collect_grads` found.
+
+        Args:
+            calls: gradients of each bucket.
+            scale: loss scale of the gradients, None for 1 or if it is not known.
+            donate: the caller clears the gradients next, so that their memory may be used.
+
+        Raises RuntimeError, before anything is written, for unusable gradients.
+        """
+        self._calls = calls
         if self.split and not any(grads for _, _, grads in calls):
             raise RuntimeError(UNREDUCED)
         if not torch.compiler.is_compiling():
             self.begin_step()
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.backup.begin_step()
         if not self.plain:
             if not torch.compiler.is_compiling():
                 for _, _, grads in calls:
                     refuse_freed(grads)
             if not self.perturbs:
-                return self._stay()
-            calls = self._calls = self._directed_(calls, scale)
+                return self._skip_perturbation()
+            calls = self._calls = self._with_directions(calls, scale)
         if self._seed is not None:
             self._seed.add_(1)
-        self._move_(calls, scale, lent)
+        self._move(calls, scale, donate)
 
-    def _move_(self, calls: list[Call], scale: Tensor | None, lent: bool = False) -> None:
+    def _move(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
         """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
-        that are saved. lent: see `perturb_`."""
+        that are saved. donate: see `perturb`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
         alone = len(calls) == 1 and seed is None and not (self.sized or self.split)
         raw = None
         if alone:
             bucket, selection, grads = calls[0]
-            raw = bucket.leave(selection, grads, lent) or bucket.raw_calls(selection)
-        if raw is None or (self._scalars.adaptive and calls[0][0].masters):
-            self._norm_(calls)
+            raw = bucket.swap(selection, grads, donate) or bucket.raw_calls(selection)
+        if raw is None or (self._scalars.adaptive and calls[0][0].backup.is_master):
+            self._norm(calls)
             if self.variant.rho_fn is not None:
                 self._scalars.apply_rho_fn(self.variant.rho_fn, self._sum, scale)
             self.phase = phase
@@ -133,20 +141,20 @@ class Engine(Buffers):
             try:
                 bucket.norm_perturb_(raw, selection, grads, self._sum, self._scalars.adaptive)
             except FreedError:
-                self.phase = before  # to take back a perturbation, `recover_` would read the gradients
+                self.phase = before  # to take back a perturbation, `recover` would read the gradients
                 raise
         self.phase = Phase.PERTURBED
         self._calls = []
-        self._written()
+        self._invalidate_unsharded()
         if self.early is not None:
             self.early.made.clear()
             for bucket, selection, _ in calls:
-                if lent and bucket.away:
-                    self.early.listen(bucket, selection.slots, self._update_one_)
+                if donate and bucket.backup.is_swapped:
+                    self.early.listen(bucket, selection.slots, self._update_one)
 
-    def _update_one_(self, bucket: Bucket, slot: int) -> bool:
+    def _update_one(self, bucket: Bucket, slot: int) -> bool:
         """The update of a parameter whose second gradient is whole, while others wait for theirs. False: it is left to
-        `update_`."""
+        `update`."""
         groups, state = self.base.param_groups, self.base.state
         if self.phase is not Phase.PERTURBED or bucket not in self.buckets or rule_of(self.base) is not self.rule:
             return False
@@ -156,47 +164,48 @@ class Engine(Buffers):
             self._scalars.read(groups)
         self._scalars.copy_live()
         _, grads = present([bucket.params[slot].grad], [bucket.tensors[slot]], [bucket.numbers[slot]])
-        if not bucket.bring(slot):
+        if not bucket.backup.swap_back_one(slot):
             return False
         update = self._updates[self.buckets.index(bucket)]
         afterwards: list[partial[Any]] = []
-        ready = update.prepare(bucket.select((slot,)), grads, self._scalars.kinds, state, None, None, None, afterwards)
+        part, inputs = bucket.select((slot,)), UpdateInputs([])
+        ready = update.prepare(part, grads, self._scalars.kinds, state, inputs, afterwards)
         if any(map(partial.__call__, ready + afterwards)):
             raise RuntimeError(COULD_NOT)
         return True
 
-    def _come_home(self) -> None:
+    def _swap_back(self) -> None:
         if self.early is not None:
             self.early.stop()
-        super()._come_home()
+        super()._swap_back()
 
-    def _directed_(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
+    def _with_directions(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
         """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass
         needs them."""
         if self.parts:
-            calls = [self._moving(*call) for call in calls]
+            calls = [self._perturbed_subset(*call) for call in calls]
         if self.mixing.keeps_first:
             for bucket, selection, grads in calls:
                 bucket.keep_first_(selection, grads)
         return self.mixing.directed(calls, scale) if self.directs else calls
 
-    def _moving(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> Call:
+    def _perturbed_subset(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> Call:
         """Those of these parameters that the variant perturbs."""
         moves = list(map(self.variant.moves, self.base.param_groups))
         found = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if moves[bucket.groups[i]]]
         return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
 
-    def _stay(self) -> None:
+    def _skip_perturbation(self) -> None:
         """The first pass of a step that does not perturb: the weights are not saved, since nothing moves them."""
         for bucket in self.buckets:
             bucket.held = bucket.select(())
         self.phase, self._calls = Phase.PERTURBED, []
 
-    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
-        """Second pass, fused, with what `look` gave: the original weights back, and the step from them."""
+    def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
+        """Second pass, fused, with what `collect_grads` gave: the original weights back, and the step from them."""
         if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
-        perturbed, beside = self.always or self.perturbs, None
+        perturbed = self.always or self.perturbs
         if not perturbed:
             self._start(calls)
         if self.mixes:
@@ -204,21 +213,24 @@ class Engine(Buffers):
                 for _, _, grads in calls:
                     refuse_freed(grads)
             if perturbed:
-                reading = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
+                inputs = self.mixing.read(self._scalars, calls, self._sum, scales, found_inf)
             else:
-                reading = self.mixing.read_alone(self._scalars, calls, scales, found_inf)
-            calls, beside, found_inf = reading.calls, reading.beside, reading.found_inf
-        kinds, state, grad_scale = self._scalars.kinds, self.base.state, scales.second
+                inputs = self.mixing.read_alone(self._scalars, calls, scales, found_inf)
+        else:
+            inputs = UpdateInputs(calls, None, [], found_inf, scales.second)
+            if self.max_grad_norm is not None:
+                inputs = with_norm(self._scalars, inputs)
+        kinds, state = self._scalars.kinds, self.base.state
         ready: list[partial[Any]] = []
         afterwards: list[partial[Any]] = []
-        for update, (_, selection, grads) in zip(self._updates, calls):  # noqa: B905  (`strict` would cost time here)
-            ready += update.prepare(selection, grads, kinds, state, grad_scale, found_inf, beside, afterwards)
+        for update, (_, selection, grads) in zip(self._updates, inputs.calls):  # noqa: B905  (`strict` would cost time)
+            ready += update.prepare(selection, grads, kinds, state, inputs, afterwards)
         if self.mixes:
-            ready += reading.after
+            ready += inputs.after
             if perturbed:
                 ready += self.mixing.unit_calls(scales.first)
         if not self.always:
-            ready += self._following(calls, found_inf)
+            ready += self._following(inputs.calls, inputs.found_inf)
         ready += afterwards
         if torch.compiler.is_compiling():  # which unrolls loops, and calls no C function on functions
             for call in ready:
@@ -237,8 +249,8 @@ class Engine(Buffers):
                 update.put_back(before)
             raise
         for bucket in self.buckets:
-            bucket.note_versions()
-        self._written()
+            bucket.backup.note_update()
+        self._invalidate_unsharded()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls after an update: the step is counted."""
@@ -251,16 +263,14 @@ class Engine(Buffers):
         interrupt may find it half made."""
         if self.phase is Phase.IDLE:
             for bucket in self.buckets:
-                bucket.begin()
+                bucket.backup.begin_step()
                 bucket.held = bucket.select(())
         for bucket, selection, _ in calls:
-            bucket.in_place = bucket.updates_whole and not bucket.masters
-            if bucket.in_place:
-                selection.load()
+            bucket.backup.begin_unperturbed(selection, bucket.updates_whole)
         self.phase = Phase.PERTURBED
 
     @torch.no_grad()
-    def mix_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Tensor | None:
+    def combine_grads(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Tensor | None:
         """For a base optimizer that makes its own step: its gradients become what the variant makes of them. Returns
         `found_inf`, not 0 where a variant that mixes had first gradients that were not finite."""
         self._after = []
@@ -269,7 +279,14 @@ class Engine(Buffers):
             self._after, found_inf = reading.after, reading.found_inf
         return found_inf
 
-    def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
+    def clip_grads(self, calls: Sequence[Call], scales: Scales) -> None:
+        """Clip the gradients that a base optimizer will read, after they were divided by a GradScaler's scale."""
+        limit = self.max_grad_norm
+        if limit is not None:
+            sharpness = self.mixing.mix.sharpness if self.mixes and self.perturbs else 0.0
+            clip_in_memory(calls, limit, sharpness, scales.second)
+
+    def finish_step(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
         """After a step that the base optimizer made itself, or skipped."""
         if self.mixes and made:
             if self.perturbs:
@@ -279,35 +296,35 @@ class Engine(Buffers):
                 call()
         if not self.always:
             self.steps, self.finishing = self.steps + 1, False
-        self._written()
+        self._invalidate_unsharded()
 
-    def recover_(self) -> None:
-        """The original weights back, bit for bit, from whatever phase; nothing when they are there.
+    def recover(self) -> None:
+        """Bring the original weights back, bit for bit, from whatever phase.
 
-        Raises as `look` does when a parameter changed so that its saved weights have no place in it; all others are
-        restored then.
+        Raises as `collect_grads` does if a parameter changed so that its saved weights have no place in it; all others
+        are restored then.
         """
         if self.phase is Phase.PERTURBING:
             for bucket, selection, grads in self._calls:
                 bucket.unperturb_(selection, grads, self._sum, self._seed)
         elif self.phase is not Phase.IDLE:
-            self._come_home()
+            self._swap_back()
             try:
-                self._follow()
+                self._sync_params()
             except (RuntimeError, TypeError, ValueError):
                 for bucket in self.buckets:
-                    bucket.restore_fitting_()
-                self.phase, self._steady = Phase.IDLE, None
+                    bucket.backup.restore_fitting(bucket.held)
+                self.phase = Phase.IDLE
                 raise
             for bucket in self.buckets:
-                bucket.restore_(bucket.held)
+                bucket.backup.restore(bucket.held)
         self.phase = Phase.IDLE
         self._calls = []
-        self._written()
+        self._invalidate_unsharded()
 
-    def fall_back_(self) -> None:
+    def fall_back(self) -> None:
         """After an exception in a step: the weights as they were between steps, bit for bit."""
-        self.recover_()
+        self.recover()
 
     def nonfinite(self, calls: Sequence[Call], found_inf: Tensor | None) -> Tensor:
         """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the
@@ -324,9 +341,14 @@ class Engine(Buffers):
         alike."""
         return self.perturbations if self.stochastic_rounding else None
 
-    def _norm_(self, calls: Sequence[Call]) -> None:
+    def _norm(self, calls: Sequence[Call]) -> None:
         """One norm over the whole model, whatever its dtypes, on all ranks that have a part of it."""
         adaptive = self._scalars.adaptive
+        if self.variant.norm_degree != 2:
+            if adaptive:
+                raise ValueError(f"adaptive=True in a parameter group cannot be combined with {self.variant}")
+            self._sum.copy_(_largest(calls, self._sum).square())
+            return
         if self.split:
             self._sum.copy_(summed(calls, self._sum, lambda b, part, g, s: b.norm_(part, g, s, adaptive, True)))
             return
@@ -347,3 +369,11 @@ class Engine(Buffers):
         if self.mixing.unit is not None:
             found["unit"] = float(self.mixing.unit)
         return found
+
+
+def _largest(calls: Sequence[Call], like: Tensor) -> Tensor:
+    """Return the largest absolute value in the vectors of `calls`, 0 without any, NaN if one is NaN."""
+    tensors = [g for _, _, grads in calls for g in grads if g.numel()]
+    if not tensors:
+        return torch.zeros_like(like)
+    return torch.stack([norm.to(like.dtype) for norm in torch._foreach_norm(tensors, torch.inf)]).amax().view(1)

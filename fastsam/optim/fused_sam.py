@@ -1,57 +1,47 @@
 """`FusedSAM`: Sharpness-Aware Minimization around any base optimizer, with fused kernels.
 
-The class has phases and buffers and no arithmetic: the equations stand in `fastsam_kernels.reference`.
+One step:  step(closure) or first_step() -> _perturb: collect_grads, Engine.perturb
+           second_step()             -> _update:  collect_grads, Engine.update (or the base optimizer's own step)
+
+The equations are in `fastsam_kernels.reference`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fastsam import ops
-from fastsam.backends import select
 from fastsam.optim import amp, early, parameters
 from fastsam.optim.base import make_base, options_of_base, unhooked_step, unscale_
-from fastsam.optim.engine import Call, Phase
+from fastsam.optim.bucket import Call
+from fastsam.optim.buffers import Phase
+from fastsam.optim.clip_check import ClipCheck
 from fastsam.optim.leftover import Leftover
-from fastsam.optim.one_pass import OnePass, check_base, engine_of
-from fastsam.optim.saving import Saving, called_by_checkpoint
-from fastsam.optim.scalars import OWN_OPTIONS, Scales, check_flag, check_group
-from fastsam.optim.sharded import is_sharded, refuse_options
+from fastsam.optim.one_pass import engine_of
+from fastsam.optim.param_groups import add_param_group, check_parameters, describe, share_groups
+from fastsam.optim.parameters import parameters_of
+from fastsam.optim.scalars import Scales, check_flag, check_group
+from fastsam.optim.state_dict import (
+    called_by_checkpoint,
+    load_pickle,
+    load_state_dict,
+    make_initial_state,
+    make_pickle,
+    make_state_dict,
+)
 from fastsam.optim.statistics import Model, Statistics
-from fastsam.optim.variants import SAM
-from fastsam.optim.watch import parameters_of
+from fastsam.optim.step_phase import StepPhaseMixin
+from fastsam.optim.variants.sam import SAM, variant_of
 
 NO_SCALES = Scales()
-NO_SCALER = (
-    "a GradScaler with parameters that are split among ranks is not supported: train in bfloat16 (fully_shard's "
-    "MixedPrecisionPolicy), which needs "
-    "none, with skip_nonfinite=True for steps that are not finite"
-)
 
 
-def _variant(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
-    """Return the given variant, or a SAM with these options if None is given."""
-    if variant is None:
-        return SAM(0.05 if rho is None else rho, adaptive, eta)
-    if not isinstance(variant, SAM):
-        raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
-    if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
-        raise ValueError(
-            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
-        )
-    return variant
-
-
-class FusedSAM(Saving):
+class FusedSAM(StepPhaseMixin, Optimizer):
     """Sharpness-Aware Minimization (SAM) around a base optimizer, with fused kernels.
 
         w~ = w + rho * d / (||d / T|| + 1e-12),   d = T^2 * g(w),   T = |w| + eta if adaptive, else 1
@@ -72,6 +62,8 @@ class FusedSAM(Saving):
         variant (SAM, optional): variant such as `fastsam.variants.GSAM(rho=0.05, alpha=0.4)`, with its own `rho`,
             `adaptive` and `eta`. Default: `SAM(rho, adaptive, eta)`.
         backend (str): "auto", "native", "triton", "foreach" or "reference". Default: "auto".
+        max_grad_norm (float, optional): largest norm of the gradient that updates; of the combination, if the variant
+            combines both gradients. Default: no clipping.
         skip_nonfinite (bool): restore the weights and update nothing if the second gradient has inf or NaN. A first
             gradient with inf or NaN never perturbs. Default: False.
         stochastic_rounding (bool): round half-precision weights at the perturbed point up or down at random, so that
@@ -101,9 +93,6 @@ class FusedSAM(Saving):
     Note:
         `step(closure)` makes a whole step, and `step()` after `first_step()` is `second_step()`. A variant of one pass
         (`MSAM`) takes `step()` after one backward pass. `eval()` then moves to the clean weights and `train()` back.
-
-    Note:
-        Half-precision parameters have a float32 master copy if the update is fused.
     """
 
     _step_supports_amp_scaling = amp.LeavesScalingToStep()
@@ -118,6 +107,7 @@ class FusedSAM(Saving):
         eta: float | Tensor = 0.0,
         variant: SAM | None = None,
         backend: str = "auto",
+        max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         stochastic_rounding: bool = False,
         assume_no_alias: bool = False,
@@ -127,10 +117,8 @@ class FusedSAM(Saving):
         **base_options: Any,
     ) -> None:
         if not callable(base_optimizer):
-            raise TypeError(
-                f"base_optimizer must be a class such as torch.optim.SGD, got an instance of "
-                f"{type(base_optimizer).__name__}"
-            )
+            got = type(base_optimizer).__name__
+            raise TypeError(f"base_optimizer must be a class such as torch.optim.SGD, got an instance of {got}")
         base_options = options_of_base(base_options, base_kwargs)
         parameters.check_given(params)
         parameters.refuse_one_ranks_part()
@@ -143,7 +131,7 @@ class FusedSAM(Saving):
         for name, flag in flags.items():
             check_flag(name, flag)
         self.skip_nonfinite = skip_nonfinite
-        variant = _variant(variant, rho, adaptive, eta)
+        variant = variant_of(variant, rho, adaptive, eta)
         super().__init__(params, {"rho": variant.rho, "adaptive": variant.adaptive, "eta": variant.eta, **base_options})
         self.base_optimizer = make_base(base_optimizer, self.param_groups, base_options)
         for number, group in enumerate(self.param_groups):
@@ -156,86 +144,40 @@ class FusedSAM(Saving):
             )
         self.defaults.update(self.base_optimizer.defaults)
         self._engine = engine_of(self.base_optimizer, backend, stochastic_rounding, assume_no_alias, variant)
+        self.max_grad_norm = max_grad_norm
         if optimizer_in_backward:
-            early.refuse(self.base_optimizer, variant, assume_no_alias, skip_nonfinite)
+            whole = {"skip_nonfinite=True": skip_nonfinite, "max_grad_norm": max_grad_norm is not None}
+            early.refuse(self.base_optimizer, variant, assume_no_alias, whole)
             self._engine.early = early.Early()
         self._scaling = amp.Scaling()
-        self._leftover = Leftover()
+        self._leftover, self._clip_check = Leftover(), ClipCheck()
         self._statistics = Statistics(model)
-        self._share()
-        self._check_parameters()
+        share_groups(self)
+        check_parameters(self)
         self._follow_modules()
 
     # --- a step ---
 
-    def first_step(self, zero_grad: bool = False) -> None:
-        """Moves the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
-        stay.
-
-        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`perturbs`
-        is False) all weights stay. Raises RuntimeError when the weights are perturbed already, for sparse or complex
-        gradients, and for those that a GradScaler has unscaled; the weights are then as they were. A variant of one
-        pass has no first half: RuntimeError.
-        """
-        self._require_halves("first_step()")
-        self._require(
-            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
-        )
-        self._share()
-        self._engine.in_closure = self._engine.finishing = False  # which an interrupt may have left
-        self._leftover.forget()
-        self._scaling.refuse_unscaled(self)
-        graph = torch.is_grad_enabled()
-        try:
-            self._engine.perturb_(None if self._engine.plain else self._scaling.scale, lent=zero_grad)
-            self._statistics.freeze()
-            if zero_grad:
-                self._clear()
-        except BaseException:
-            torch.set_grad_enabled(graph)  # an interrupt in the entry or exit of torch's `no_grad` leaves autograd off
-            self._recover()
-            raise
-
-    def second_step(self, zero_grad: bool = False) -> None:
-        """Restores the weights and updates them with the gradients of the perturbed point.
-
-        `zero_grad=True` then clears the gradients. Raises RuntimeError without a `first_step()` before, in a step that
-        perturbs.
-        """
-        self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
-        try:
-            self._engine.finishing = True
-            self.step()  # which fires the hooks, and is what learning-rate schedulers watch
-        finally:
-            self._engine.finishing = False
-        if zero_grad:
-            self._clear()
-
-    def _clear(self) -> None:
-        """As `zero_grad()`, which torch leaves out of compiled steps."""
-        if torch.compiler.is_compiling():
-            for p in parameters_of(self.param_groups):
-                p.grad = None
-        else:
-            self.zero_grad()
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """With a closure: a whole step. `closure` computes the loss, calls `backward()` and returns the loss; it is
-        called twice, at the weights and at the perturbed point, each time with
-        gradients cleared, so it need not call `zero_grad()`. Returns the first loss.
+        """Make a whole step with a closure, or its second half without one.
 
-        Without: the second half of a step, after `first_step()`. In a step that does not perturb (`perturbs` is
-        False) there is one call of the closure, and `first_step()` may be left out.
+        The closure computes the loss, calls `backward()` and returns the loss. It is called at the weights and at the
+        perturbed point, each time with gradients cleared, so it need not call `zero_grad()`. Without a closure,
+        `step()` is the second half of a step, after `first_step()`. In a step that does not perturb (`perturbs` is
+        False) the closure is called once, and `first_step()` may be left out.
 
-        Whatever is raised, in either pass, the original weights are back bit for bit when it leaves. Raises
-        RuntimeError when there is nothing to do (no closure, and nothing perturbed).
+        Whatever is raised in either pass, the original weights are back bit for bit when it leaves. Raises RuntimeError
+        if there is nothing to do (no closure, and nothing perturbed).
+
+        Returns:
+            the first loss, with a closure.
         """
         if closure is not None and not callable(closure):
             raise TypeError(f"closure must be a function that computes the loss and calls backward(), got {closure!r}")
-        # A compiled step that looked into the state would be compiled again for each new gradient.
+        # A compiled step that read the state would be compiled again for each new gradient.
         stateless = closure is None and not torch.compiler.is_compiling() and not self.state
         if stateless and called_by_checkpoint("_init_optim_state"):
-            return self._make_state()
+            return make_initial_state(self)
         if not self._observed():
             return self._step(closure)
         self._require_turn(closure)
@@ -246,54 +188,20 @@ class FusedSAM(Saving):
             self._recover()  # when a hook raised before the step
             raise
 
-    def _make_state(self) -> None:
-        """A step of torch.distributed.checkpoint, with zero gradients and no learning rate: it makes the state, for one
-        that was saved to come in."""
-        self._share()
-        self._engine.make_state_()
-        if self._engine.rule is None:
-            unhooked_step(self.base_optimizer)(self.base_optimizer)
-
     # torch would wrap `step` into a record_function, which costs a small model a tenth of its step. Ours is entered
     # when somebody looks.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _finishes(self) -> bool:
-        """`second_step` is running, and what `step` is called with is a trainer's."""
-        return self._engine.finishing and (self._engine.phase is not Phase.IDLE or not self._engine.perturbs)
-
-    def _observed(self) -> bool:
-        own, everywhere = self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
-        after, everywhere_after = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
-        return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
-
-    def _require_turn(self, closure: Callable[[], Any] | None) -> None:
-        if isinstance(self._engine, OnePass):
-            self._engine.require_ready()
-            if closure is None or self._finishes():
-                self._leftover.forget()
-            else:
-                amp.refuse_closure(self, one_pass=True)
-        elif closure is None or self._finishes():
-            self._require_second(
-                "step() has nothing to do: no closure, and the weights are not perturbed",
-                "call step(closure), or first_step() after the first and step() after the second backward pass",
-            )
-        else:
-            problem = "step(closure) between first_step() and second_step()"
-            self._require(Phase.IDLE, problem, "call second_step(), or restore() first")
-            amp.refuse_closure(self)
-
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._require_turn(closure)
-        self._share()
+        share_groups(self)
         graph = torch.is_grad_enabled()
         try:
             if closure is not None and not self._finishes():
                 return self._both_passes(closure)
             if closure is not None:
                 closure()  # a trainer's, around a step of its own (Lightning's clips): the gradients are there already
-            return self._second_pass()
+            return self._update()
         except BaseException:
             torch.set_grad_enabled(graph)
             self._recover()
@@ -302,43 +210,11 @@ class FusedSAM(Saving):
 
     _observed_step = Optimizer.profile_hook_step(_step)
 
-    def restore(self) -> None:
-        """Ends a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
-
-        Raises RuntimeError when the weights are not perturbed.
-        """
-        self._require_halves("restore()")
-        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
-        self._share()
-        self._recover()
-
-    @contextmanager
-    def perturbed(self) -> Iterator[None]:
-        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
-        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
-        """
-        self._require_halves("perturbed()")
-        self._require(
-            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
-        )
-        graph = torch.is_grad_enabled()
-        try:
-            try:
-                self.first_step()
-                yield
-            finally:
-                self._recover()
-        except BaseException:
-            torch.set_grad_enabled(graph)
-            raise
-        finally:
-            self._recover()  # when an interrupt fell into the line above; nothing otherwise
-
     def _both_passes(self, closure: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._uncompiled(closure)
         self._leftover.warn(self.param_groups)
-        loss = self._two_passes(closure)
+        loss = self._whole_step(closure)
         self._leftover.note(self.param_groups)
         return loss
 
@@ -346,20 +222,20 @@ class FusedSAM(Saving):
     # nothing would be updated.
     @torch._disable_dynamo
     def _uncompiled(self, closure: Callable[[], Any]) -> Any:
-        return self._two_passes(closure)
+        return self._whole_step(closure)
 
-    def _two_passes(self, closure: Callable[[], Any]) -> Any:
+    def _whole_step(self, closure: Callable[[], Any]) -> Any:
+        engine = self._engine
         with torch.enable_grad():
-            loss = self._pass(closure, self._engine.phase)  # between steps
-            if self._engine.always or self._engine.perturbs:
-                self._engine.perturb_(lent=True)
-                self._statistics.freeze()
+            loss = self._pass(closure, engine.phase)  # between steps
+            if engine.always or engine.perturbs:
+                self._perturb(None, clears_grads=True)
                 self._pass(closure, Phase.PERTURBED)
-        self._second_pass()
+        self._update()
         return loss
 
     def _pass(self, closure: Callable[[], Any], phase: Phase) -> Any:
-        """What the closure returns, called with cleared gradients, in this phase from beginning to end."""
+        """Return the result of the closure, called with cleared gradients, in this phase from beginning to end."""
         for p in parameters_of(self.param_groups):
             p.grad = None
         try:
@@ -371,92 +247,154 @@ class FusedSAM(Saving):
         self._require(phase, "the closure made a part of the step itself", remedy)
         return loss
 
-    def _second_pass(self) -> None:
+    def first_step(self, zero_grad: bool = False) -> None:
+        """Move the weights to the perturbed point, using the gradients that are there. Parameters without a gradient
+        stay.
+
+        `zero_grad=True` then clears the gradients, as `zero_grad()` does. In a step that does not perturb (`perturbs`
+        is False) all weights stay. Raises RuntimeError if the weights are perturbed already, for sparse or complex
+        gradients, and for those that a GradScaler has unscaled; the weights are then as they were. Raises RuntimeError
+        with a variant of one pass, which has no first half.
+        """
+        self._require_halves("first_step()")
+        self._require(
+            Phase.IDLE, "first_step() was called already", "go on with second_step(), or go back with restore()"
+        )
+        share_groups(self)
+        engine = self._engine
+        engine.in_closure = engine.finishing = False  # which an interrupt may have left
+        self._leftover.forget()
+        self._scaling.refuse_unscaled(self)
+        graph = torch.is_grad_enabled()
+        try:
+            self._perturb(None if engine.plain else self._scaling.scale, zero_grad)
+            if zero_grad:
+                self.zero_grad()
+        except BaseException:
+            torch.set_grad_enabled(graph)  # an interrupt in the entry or exit of torch's `no_grad` leaves autograd off
+            self._recover()
+            raise
+
+    def second_step(self, zero_grad: bool = False) -> None:
+        """Restore the weights and update them with the gradients of the perturbed point.
+
+        `zero_grad=True` then clears the gradients. Raises RuntimeError without `first_step()`, if the step perturbs.
+        """
+        self._require_second("second_step() without first_step()", "call first_step() after the first backward pass")
+        try:
+            self._engine.finishing = True
+            self.step()  # which fires the hooks, and is what learning-rate schedulers watch
+        finally:
+            self._engine.finishing = False
+        if zero_grad:
+            self.zero_grad()
+
+    def _perturb(self, loss_scale: Tensor | None, clears_grads: bool) -> None:
+        """Perturb the weights: `w~ = w + rho * d / ||d||`.
+
+        Args:
+            loss_scale: factor of the gradients (a GradScaler's), None for 1 or if it is not known.
+            clears_grads: the caller clears the gradients next, so that their memory may be used.
+        """
+        grads = self._engine.collect_grads()
+        self._engine.perturb(grads, loss_scale, clears_grads)
+        self._statistics.freeze()
+        if self._engine.combines:
+            self._clip_check.watch(self.param_groups[0]["params"])
+
+    def _update(self) -> None:
+        """Restore the weights and update them: `w <- update of w with g(w~)`."""
+        engine, scaling = self._engine, self._scaling
         self._statistics.thaw()
         if not torch.compiler.is_compiling():  # which cannot write it with torch 2.11
             # For a scheduler of the base optimizer.
             self.base_optimizer._opt_called = True  # type: ignore[attr-defined]
         grad_scale, found_inf = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         found_inf = found_inf if isinstance(found_inf, Tensor) else None  # 0 when no parameter has a gradient
-        calls = self._engine.look()
+        grads, scales = engine.collect_grads(), NO_SCALES
+        if found_inf is None and engine.combines:
+            name, level = type(engine.variant).__name__, 6 if engine.finishing else 5
+            self._clip_check.warn(self.param_groups[0]["params"], name, level)
         if found_inf is not None:
-            if self._engine.split:
-                raise RuntimeError(NO_SCALER)
-            if self._engine.early is not None and self._engine.early.made:
+            if engine.split:
+                raise RuntimeError(amp.SHARDED)
+            if engine.early is not None and engine.early.made:
                 raise RuntimeError(early.SCALED)
-            sumsq = self._engine.sumsq if self._engine.perturbs else None  # of this step's first gradients
-            self._scaling.meet(grad_scale, sumsq, self.param_groups)
-        scales = NO_SCALES if found_inf is None else Scales(self._scaling.of_first(grad_scale), grad_scale)
-        if self._engine.rule is not None:
-            self._engine.update_(calls, scales, found_inf, self.skip_nonfinite)
+            sumsq = engine.sumsq if engine.perturbs else None  # of this step's first gradients
+            scaling.meet(grad_scale, sumsq, self.param_groups)
+            scales = Scales(scaling.of_first(grad_scale), grad_scale)
+        if engine.rule is not None:
+            engine.update(grads, scales, found_inf, self.skip_nonfinite)
         else:
-            self._step_base(calls, scales, found_inf)
+            self._step_base(grads, scales, found_inf)
 
-    def _step_base(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> None:
-        """The update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
+    def _step_base(self, grads: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> None:
+        """Update by the base optimizer's own step. With a GradScaler it waits for the device, as torch's unfused
         optimizers do."""
+        engine = self._engine
         if self.skip_nonfinite:
-            found_inf = self._engine.nonfinite(calls, found_inf)
-        self._engine.recover_()
-        found_inf = self._engine.mix_(calls, scales, found_inf)
+            found_inf = engine.nonfinite(grads, found_inf)
+        engine.recover()
+        found_inf = engine.combine_grads(grads, scales, found_inf)
         made = found_inf is None or found_inf.item() == 0
         if made:
             if scales.second is not None:
                 unscale_(self.base_optimizer, scales.second)
+            engine.clip_grads(grads, scales)
             unhooked_step(self.base_optimizer)(self.base_optimizer)
-        self._engine.end_(calls, scales, made)
+        engine.finish_step(grads, scales, made)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, or set them to zero if `set_to_none` is False; without the profiler range of torch's."""
+        if not set_to_none or profiler._is_profiler_enabled:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    # --- states ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in torch's format, which can be loaded into the base optimizer's class too; copies, which
+        later steps do not change.
+
+        Possible at any time: between the two passes, and between the steps of a variant of one pass, it holds the
+        unperturbed weights, so that training can go on from there. The model's state has the weights of the same
+        moment; call `eval()` before saving both, and the model's are the clean ones.
+        """
+        return make_state_dict(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of `FusedSAM` or of the base optimizer's class.
+
+        A state dict that was saved between the two passes leaves the optimizer there: load the model's weights of the
+        same moment too, and go on with the second pass, or `restore()`. The state dict of a SAM class that leaves its
+        base optimizer's state out is taken for its options, with a warning.
+
+        Raises ValueError for the state of another model or optimizer, TypeError for what is not a dict, RuntimeError
+        while the weights are perturbed; nothing is changed then.
+        """
+        load_state_dict(self, state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return make_pickle(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        load_pickle(self, state)
 
     # --- what surrounds a step ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As for any torch optimizer; the state of the other parameters stays. Raises as the constructor does, and then
-        adds nothing."""
+        """Add a parameter group, as for any torch optimizer; the state of the other parameters stays. Raises as the
+        constructor does, and then adds nothing."""
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (Tensor, set, type(None))):
             param_group["params"] = list(param_group["params"])
             parameters.refuse_duplicates(param_group["params"])
-        if "_engine" not in self.__dict__:
+        if "_engine" in self.__dict__:
+            add_param_group(self, param_group)
+        else:
             super().add_param_group(param_group)
-            return
-        if isinstance(param_group, dict):
-            for name in OWN_OPTIONS:
-                param_group.setdefault(name, self.defaults[name])
-        self._share()
-        self.base_optimizer.add_param_group(param_group)
-        try:
-            check_group(param_group, len(self.param_groups) - 1)
-            check_base(self._engine.variant, self.base_optimizer, self.param_groups)
-            self._check_parameters()
-        except BaseException:
-            self.param_groups.pop()
-            raise
-
-    # --- small things ---
 
     def __repr__(self) -> str:
-        """As torch's optimizers, with the base optimizer, the variant and the backend before the groups."""
-        variant, used = self._engine.variant, parameters_of(self.param_groups)
-        options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
-        chosen = {select(self._engine.backend, p.device, p.dtype).name for p in used}
-        head = {
-            "base optimizer": type(self.base_optimizer).__name__,
-            "variant": f"{type(variant).__name__}({', '.join(options)})",
-            "backend": ", ".join(sorted(chosen)),
-        }
-        lines = "".join(f"\n{name}: {value}" for name, value in head.items())
-        return super().__repr__().replace(" (", f" ({lines}\n", 1)
-
-    def _check_parameters(self) -> None:
-        params, engine = parameters_of(self.param_groups), self._engine
-        parameters.check(params)
-        if any(map(is_sharded, params)):
-            refuse_options(engine.stochastic_rounding, engine.exclusive)
-        for dtype in {p.dtype for p in params}:
-            ops.bind(self._engine.backend, params[0].device, dtype)
-
-    def _recover(self) -> None:
-        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a
-        step."""
-        try:
-            self._engine.fall_back_()
-        finally:
-            self._statistics.thaw()
+        return super().__repr__().replace(" (", f" ({describe(self)}\n", 1)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastsam.optim.param_guard import Groups
+from fastsam.optim.parameters import parameters_of
 from fastsam.optim.sharded import local
-from fastsam.optim.watch import Groups, parameters_of
 
 _version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 # The first four steps are looked at, then one of 64: a loop accumulates in all of them or in none.

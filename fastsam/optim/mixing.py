@@ -6,34 +6,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket
-from fastsam.optim.rules import op_calls
+from fastsam.optim.bucket import FIRST, MEMORY, NEXT, Bucket, Call
+from fastsam.optim.rules import UpdateInputs, op_calls
 from fastsam.optim.scalars import Scalars, Scales
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, summed
 from fastsam.optim.variants.sam import SAM, Memory
 from fastsam_kernels.columns import HParam
-
-Call = tuple[Bucket, Selection, list[Tensor]]  # gradients of these parameters of a bucket
-
-
-class Reading(NamedTuple):
-    """What the base optimizer's update reads, and what follows it."""
-
-    calls: Sequence[Call]
-    beside: str | None  # the field that it reads as another gradient
-    after: list[partial[Any]]
-    found_inf: Tensor | None  # not 0: nothing is updated
+from fastsam_kernels.conventions import CLIP_EPS
 
 
 class Mixing:
     """A variant's choices at work. Every method leaves weights and the optimizer's state as they are; what changes them
-    is in `Reading.after`."""
+    is in `UpdateInputs.after`."""
 
     def __init__(self, variant: SAM) -> None:
         self.mix, self.between = variant.mix, variant.between
@@ -58,28 +48,32 @@ class Mixing:
 
     def read(
         self, scalars: Scalars, calls: Sequence[Call], sumsq: Tensor, scales: Scales, found_inf: Tensor | None
-    ) -> Reading:
+    ) -> UpdateInputs:
         """For a fused update in a step that perturbed. sumsq: float64 `[1]`, squared norm of the first gradients."""
         after = self._lesson(calls, sumsq, found_inf)
         if self.weighs:
             scalars.weigh_(_inner(calls) if self.mix.surrogate_gap else None, scales)
         if not self.mix.keeps_first:
-            return Reading(calls, None, after, found_inf)
+            return with_norm(scalars, UpdateInputs(calls, None, after, found_inf, scales.second))
         found_inf = _or_nonfinite(found_inf, sumsq)
+        inputs = with_norm(scalars, UpdateInputs(calls, FIRST, after, found_inf, scales.second), scalars.combined)
         if not self.mix.sharpness:
-            return Reading(calls, FIRST, after, found_inf)
+            return inputs
         for bucket, selection, grads in calls:
             if selection.slots:
-                after += _corrected(bucket, selection, grads, scalars.correction, scales.second, found_inf)
-        return Reading([(bucket, part, bucket.first(part)) for bucket, part, _ in calls], None, after, found_inf)
+                after += _corrected(bucket, selection, grads, scalars.correction, inputs)
+        return inputs._replace(calls=[(bucket, part, bucket.first(part)) for bucket, part, _ in calls], g1_field=None)
 
-    def read_alone(self, scalars: Scalars, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None) -> Reading:
+    def read_alone(
+        self, scalars: Scalars, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None
+    ) -> UpdateInputs:
         """For a fused update in a step that did not perturb."""
         scalars.alone_()
-        if not self.between.reuse:
-            return Reading(calls, None, [], found_inf)
-        scalars.reuse_(self.between.reuse * _ratio(calls), scales.second)
-        return Reading(calls, MEMORY, [], found_inf)
+        inputs = UpdateInputs(calls, None, [], found_inf, scales.second)
+        if self.between.reuse:
+            scalars.reuse_(self.between.reuse * _ratio(calls), scales.second)
+            inputs = inputs._replace(g1_field=MEMORY)
+        return with_norm(scalars, inputs)
 
     @torch.no_grad()
     def change_(
@@ -90,7 +84,7 @@ class Mixing:
         scales: Scales,
         found_inf: Tensor | None,
         perturbed: bool,
-    ) -> Reading:
+    ) -> UpdateInputs:
         """For a base optimizer that makes its own step: its gradients become what `read` would have made of them."""
         here = scales.in_memory
         if not perturbed:
@@ -99,19 +93,18 @@ class Mixing:
             reading = self._parted(calls, sumsq, here, found_inf)
         else:
             reading = self.read(scalars, calls, sumsq, here, found_inf)
-        weighed = reading.beside is not None or (perturbed and self.mix.a != 1)
+        weighed = reading.g1_field is not None or (perturbed and self.mix.a != 1)
         for bucket, selection, _ in calls if weighed else ():
             a, b = (bucket.hparams[0, 0, column].to(bucket.dtype) for column in (HParam.A, HParam.B))
             last = _written(bucket, selection)
             for g2 in last:
                 g2.mul_(a)
-            if reading.beside is not None:
-                other = bucket.views(bucket.arena.field(reading.beside, bucket.dtype), selection)
-                for g2, g1 in zip(last, other, strict=True):
+            if reading.g1_field is not None:
+                for g2, g1 in zip(last, reading.g1(bucket, selection) or (), strict=True):
                     g2.add_(g1 * b)
         return reading
 
-    def _parted(self, calls: Sequence[Call], sumsq: Tensor, here: Scales, found_inf: Tensor | None) -> Reading:
+    def _parted(self, calls: Sequence[Call], sumsq: Tensor, here: Scales, found_inf: Tensor | None) -> UpdateInputs:
         """A decoupled sharpness: the base optimizer gets the first gradients, and `g2 - g1` is kept for after its
         step."""
         for bucket, selection, _ in calls:
@@ -120,7 +113,7 @@ class Mixing:
                 difference = g2 - one
                 g2.copy_(one)
                 g1.copy_(difference)
-        return Reading(calls, None, self._lesson(calls, sumsq, found_inf), _or_nonfinite(found_inf, sumsq))
+        return UpdateInputs(calls, None, self._lesson(calls, sumsq, found_inf), _or_nonfinite(found_inf, sumsq))
 
     @torch.no_grad()
     def correct_(self, groups: Sequence[dict[str, Any]], calls: Sequence[Call], scale: Tensor | None) -> None:
@@ -211,7 +204,7 @@ def squares(bucket: Bucket, selection: Selection, grads: Sequence[Tensor], total
 def _ratio(calls: Sequence[Call]) -> Tensor:
     """float64 `[1]`: `||g||/||m||` of these gradients and the memory, 0 where that is none. The weight of gradients is
     1 or -1 just now."""
-    kept = [(b, part, b.views(b.arena.field(MEMORY, b.dtype), part)) for b, part, _ in calls]
+    kept = [(b, part, part.views(b.arena.field(MEMORY, b.dtype))) for b, part, _ in calls]
     one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
     g, m = summed(calls, one, squares), summed(kept, one, squares)
     return torch.where((m > 0) & g.isfinite(), (g / m).sqrt(), 0.0)
@@ -228,18 +221,60 @@ def _written(bucket: Bucket, selection: Selection) -> list[Tensor]:
     return [local(g) for i in selection.slots if (g := bucket.params[i].grad) is not None]
 
 
+def with_norm(scalars: Scalars, inputs: UpdateInputs, hparams: Tensor | None = None) -> UpdateInputs:
+    """Return the inputs with the squared norm of the combined gradient, if it is clipped by a fused update.
+
+    hparams: numbers of the combined gradient, None for those of the update.
+    """
+    if scalars.max_grad_norm is None or scalars.rule is None or not inputs.calls:
+        return inputs
+
+    def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+        part.load()  # the kernel reads weights, if only to multiply them with 0
+        options = {"g1": inputs.g1(bucket, part), "grad_scale": inputs.grad_scale, "accumulate": True}
+        bucket.kernels.update_norm_(total, part.tensors, None, grads, part.table, numbers, **options)
+
+    numbers = scalars.tensor if hparams is None else hparams
+    one = torch.zeros(1, dtype=torch.float64, device=inputs.calls[0][0].device)
+    return inputs._replace(sumsq=summed(inputs.calls, one, add))
+
+
+def clip_in_memory(calls: Sequence[Call], limit: float, sharpness: float, scale: Tensor | None) -> None:
+    """Clip the combined gradient of a base optimizer that makes its own step.
+
+    Args:
+        calls: gradients of each bucket.
+        limit: largest norm.
+        sharpness: coefficient of `g2 - g1`, which is where the first gradients were.
+        scale: factor of `g2 - g1`, None for 1.
+    """
+    with torch.no_grad():
+        kept = [_written(bucket, part) for bucket, part, _ in calls]
+        differences = [bucket.first(part) if sharpness else [] for bucket, part, _ in calls]
+
+        def add(bucket: Bucket, part: Selection, grads: Sequence[Tensor], total: Tensor) -> None:
+            for i, g in enumerate(grads):
+                combined = g.double()
+                if sharpness:
+                    combined = combined + sharpness * bucket.first(part)[i].double() / (1.0 if scale is None else scale)
+                total.add_(combined.square().sum())
+
+        own = [(bucket, part, grads) for (bucket, part, _), grads in zip(calls, kept, strict=True)]
+        one = torch.zeros(1, dtype=torch.float64, device=calls[0][0].device if calls else "cpu")
+        factor = (limit / (summed(own, one, add).sqrt() + CLIP_EPS)).clamp(max=1.0)
+        for g in (g for grads in (*kept, *differences) for g in grads):
+            g.mul_(factor.to(g.dtype))
+
+
 def _corrected(
-    bucket: Bucket,
-    selection: Selection,
-    grads: Sequence[Tensor],
-    hparams: Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    bucket: Bucket, selection: Selection, grads: Sequence[Tensor], hparams: Tensor, inputs: UpdateInputs
 ) -> list[partial[Any]]:
     """`w -= lr*sharpness*(g2 - g1)` from the weights as the update has left them: the update of an SGD with these
     numbers in `hparams`."""
-    backup = bucket.backup if bucket.masters else None
-    options = {"steps": None, "g1": bucket.first(selection), "grad_scale": grad_scale, "found_inf": found_inf}
+    master = bucket.backup.is_master
+    backup = bucket.backup.weights if master else None
+    options: dict[str, Any] = {"steps": None, "g1": bucket.first(selection), "first": False, "keep": master}
+    options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
     operands = selection.tensors, backup, grads, selection.table, hparams, "sgd", [None]
-    calls = op_calls(bucket, operands, {**options, "first": False, "keep": bucket.masters})
+    calls = op_calls(bucket, operands, options)
     return [*calls, partial(selection.store)] if selection.indirect else calls

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket
+from fastsam.optim.bucket import GRADIENT, MEMORY, ROUNDED, Bucket, Call
 from fastsam.optim.buffers import Phase
-from fastsam.optim.checkpoint import Weights
 from fastsam.optim.engine import PLAIN, Engine
-from fastsam.optim.mixing import Call, silent, taking
+from fastsam.optim.mixing import silent, taking
 from fastsam.optim.rules import Group, rule_of
 from fastsam.optim.scalars import Scales
 from fastsam.optim.selection import Selection
+from fastsam.optim.state_dict_format import Weights
 from fastsam.optim.variants.sam import SAM, Ahead, Memory
 
 # By update rule: the field of its state that is a momentum.
@@ -80,16 +80,16 @@ class OnePass(Engine):
         if self._versions is None:
             self._require_arrival()
         elif self._versions != self._versions_now():
-            self._follow()
+            self._sync_params()
             if self._versions is not None and not self._at_rest(self._rested):
                 raise RuntimeError(WRITTEN)
 
     def _require_arrival(self) -> None:
         """After a state was loaded."""
-        self._follow()
+        self._sync_params()
         self._refresh_options(self.base.param_groups)
         moves = self._ahead(False)
-        self._norm_(moves)
+        self._norm(moves)
         clean = all(bucket.saved_slots() == bucket.held.slots for bucket in self.buckets)
         if clean and not self._at_rest(moves):
             raise RuntimeError(ARRIVED_CLEAN)
@@ -99,12 +99,12 @@ class OnePass(Engine):
         return all(b.perturbed_slots(part, along, self._sum, self._seed) == part.slots for b, part, along in moves)
 
     def _versions_now(self) -> list[int]:
-        return [version for bucket in self.buckets for version in bucket.versions_now()]
+        return [version for bucket in self.buckets for version in bucket.backup.versions()]
 
-    def update_(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
+    def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
         """The step from the saved weights, and the perturbation of what it gives."""
-        super().update_(calls, scales, found_inf, skip_nonfinite)
-        self._rest_(all(selection is bucket.whole for bucket, selection, _ in calls))
+        super().update(calls, scales, found_inf, skip_nonfinite)
+        self._rest(all(selection is bucket.whole for bucket, selection, _ in calls))
 
     def _start(self, calls: Sequence[Call]) -> None:
         """The saved weights are updated where they are, if all of them are and no interrupt finds that half made; the
@@ -118,7 +118,7 @@ class OnePass(Engine):
         elif not self._scalars.adaptive and all(b.updates_whole and part is b.held for b, part, _ in calls):
             self._updated = Phase.PERTURBED
             for bucket in self.buckets:
-                bucket.in_saved = not bucket.masters
+                bucket.backup.begin_in_backup()
 
     def _following(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         found = super()._following(calls, found_inf) + self._keeping(calls, found_inf)
@@ -126,13 +126,13 @@ class OnePass(Engine):
             found.append(silent(self._seed.add_, 1))
         return found
 
-    def end_(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
-        super().end_(calls, scales, made)
+    def finish_step(self, calls: Sequence[Call], scales: Scales, made: bool) -> None:
+        super().finish_step(calls, scales, made)
         for call in self._keeping(calls, None) if made else []:
             call()
         if self._seed is not None:
             self._seed.add_(1)
-        self._rest_(False)
+        self._rest(False)
 
     def _keeping(self, calls: Sequence[Call], found_inf: Tensor | None) -> list[partial[Any]]:
         """Calls that keep the gradient, where the variant does."""
@@ -142,31 +142,31 @@ class OnePass(Engine):
 
     # --- the point between steps ---
 
-    def rest_(self) -> None:
+    def rest(self) -> None:
         """From the clean weights to the perturbed point; nothing before the first step."""
-        if self._watch is None and not self._carried and not self.base.state:
+        if self._guard is None and not self._carried and not self.base.state:
             return
         self.begin_step()
-        self._follow()
+        self._sync_params()
         self._refresh_options(self.base.param_groups)
-        self._rest_(False)
+        self._rest(False)
 
-    def _rest_(self, whole: bool) -> None:
+    def _rest(self, whole: bool) -> None:
         """whole: every parameter had a gradient in the step just made."""
         moves = self._ahead(whole)
         if self.phase is Phase.PERTURBED and any(part is not bucket.held for bucket, part, _ in moves):
-            self.recover_()
+            self.recover()
             moves = self._ahead(whole)
         for bucket in self.buckets:
-            bucket.begin(saved=self.phase is Phase.PERTURBED)
+            bucket.backup.begin_step(has_weights=self.phase is Phase.PERTURBED)
         self._calls = moves
-        self._move_(moves, None)
+        self._move(moves, None)
         self._rested = moves
         if not torch.compiler.is_compiling():
             self._versions = self._versions_now()
 
     def _ahead(self, whole: bool) -> list[Call]:
-        """What is perturbed, and along what. whole: as in `_rest_`."""
+        """What is perturbed, and along what. whole: as in `_rest`."""
         if self.variant.ahead is Ahead.GRADIENT:
             return [_along_gradient(bucket, whole) for bucket in self.buckets]
         assert self.rule is not None
@@ -184,31 +184,31 @@ class OnePass(Engine):
             found.append((bucket, part, _views(bucket, part, vector)))
         return found
 
-    def fall_back_(self) -> None:
-        self.recover_()
+    def fall_back(self) -> None:
+        self.recover()
         if self.training:
-            self.rest_()
+            self.rest()
 
-    def eval_(self) -> None:
+    def eval(self) -> None:
         """The clean weights, bit for bit."""
         try:
-            self.recover_()
+            self.recover()
         except BaseException:
-            self.fall_back_()
+            self.fall_back()
             raise
         self.training = False
 
-    def train_(self) -> None:
+    def train(self) -> None:
         """The perturbed point. Weights that a state was loaded for are taken to it from the clean ones, wherever they
         are."""
         if self.training and self.phase is Phase.PERTURBED and self._versions is not None:
             return
         self.training = True
         try:
-            self.recover_()
-            self.rest_()
+            self.recover()
+            self.rest()
         except BaseException:
-            self.recover_()
+            self.recover()
             raise
 
     # --- buffers ---
@@ -267,9 +267,9 @@ def _along_gradient(bucket: Bucket, whole: bool) -> Call:
 def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
     """What the bucket's one such vector has of these parameters."""
     if torch.compiler.is_compiling():  # to which views made outside would be inputs of their own
-        return bucket.views(vector, part)
+        return part.views(vector)
     if part.along is None:
-        part.along = bucket.views(vector, part)
+        part.along = part.views(vector)
     return part.along
 
 
@@ -282,7 +282,7 @@ def _kept(bucket: Bucket, part: Selection, grads: Sequence[Tensor], found_inf: T
     if part is not bucket.whole:
         taken.zero_()
     if grads:
-        torch._foreach_copy_(bucket.views(taken, part), list(grads))
+        torch._foreach_copy_(part.views(taken), list(grads))
     if found_inf is not None:
         torch.where(found_inf == 0, taken, memory, out=taken)
     return taking(memory, taken)

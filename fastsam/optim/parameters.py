@@ -14,6 +14,11 @@ from fastsam.arena import is_dense
 from fastsam.optim.sharded import local, why_not
 
 
+def parameters_of(groups: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """Return all parameters of all groups, in order."""
+    return [p for group in groups for p in group["params"]]
+
+
 def check(params: Sequence[Tensor]) -> None:
     """Refuses what cannot be optimized. `params` are all parameters of all groups in order; messages count them from 0.
 

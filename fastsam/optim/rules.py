@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastsam.optim.bucket import Bucket
+from fastsam.optim.bucket import Bucket, Call
 from fastsam.optim.selection import Selection
 from fastsam_kernels.rule import Rule
 from fastsam_kernels.rules import RULES
@@ -33,6 +33,26 @@ class Kind(NamedTuple):
         return self.fields if self.counter is None else (*self.fields, self.counter)
 
 
+class UpdateInputs(NamedTuple):
+    """Inputs of an update besides options and state, and the calls that follow it."""
+
+    calls: Sequence[Call]
+    g1_field: str | None = None  # field of another gradient that the update reads
+    after: list[partial[Any]] = []  # noqa: RUF012  (never written)
+    found_inf: Tensor | None = None  # not 0: nothing is updated
+    grad_scale: Tensor | None = None  # divides the gradients of `calls`
+    sumsq: Tensor | None = None  # squared norm of the combined gradient, for clipping
+
+    @property
+    def plain(self) -> bool:
+        """True if the update reads nothing but the gradients of `calls`."""
+        return self.g1_field is None and self.found_inf is None and self.grad_scale is None and self.sumsq is None
+
+    def g1(self, bucket: Bucket, part: Selection) -> list[Tensor] | None:
+        """Return what the field of the other gradient has of these parameters."""
+        return None if self.g1_field is None else part.views(bucket.arena.field(self.g1_field, bucket.dtype))
+
+
 def kind_of(rule: Rule, group: Group) -> Kind:
     """The kind of a group's parameters."""
     fields, start = rule.fields(group), rule.start(group)
@@ -48,27 +68,15 @@ def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | N
 
 
 def calls_of(
-    rule: Rule,
-    bucket: Bucket,
-    part: Selection,
-    grads: Sequence[Tensor],
-    kind: Kind,
-    first: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    g1: Sequence[Tensor] | None,
+    rule: Rule, bucket: Bucket, part: Selection, grads: Sequence[Tensor], kind: Kind, first: bool, inputs: UpdateInputs
 ) -> list[partial[Any]]:
-    """The update of `part`, ready to run: calls to make in order, until one returns true because it could not run.
-
-    g1: the first gradients, where the update reads them.
-    """
+    """Return the update of `part`, ready to run: calls to make in order, until one returns true because it could not
+    run."""
     state, steps = operands_of(rule, bucket, kind)
-    backup = None if bucket.in_place or bucket.in_saved else bucket.backup
-    tensors = [bucket.backup] if bucket.in_saved else part.tensors
-    operands = tensors, backup, grads, part.table, bucket.hparams, rule.name, state
-    options: dict[str, Any] = {"steps": steps, "g1": g1, "grad_scale": grad_scale, "found_inf": found_inf}
-    options |= {"first": first, "keep": bucket.masters}
-    return op_calls(bucket, operands, options)
+    operands = *bucket.backup.operands(part), grads, part.table, bucket.hparams, rule.name, state
+    options: dict[str, Any] = {"steps": steps, "g1": inputs.g1(bucket, part), "first": first}
+    options |= {"grad_scale": inputs.grad_scale, "found_inf": inputs.found_inf, "sumsq_v": inputs.sumsq}
+    return op_calls(bucket, operands, {**options, "keep": bucket.backup.is_master})
 
 
 def op_calls(bucket: Bucket, operands: Sequence[Any], options: dict[str, Any]) -> list[partial[Any]]:

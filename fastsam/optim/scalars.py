@@ -133,6 +133,7 @@ class Scalars:
         """`mix`: None where an update sees the last gradient alone. against: a perturbation goes against its vector,
         whatever the objective."""
         self.rule, self.mix, self._against = rule, mix, against
+        self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self._host = torch.zeros(1, max(len(groups), 1), WIDTH, dtype=torch.float64, device="cpu")
         self.tensor = self._host if device.type == "cpu" else self._host.to(device)
         options = OWN_OPTIONS + (rule.options if rule else ())
@@ -159,6 +160,10 @@ class Scalars:
             return any(map(is_not, chain(*map(self._read, groups)), chain(*self._seen)))
         except KeyError:  # `read` says which
             return True
+
+    def set_max_grad_norm(self, limit: float | None) -> None:
+        """Set the limit of the combined gradient, from the next step on."""
+        self.max_grad_norm, self._seen = limit, []
 
     def _differs(self, group: Group, seen: tuple[Any, ...]) -> bool:
         for value, old in zip(self._values(group), seen, strict=True):
@@ -214,6 +219,7 @@ class Scalars:
         direction = Direction.ADAPTIVE_GRADIENT if group["adaptive"] else Direction.GRADIENT
         rho = -rho if self._goes_against(group) and not isinstance(rho, Tensor) else rho
         yield from perturbation(direction, rho, group["eta"], NU)
+        yield HParam.CLIP, 0.0 if self.max_grad_norm is None else self.max_grad_norm
         if self.rule:
             yield from self.rule.columns(group).items()
         # Where the base optimizer makes its own step, only the check for finite gradients and `Mix` read these.
@@ -244,9 +250,21 @@ class Scalars:
         if sharpness:
             if ratio is not None:
                 numbers[:, :, HParam.A] /= ratio
-            self.correction[:, :, HParam.LR] = numbers[:, :, HParam.LR]
+            for column in (HParam.LR, HParam.CLIP):
+                self.correction[:, :, column] = numbers[:, :, column]
             self.correction[:, :, HParam.A] = sharpness * self._signs
             self.correction[:, :, HParam.B] = -sharpness * (self._signs if first is None else self._signs / first)
+
+    @property
+    def combined(self) -> Tensor:
+        """The numbers of the combined gradient, whose norm is clipped: those of the update, except for a decoupled
+        sharpness, with `g1 + sharpness*(g2 - g1)`."""
+        if self.mix is None or not self.mix.sharpness or self.max_grad_norm is None:
+            return self.tensor
+        combined = self.tensor.clone()
+        combined[:, :, HParam.A] = self.correction[:, :, HParam.A]
+        combined[:, :, HParam.B] = self.correction[:, :, HParam.B] * (1 - 1 / self.mix.sharpness)
+        return combined
 
     def reuse_(self, weight: Tensor, grad_scale: Tensor | None) -> None:
         """The weight of the vector beside a step's one gradient, float64 `[1]`."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastsam.arena import Layout
-from fastsam.optim.exclusive import Exchange, pays
 from fastsam.optim.sharded import local
+from fastsam.optim.storage_swap import StorageSwap, worth_swapping
 
 
 class Selection:
@@ -24,35 +23,39 @@ class Selection:
         aliases: Sequence[Tensor],
         tensors: Sequence[Tensor],
         layout: Layout,
-        exchanges: bool,
-        backup_views: Callable[[Selection], list[Tensor]],
+        can_swap: bool,
     ) -> None:
-        """Args:
-        slots: which of the bucket's parameters.
-        params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
-        layout: of the bucket.
-        exchanges: True if parameters may exchange their memory with gradients.
-        backup_views: function of a selection that returns its views of the backup.
         """
-        self.slots, self._params, self._backup_views = slots, params, backup_views
+        Args:
+            slots: indices of the parameters in the bucket.
+            params, aliases, tensors: all parameters of the bucket, the same detached, and dense.
+            layout: layout of the bucket.
+            can_swap: True if parameters may get other memory for their perturbed weights.
+        """
+        self.slots, self._params = slots, params
         self.table = layout.table if len(slots) == len(params) else layout.subtable(slots)
+        self._segments = [layout.segments[i] for i in slots]
         self._tensors = [tensors[i] for i in slots]
         aliases = [aliases[i] for i in slots]
         # Parameters with gaps in memory, and the dense tensors that stand for them in `tensors`.
         self.indirect = [(alias, t) for alias, t in zip(aliases, self._tensors, strict=True) if alias is not t]
-        self.raw_calls: Any = None  # the backend's shorter way to its kernels, once it was asked for
-        self.raw_calls_saved: Any = None  # the same on the saved weights
-        self.raw_calls_in_place: Any = None  # the same without saved weights
+        self.raw_calls: dict[str, Any] = {}  # the backend's shorter way to its kernels, by `direct_key` of the backup
         self.along: list[Tensor] | None = None  # views of the vector that a variant of one pass perturbs along
-        self.exchange: Exchange | None = None  # None: the parameters stay in their memory
-        if exchanges and slots and pays(self._tensors):
-            self.exchange = Exchange(params, slots, aliases)
+        self.swap: StorageSwap | None = None  # None: the parameters stay in their memory
+        if can_swap and slots and worth_swapping(self._tensors):
+            self.swap = StorageSwap(params, slots, aliases)
+        self._spare: list[Tensor] | None = None
 
-    @cached_property
-    def apart(self) -> list[Tensor]:
-        """What `backup` has of these parameters: memory for their perturbed weights where their gradients' is not to be
-        had."""
-        return self._backup_views(self)
+    def spare(self, field: Tensor) -> list[Tensor]:
+        """Return views of this field as memory for perturbed weights; the same ones each time."""
+        if self._spare is None:
+            self._spare = self.views(field)
+        return self._spare
+
+    def views(self, field: Tensor) -> list[Tensor]:
+        """Return what a field of one row has of these parameters."""
+        # from the start of its memory on; a row's own `views` would ask, which no compiled step may
+        return [field.as_strided(s.shape, s.stride, s.offset) for s in self._segments]
 
     @property
     def tensors(self) -> list[Tensor]:

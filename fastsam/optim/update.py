@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastsam.optim.backup import Target
 from fastsam.optim.bucket import Bucket
-from fastsam.optim.rules import Kind, Rule, calls_of, operands_of
+from fastsam.optim.rules import Kind, Rule, UpdateInputs, calls_of, operands_of
 from fastsam.optim.selection import Selection
 from fastsam.optim.sharded import local, part_of, placed
 
@@ -83,63 +84,49 @@ class FusedUpdate:
         grads: Sequence[Tensor],
         kinds: tuple[Kind, ...],
         state: State,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        beside: str | None,
+        inputs: UpdateInputs,
         afterwards: list[partial[Any]],
     ) -> list[partial[Any]]:
-        """The calls that restore and update; `afterwards` gets those for when every bucket's have run. `beside`: the
-        field of other gradients that the update reads too. Until they run, weights and state are as they were (saved,
-        where they had not been)."""
+        """Return the calls that restore and update. Until they run, weights and state are as they were (saved, where
+        they had not been). afterwards: gets the calls for when those of every bucket have run."""
         bucket = self.bucket
-        if selection is not bucket.held and not bucket.in_place:
+        target = bucket.backup.target
+        if selection is not bucket.held and target is not Target.PARAMS:
             self._reconcile(selection, grads)
         plan = self._plans.get(selection)
         # A compiled step is traced after the state was made, and torch traces again when an option changes.
         if plan is None or not (torch.compiler.is_compiling() or plan.holds(kinds)):
             plan = self._plans[selection] = self._plan(selection, kinds, state)
         # Whether a first update is skipped decides what the next one is, so here the host has to know.
+        found_inf = inputs.found_inf
         if found_inf is not None and any(part.first for part in plan.parts) and found_inf.item() != 0:
-            return [partial(bucket.restore_, selection)]
+            return [partial(bucket.backup.restore, selection)]
         calls: list[partial[Any]] = []
         for part in plan.parts:
             mine = grads if part.index is None else [grads[i] for i in part.index]
-            if beside is None and grad_scale is None and found_inf is None:
+            if inputs.plain:
                 raw = bucket.raw_calls(part.selection)
                 if raw is not None:
                     calls += self._raw(part, raw, mine)
                     continue
-            g1 = None if beside is None else bucket.views(bucket.arena.field(beside, bucket.dtype), part.selection)
-            calls += self._calls(part, mine, grad_scale, found_inf, g1)
-        if selection.indirect and not bucket.in_saved:
+            calls += calls_of(self.rule, bucket, part.selection, mine, part.kind, part.first, inputs)
+        if selection.indirect and target is not Target.BACKUP:
             calls.append(partial(selection.store))
         if plan.missing:
             afterwards.append(partial(state.update, plan.missing))
         return calls
 
-    def _calls(
-        self,
-        part: Part,
-        grads: Sequence[Tensor],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        g1: Sequence[Tensor] | None,
-    ) -> list[partial[Any]]:
-        """The calls of a part by the kernels' ops."""
-        rule, bucket = self.rule, self.bucket
-        return calls_of(rule, bucket, part.selection, grads, part.kind, part.first, grad_scale, found_inf, g1)
-
     def _raw(self, part: Part, raw: Any, grads: Sequence[Tensor]) -> list[partial[Any]]:
         """The calls of a part by the shorter way. Where nothing moved they are those of the last step, with other
         gradients."""
         bucket = self.bucket
-        in_place = bucket.in_place or bucket.in_saved
+        in_place = bucket.backup.target is not Target.RESTORED
         if part.raw == (raw, in_place) and raw.again(part.calls, grads):
             return part.calls
         # An interrupt on the way leaves the calls of another step, which are not to be made again.
         part.raw = None, False
         state, steps = operands_of(self.rule, bucket, part.kind)
-        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.masters, in_place)
+        calls = raw.update(self.rule.name, state, steps, grads, part.first, bucket.backup.is_master, in_place)
         if raw.REPEATS:  # other calls hold the gradients, which must not outlive the step
             part.calls, part.raw = calls, (raw, in_place)
         return calls
@@ -160,13 +147,13 @@ class FusedUpdate:
     def _written(self) -> dict[str, Tensor]:
         bucket = self.bucket
         fields = {name: bucket.field(name) for name in self.rule.state if name in bucket.arena}
-        return {**fields, "steps": bucket.steps, "backup": bucket.backup}
+        return {**fields, "steps": bucket.steps, "backup": bucket.backup.weights}
 
     def _reconcile(self, selection: Selection, grads: Sequence[Tensor]) -> None:
         """A parameter without a second gradient is restored; one without a first gradient is updated from where it
         is."""
         bucket, held = self.bucket, set(self.bucket.held.slots)
-        bucket.restore_(bucket.select(tuple(sorted(held.difference(selection.slots)))))
+        bucket.backup.restore(bucket.select(tuple(sorted(held.difference(selection.slots)))))
         late = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if i not in held]
         if late:
             saved = bucket.select(tuple(i for i, _ in late))

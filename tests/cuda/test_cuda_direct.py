@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastsam import FusedSAM
 from fastsam.arena import Layout
-from fastsam.optim import exclusive
+from fastsam.optim import storage_swap
 from fastsam_kernels import native
 from fastsam_kernels.raw_calls import CudaCalls
 from fastsam_kernels.rules import RULES
@@ -191,7 +191,7 @@ def test_steps_of_an_exclusive_owner(
 ) -> None:
     """The bits of the ordinary steps, in as many launches, without a copy of the weights."""
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
-    monkeypatch.setattr(exclusive, "WORTH", 0)
+    monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     found = []
     for options in ({}, {"assume_no_alias": True, "optimizer_in_backward": in_backward}):
         model, before = Small(), direct.count("launches")
@@ -216,7 +216,7 @@ def test_steps_of_an_exclusive_owner(
 def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay would not; it saves the weights, also where steps before it exchanged them."""
     monkeypatch.setattr(native, "raw_calls", lambda *operands: CudaCalls(*operands[:4]))
-    monkeypatch.setattr(exclusive, "WORTH", 0)
+    monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     found = []
@@ -226,7 +226,7 @@ def test_a_step_that_is_captured_exchanges_nothing(direct: Emulation, monkeypatc
         kept, moved = [p.data_ptr() for p in model.parameters() if p.numel()], []
         for capturing in (False, True, False):  # noqa: B007  (which the stand-in reads)
             model().backward()
-            opt._engine._follow()
+            opt._engine._sync_params()
             opt._engine.buckets[0].device = torch.device("cuda")  # whose streams may be captured
             with opt.perturbed():
                 moved.append(kept != [p.data_ptr() for p in model.parameters() if p.numel()])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
-from fastsam.optim import exclusive
+from fastsam.optim import storage_swap
 from tests.helpers.gpu_step import DEVICE, Step, same
 
 
@@ -61,7 +61,7 @@ def test_compiled_training_steps(backend: str) -> None:
 @pytest.mark.parametrize("streams", [1, 2])
 def test_weights_whose_memory_is_exchanged(monkeypatch: pytest.MonkeyPatch, backend: str, streams: int) -> None:
     """The bits of ordinary steps, where the optimizer has the passes' stream and where it has another."""
-    monkeypatch.setattr(exclusive, "WORTH_ON_GPU", 0)
+    monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CUDA", 0)
     passes, updates = torch.cuda.Stream(), torch.cuda.Stream()
     results = []
     for exchanges in (False, True):

@@ -4,6 +4,7 @@ options."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fastsam import SAM, FusedSAM
 from tests.helpers.sam_oracle import copies
-from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, fused
+from tests.helpers.variant_cases import BASES, CASES, ONE_PASS, RHO, Training, fused, problem
 
 VARIANTS: dict[str, SAM] = {name: sam for name, (sam, _) in ONE_PASS.items()}
 VARIANTS |= {"sam": SAM(RHO), "asam": SAM(RHO, True, 0.1), "asam, every third": SAM(RHO, True, interval=3)}
@@ -99,3 +100,19 @@ def awkward(params: list[nn.Parameter]) -> None:
     params[1].data = torch.cat([second.new_zeros(3), second])[3:]
     room = third.new_full((*third.shape[:-1], 2 * third.shape[-1]), torch.nan)
     params[2].data = room[..., : third.shape[-1]].copy_(third)
+
+
+def loss_of(training: Training, t: int) -> Tensor:
+    return problem()[1](training.params, t)
+
+
+def by_hand(training: Training, t: int, zero_grad: bool = True, spoil: Callable[[int], None] | None = None) -> None:
+    """A step in halves. `spoil` is called with the number of each pass after its backward pass."""
+    training.opt.zero_grad()
+    training.backward(t)
+    if training.opt.perturbs:
+        spoil and spoil(0)
+        training.opt.first_step(zero_grad)
+        loss_of(training, t).backward() if zero_grad else training.backward(t)
+    spoil and spoil(1)
+    training.opt.second_step(zero_grad)

@@ -3,6 +3,7 @@ trainings to hold beside it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ from fastsam.optim.variants import (
     MSAM,
     WSAM,
     FriendlySAM,
+    GradientPenalty,
     LastGradient,
+    LInfSAM,
     LookSAM,
     VaSSO,
 )
@@ -124,6 +127,25 @@ class PaperFriendly(Paper):
         return g1 - self.sigma * self.m
 
 
+class PaperGradientPenalty(Paper):
+    """Zhao et al. 2022, the gradient of the penalized loss to first order; `alpha` is given."""
+
+    alpha: float
+
+    def mixed(self, g1: Tensor, g2: Tensor) -> Tensor:
+        return (1 - self.alpha) * g1 + self.alpha * g2
+
+
+class PaperLInf(Paper):
+    """Foret et al. 2021, equation 2 with p = infinity: `run` divides by the L2 norm of the signs."""
+
+    def direction(self, g1: Tensor) -> Tensor:
+        return g1.sign()
+
+    def radius(self, norm: Tensor) -> Tensor | float:
+        return 0.05 * norm
+
+
 class PaperVaSSO(Paper):
     """Li and Giannakis 2023; `theta` is given."""
 
@@ -154,8 +176,13 @@ def like(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
 
 
-def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
-    """Float64, unfused, with torch's own optimizer."""
+def clip_factor(v: Tensor, limit: float) -> float:
+    """Return the factor of `torch.nn.utils.clip_grad_norm_`."""
+    return min(1.0, limit / (v.norm().item() + 1e-6))
+
+
+def loop(paper: Paper, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
+    """Float64, unfused, with torch's own optimizer. limit: largest norm of all that a step subtracts."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
     cls, options = BASES[base]
@@ -170,13 +197,14 @@ def loop(paper: Paper, base: str, steps: int) -> list[Tensor]:
             eps = sign * paper.radius(d.norm()) * d / (d.norm() + 1e-12)
             moved = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
             v = paper.mixed(g1, flat(torch.autograd.grad(loss(moved, t), moved)))
-        for p, g in zip(params, like(v, params), strict=True):
+        correction = None if t % paper.interval else paper.correction()
+        factor = clip_factor(v if correction is None else v + correction, limit)
+        for p, g in zip(params, like(factor * v, params), strict=True):
             p.grad = g
         optimizer.step()
-        correction = None if t % paper.interval else paper.correction()
         if correction is not None:
             with torch.no_grad():
-                for p, c in zip(params, like(correction, params), strict=True):
+                for p, c in zip(params, like(factor * correction, params), strict=True):
                     p -= sign * options["lr"] * c
     return [p.detach() for p in params]
 
@@ -201,7 +229,7 @@ ONE_PASS: dict[str, tuple[SAM, Ahead]] = {
 }
 
 
-def one_pass_loop(ahead: Ahead, base: str, steps: int) -> list[Tensor]:
+def one_pass_loop(ahead: Ahead, base: str, steps: int, limit: float = math.inf) -> list[Tensor]:
     """Float64, unfused, with torch's own optimizer: the clean weights."""
     start, loss = problem()
     params = [p.clone().requires_grad_() for p in start]
@@ -211,6 +239,7 @@ def one_pass_loop(ahead: Ahead, base: str, steps: int) -> list[Tensor]:
     for t in range(steps):
         rested = [(p + e).detach().requires_grad_() for p, e in zip(params, like(eps, params), strict=True)]
         g = flat(torch.autograd.grad(loss(rested, t), rested))
+        g = clip_factor(g, limit) * g
         for p, part in zip(params, like(g, params), strict=True):
             p.grad = part
         optimizer.step()
@@ -243,6 +272,8 @@ CASES: dict[str, Case] = {
     ),
     "looksam": Case(LookSAM(RHO, k=3, alpha=ALPHA), lambda: PaperLookSAM(interval=3), THIRD),
     "friendly": Case(FriendlySAM(RHO, sigma=0.8, lmbda=0.7), lambda: PaperFriendly(sigma=0.8, lmbda=0.7)),
+    "gradient penalty": Case(GradientPenalty(RHO, alpha=ALPHA), lambda: PaperGradientPenalty(alpha=ALPHA)),
+    "l-inf": Case(LInfSAM(0.05), PaperLInf),
     "vasso": Case(VaSSO(RHO, theta=0.4), lambda: PaperVaSSO(theta=0.4)),
     "vasso, every other": Case(VaSSO(RHO, theta=0.4, interval=2), lambda: PaperVaSSO(theta=0.4, interval=2), OTHER),
     "lesam": Case(SAM(RHO, rho_fn=LESAM(sigma=PaperLESAM.sigma)), PaperLESAM),

@@ -72,7 +72,12 @@ def test_a_callback_is_refused_by_its_name(callback: str, sam: SAM, refused: boo
     model.automatic_optimization, model.log = True, print
     opt = FusedSAM(model.parameters(), torch.optim.SGD, variant=sam, lr=0.1, momentum=0.9)
     trainer = SimpleNamespace(
-        optimizers=[opt], callbacks=[KINDS[callback]()], accumulate_grad_batches=1, precision_plugin=None
+        optimizers=[opt],
+        callbacks=[KINDS[callback]()],
+        accumulate_grad_batches=1,
+        precision_plugin=None,
+        gradient_clip_algorithm=None,
+        gradient_clip_val=1.0,
     )
     made = lightning.SAMCallback()
     if not refused:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastsam.optim import exclusive
+from fastsam.optim import storage_swap
 
 
 @pytest.fixture
@@ -23,4 +23,4 @@ def no_collection() -> Iterator[None]:
 @pytest.fixture
 def worth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small tensors, which are quick to test with, are exchanged too."""
-    monkeypatch.setattr(exclusive, "WORTH", 0)
+    monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim import exclusive as exchange
-from fastsam.optim.exclusive import lendable
+from fastsam.optim import storage_swap
+from fastsam.optim.storage_swap import grad_storage_reusable
 from tests.helpers.sam_cases import ADAM, HALF, SGD, SHAPES, first_half, halves, native, places
 from tests.helpers.sam_oracle import backward, copies, landscape, make_parameters, same_bits
 
@@ -61,16 +61,16 @@ def test_on_a_gpu_the_memory_waits_for_the_stream_that_updates(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "now")
     for lent in (True, False):
         params, waited = make_parameters([(3,), (4,)], torch.float32), []
-        exchange_ = exchange.Exchange(params, (0, 1), [p.detach() for p in params])
+        swap = storage_swap.StorageSwap(params, (0, 1), [p.detach() for p in params])
         apart = [torch.zeros(p.shape).as_subclass(Lent) for p in params]
         at = places(apart)
-        exchange_.take(apart, lent)
+        swap.set_targets(apart, lent)
         for p, other in zip(params, apart, strict=True):
             p.data = other.as_subclass(Tensor)
         for slot in range(early):
-            assert exchange_.bring(slot)
+            assert swap.swap_back_one(slot)
             assert [where for where, _ in waited] == (at[:1] if lent else [])
-        exchange_.come_home()
+        swap.swap_back()
         assert sorted(waited) == sorted((where, "now") for where in at if lent)
 
 
@@ -134,7 +134,7 @@ def test_memory_that_others_hold_is_not_taken(how: Callable[[Params], list[Tenso
         backward(params, 0)
         held = how(params)
         before = copies(held)
-        assert not lendable(params, range(2), [p.grad for p in params])
+        assert not grad_storage_reusable(params, range(2), [p.grad for p in params])
         opt.first_step(zero_grad=True)
         assert same_bits(held, before) and saves_weights(opt)
         results.append(copies(params))

@@ -11,7 +11,7 @@ import torch
 from bench.kernel_cases import OPS
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim import exclusive as exchange
+from fastsam.optim import storage_swap
 from fastsam_kernels import raw_calls
 from tests.helpers.sam_cases import HALF, SGD, SHAPES, Model, first_half, halves, native, train
 from tests.helpers.sam_oracle import copies, make_parameters, same_bits
@@ -70,7 +70,7 @@ def test_thirty_six_bytes_with_an_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     """By experiment, as the interpreter sees no compiled kernels: the first pass does not write the weights' memory,
     the second does not read the perturbed ones and does not write them. That is the registry's separate perturbation,
     and an update of the weights alone."""
-    monkeypatch.setattr(exchange, "WORTH", 0)
+    monkeypatch.setattr(storage_swap, "MIN_MEAN_NUMEL_CPU", 0)
     params, called, real = make_parameters(SHAPES, torch.float32), [], raw_calls._function
     monkeypatch.setattr(raw_calls, "_function", lambda name: lambda *args: called.append(name) or real(name)(*args))
     opt = FusedSAM(params, SGD, lr=0.1, momentum=0.9, rho=0.2, assume_no_alias=True)

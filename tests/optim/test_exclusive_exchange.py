@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from bench import memory
 from bench.contenders import Contender, OptimizerStepper
 from fastsam import FusedSAM
-from fastsam.optim.exclusive import WORTH, WORTH_ON_GPU, pays
+from fastsam.optim.storage_swap import MIN_MEAN_NUMEL_CPU, MIN_MEAN_NUMEL_CUDA, worth_swapping
 from tests.helpers.sam_cases import ADAM, SGD, Prepared, halves, native, places
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-LARGE, SMALL = WORTH * 2 - 3, 3  # two tensors at the limit
+LARGE, SMALL = MIN_MEAN_NUMEL_CPU * 2 - 3, 3  # two tensors at the limit
 SIDES = {"exchanged": (LARGE, SMALL), "in place": (LARGE - 1, SMALL)}
 
 
@@ -84,17 +84,21 @@ def test_the_second_pass_may_have_fewer_gradients(absent: int, sizes: tuple[int,
     assert same_bits([params[absent]], [before[absent]]) and not same_bits(params[2 - len(sizes) :], before)
 
 
-@pytest.mark.parametrize("sizes", [[0], [0, 0], [1], [WORTH - 1], [WORTH, WORTH - 1, 0]])
+@pytest.mark.parametrize(
+    "sizes", [[0], [0, 0], [1], [MIN_MEAN_NUMEL_CPU - 1], [MIN_MEAN_NUMEL_CPU, MIN_MEAN_NUMEL_CPU - 1, 0]]
+)
 def test_what_does_not_pay(sizes: list[int]) -> None:
-    assert not pays([torch.empty(n) for n in sizes])
-    assert pays([torch.empty(WORTH) for _ in range(1 + len(sizes))])
+    assert not worth_swapping([torch.empty(n) for n in sizes])
+    assert worth_swapping([torch.empty(MIN_MEAN_NUMEL_CPU) for _ in range(1 + len(sizes))])
 
 
 def test_what_pays_on_a_gpu_follows_from_its_prediction() -> None:
-    on_gpu: Any = [SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in (WORTH_ON_GPU, WORTH_ON_GPU - 1)]
-    assert pays(on_gpu[:1]) and not pays(on_gpu)
+    on_gpu: Any = [
+        SimpleNamespace(is_cuda=True, numel=lambda n=n: n) for n in (MIN_MEAN_NUMEL_CUDA, MIN_MEAN_NUMEL_CUDA - 1)
+    ]
+    assert worth_swapping(on_gpu[:1]) and not worth_swapping(on_gpu)
     seconds, bandwidth = 2.4e-6, 4.3e12  # of an exchange on the host; of a large copy on an H200
-    assert 2 ** round(math.log2(seconds * bandwidth / 4)) == WORTH_ON_GPU
+    assert 2 ** round(math.log2(seconds * bandwidth / 4)) == MIN_MEAN_NUMEL_CUDA
 
 
 @native

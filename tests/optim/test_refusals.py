@@ -15,7 +15,7 @@ from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
 from fastsam.backends import Backend
-from fastsam.optim.variants import LESAM, WSAM, FriendlySAM, LastGradient, LookSAM, VaSSO
+from fastsam.optim.variants import LESAM, WSAM, FriendlySAM, GradientPenalty, LastGradient, LInfSAM, LookSAM, VaSSO
 from tests.helpers.nonsense import Hostile
 from tests.helpers.sam_cases import ADAM, SGD, closure_of
 from tests.helpers.sam_oracle import backward, copies, make_parameters, same_bits
@@ -111,6 +111,8 @@ VARIANTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (WSAM, {"decouple": "no"}, TypeError, "decouple must be"),
     *((FriendlySAM, {"sigma": v}, ValueError, "sigma must be") for v in (-1.0, math.inf)),
     (FriendlySAM, {"lmbda": 1.0}, ValueError, "lmbda must be"),
+    *((GradientPenalty, {"alpha": v}, ValueError, "must be") for v in (-1.0, math.nan, math.inf)),
+    (LInfSAM, {"adaptive": True}, ValueError, "adaptive must be left at False"),
     *((VaSSO, {"theta": v}, ValueError, "theta must be") for v in (0.0, 1.5)),
     *((LESAM, {"sigma": v}, ValueError, "sigma must be") for v in (0.0, math.nan)),
     (LESAM, {"sigma": Decimal("NaN")}, TypeError, "sigma must be a number"),

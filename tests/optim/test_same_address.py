@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fastsam import FusedSAM
 from fastsam.backends import Backend
-from fastsam.optim import watch
+from fastsam.optim import param_guard
 from tests.helpers.sam_cases import SGD
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, same_bits
 
@@ -40,8 +40,8 @@ WITHOUT_MEMORY: dict[str, Callable[[Tensor], object]] = {
 def looks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both looks: by torch's own guards, and without them."""
     if request.param == "python":
-        monkeypatch.setattr(watch, "TensorGuards", None)
-    elif watch.TensorGuards is None:
+        monkeypatch.setattr(param_guard, "TensorGuards", None)
+    elif param_guard.TensorGuards is None:
         pytest.skip("this torch has no such guards")
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import nn
 
 from fastsam import FusedSAM
-from fastsam.optim import exclusive as exchange
+from fastsam.optim import storage_swap
 from tests.helpers.sam_oracle import Oracle, backward, copies, gradients, make_parameters, same_bits
 
 BASES: list[tuple[Any, dict[str, Any]]] = [
@@ -24,7 +24,7 @@ BASES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.Adam, {"lr": 0.05, "eps": 1e-3, "amsgrad": True}),
     (torch.optim.RMSprop, {"lr": 0.02, "eps": 1e-3, "momentum": 0.5}),
 ]
-WORTH = exchange.WORTH
+MIN_MEAN_NUMEL = storage_swap.MIN_MEAN_NUMEL_CPU
 absences = st.sets(st.integers(0, 5))
 
 
@@ -38,7 +38,7 @@ class Training(RuleBasedStateMachine):
         assume_no_alias=st.booleans(),
     )
     def start(self, base: tuple[Any, dict[str, Any]], adaptive: bool, backend: str, assume_no_alias: bool) -> None:
-        exchange.WORTH = 0  # small tensors too
+        storage_swap.MIN_MEAN_NUMEL_CPU = 0  # small tensors too
         self.base, self.options = base[0], {**base[1], "rho": 0.3, "adaptive": adaptive}
         self.ours = {"backend": backend, "assume_no_alias": assume_no_alias}
         self.time, self.perturbed = 0, False
@@ -139,7 +139,7 @@ class Training(RuleBasedStateMachine):
         self.oracle.sam.append({**self.oracle.sam[0], "rho": 0.1})
 
     def teardown(self) -> None:
-        exchange.WORTH = WORTH
+        storage_swap.MIN_MEAN_NUMEL_CPU = MIN_MEAN_NUMEL
 
     @invariant()
     def the_weights_are_the_oracles(self) -> None:

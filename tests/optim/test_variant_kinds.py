@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from fastsam import GSAM, MSAM, SAM, FusedSAM, backends
-from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LookSAM, VaSSO
+from fastsam.optim.variants import LESAM, SAMON, WSAM, FriendlySAM, LInfSAM, LookSAM, VaSSO
 from fastsam.step import Mix
 from tests.helpers.sam_oracle import copies, same_bits
 from tests.helpers.variant_cases import ALPHA, BASES, CASES, RHO, Training, flat, fused, like, problem
@@ -135,6 +136,34 @@ def test_a_direction_of_ones_own_needs_no_flag() -> None:
 def test_a_direction_that_no_step_would_ask_for_is_refused(base: type[SAM]) -> None:
     with pytest.raises(TypeError, match=f"Own overrides direction, and {base.__name__}"):
         type("Own", (base,), {"direction": VaSSO.direction})
+
+
+def test_a_norm_is_of_the_second_or_the_largest_degree() -> None:
+    with pytest.raises(TypeError, match="norm_degree must be 2 or math.inf, got 1"):
+        type("Own", (SAM,), {"norm_degree": 1})
+    params, opt = fused(LInfSAM(), "sgd", 1)
+    opt.param_groups[0]["adaptive"] = True
+    before = copies(params)
+    Training(params, opt).backward(0)
+    with pytest.raises(ValueError, match="adaptive=True in a parameter group"):
+        opt.first_step()
+    assert same_bits(before, params) and not opt.is_perturbed
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_signs_of_a_gradient_that_is_not_finite_do_not_perturb(value: float) -> None:
+    params, opt = fused(LInfSAM(), "sgd", 1)
+    before = copies(params)
+    for p in params:
+        p.grad = torch.full_like(p, value)
+    opt.first_step()
+    assert same_bits(before, params)
+
+
+def test_signs_keep_no_vector() -> None:
+    params, opt = fused(LInfSAM(), "sgd", 2)
+    assert all(set(entry) <= {"momentum_buffer"} for entry in opt.state_dict()["state"].values())
+    assert len(params) == 3
 
 
 class Net(nn.Module):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from fastsam.optim.variants.friendly import FriendlySAM
+from fastsam.optim.variants.gradient_penalty import GradientPenalty
 from fastsam.optim.variants.gsam import GSAM
 from fastsam.optim.variants.last_gradient import LastGradient
 from fastsam.optim.variants.lesam import LESAM
+from fastsam.optim.variants.linf import LInfSAM
 from fastsam.optim.variants.looksam import LookSAM
 from fastsam.optim.variants.msam import MSAM
 from fastsam.optim.variants.sam import SAM
@@ -21,6 +23,8 @@ __all__ = [
     "SAMON",
     "WSAM",
     "FriendlySAM",
+    "GradientPenalty",
+    "LInfSAM",
     "LastGradient",
     "LookSAM",
     "VaSSO",

@@ -5,6 +5,7 @@ Networks", ICML 2021 (Algorithm 1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -58,6 +59,8 @@ class SAM:
 
     memory: ClassVar[Memory] = Memory.NONE
     ahead: ClassVar[Ahead] = Ahead.NONE
+    #: degree of the norm by which a perturbation is divided: 2, or infinity for the largest element
+    norm_degree: ClassVar[float] = 2
 
     rho: float | Tensor = 0.05
     adaptive: bool = False
@@ -66,9 +69,11 @@ class SAM:
     rho_fn: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Give a class that overrides `direction` its memory. Raises TypeError if it keeps another vector, or takes one
-        pass, so that its direction would not be called."""
+        """Give a class that overrides `direction` a memory, unless it declares none. Raises TypeError if it keeps
+        another vector, or takes one pass, so that its direction would not be called."""
         super().__init_subclass__(**options)
+        if cls.norm_degree not in (2, math.inf):
+            raise TypeError(f"{cls.__name__}: norm_degree must be 2 or math.inf, got {cls.norm_degree!r}")
         if cls.direction is SAM.direction:
             return
         if cls.memory not in (Memory.NONE, Memory.DIRECTION) or cls.ahead is not Ahead.NONE:
@@ -76,7 +81,8 @@ class SAM:
                 f"{cls.__name__} overrides direction, and {cls.__mro__[1].__name__} has a memory or a pass of another "
                 f"kind, with which no direction is asked for. Derive it from fastsam.SAM"
             )
-        cls.memory = Memory.DIRECTION
+        if cls.__dict__.get("memory") is not Memory.NONE:
+            cls.memory = Memory.DIRECTION
 
     def __post_init__(self) -> None:
         check_interval("interval", self.interval)
@@ -103,7 +109,8 @@ class SAM:
         return True
 
     def direction(self, g: Tensor, memory: Tensor, after: Tensor) -> Tensor:
-        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`.
+        """Return what to perturb along. A class that overrides this has `Memory.DIRECTION`, or declares
+        `memory = Memory.NONE` and gets empty vectors for `memory` and `after`.
 
         Must be a linear function of g and memory, so that a GradScaler's scale cancels. All vectors are `[1, n]`, all
         parameters of one dtype in one vector: float32, or float64 for float64 parameters.
@@ -114,6 +121,11 @@ class SAM:
             after: output, the kept vector after this step.
         """
         raise NotImplementedError
+
+    @property
+    def has_direction(self) -> bool:
+        """True if the perturbation is along another vector than the gradient."""
+        return type(self).direction is not SAM.direction
 
     def perturbs(self, step: int) -> bool:
         """Whether the step with this number, counted from 0, perturbs."""
@@ -151,3 +163,16 @@ def check_real(name: str, value: float) -> None:
     of their own."""
     if not isinstance(value, (Real, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
+
+
+def variant_of(variant: SAM | None, rho: float | Tensor | None, adaptive: bool, eta: float | Tensor) -> SAM:
+    """Return the given variant, or a SAM with these options if None is given."""
+    if variant is None:
+        return SAM(0.05 if rho is None else rho, adaptive, eta)
+    if not isinstance(variant, SAM):
+        raise TypeError(f"variant must be an instance such as fastsam.variants.GSAM(rho=0.05), got {variant!r}")
+    if rho is not None or adaptive or isinstance(eta, Tensor) or eta:
+        raise ValueError(
+            "rho, adaptive and eta cannot be combined with variant. Pass them to the variant: variant=GSAM(rho=0.05)"
+        )
+    return variant

@@ -1,4 +1,4 @@
-"""The short look at an unchanged step: it finds exactly the gradients that the kernels may read where they lie."""
+"""`ParamGuard`, which compares an unchanged step at once: it finds exactly the gradients that are expected."""
 
 from __future__ import annotations
 
@@ -11,29 +11,50 @@ import torch
 from torch import Tensor, nn
 
 from fastsam import FusedSAM
-from fastsam.optim import watch
+from fastsam.optim import param_guard
+from fastsam.optim.buffers import Phase
 
-pytestmark = pytest.mark.skipif(watch.TensorGuards is None, reason="this torch has no such guards")
+pytestmark = pytest.mark.skipif(param_guard.TensorGuards is None, reason="this torch has no such guards")
 SHAPES = [(3, 4), (1,), (), (2, 1, 3), (0,)]
 
 
 class Case:
-    """Parameters with gradients and entries of a state, and a look at them."""
+    """Parameters of a FusedSAM with the gradients that its guard expects, in the first or the second pass of a step."""
 
-    def __init__(self) -> None:
-        self.params: list[Any] = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-        self.groups = [{"params": self.params}]
-        self.state: dict[Any, Any] = {p: {} for p in self.params}
-        for p in self.params:
-            p.grad = torch.randn_like(p)
-        self.look = watch.Steady(self.groups, list(self.params), [p.grad for p in self.params], self.state)
+    def __init__(self, first: bool, dtypes: tuple[torch.dtype, ...] = (torch.float32,), missing: bool = False) -> None:
+        self.first = first
+        made = [torch.randn(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
+        self.given = [nn.Parameter(tensor) for tensor in made]
+        self.missing = self.given[3] if missing else None
+        opt = FusedSAM(self.given, torch.optim.SGD, lr=0.0, momentum=0.9)
+        for _ in range(2):
+            for half in (opt.first_step, opt.second_step):
+                self.backward()
+                half()
+        self.backward()
+        guard = opt._engine._guard
+        assert guard is not None
+        self.guard, self.state = guard, opt.state
+        self.groups: list[Any] = opt.param_groups
+        self.params: list[Any] = opt.param_groups[0]["params"]
+
+    def backward(self) -> None:
+        for p in self.given:
+            p.grad = None if p is self.missing else torch.randn_like(p)
 
     def found(self) -> list[Tensor] | None:
-        return self.look.gradients(self.groups, self.state)
+        calls = self.guard.gradients(self.groups, self.state, self.first)
+        return None if calls is None else [g for _, _, grads in calls for g in grads]
 
 
 def other_data(grad: Tensor, data: Tensor) -> None:
     grad.data = data
+
+
+def expected(opt: FusedSAM) -> bool:
+    """Return True if the guard expects gradients in the pass that comes next."""
+    engine = opt._engine
+    return engine._guard is not None and engine._guard.expects(engine.phase is Phase.IDLE)
 
 
 CHANGES: dict[str, Callable[[Case], Any]] = {
@@ -56,12 +77,32 @@ CHANGES: dict[str, Callable[[Case], Any]] = {
 }
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_finds_nothing_when_something_changed(change: str) -> None:
-    case = Case()
+def test_it_finds_nothing_when_something_changed(change: str, first: bool) -> None:
+    case = Case(first)
     found = case.found()
     assert found is not None and all(g is p.grad for g, p in zip(found, case.params, strict=True))
     CHANGES[change](case)
+    assert case.found() is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_two_dtypes_and_a_missing_gradient_are_expected_too(first: bool) -> None:
+    case = Case(first, (torch.float32, torch.bfloat16), missing=True)
+    found = case.found()
+    assert found is not None and len(found) == len(SHAPES) - 1
+    assert set(map(id, found)) == {id(p.grad) for p in case.given if p is not case.missing}
+    case.given[3].grad = torch.ones_like(case.given[3])
+    assert case.found() is None
+    case.given[3].grad, case.given[2].grad = None, None
+    assert case.found() is None
+
+
+def test_a_parameter_of_another_kind_at_its_address_is_seen_in_the_first_pass() -> None:
+    case = Case(True)
+    case.params[0].data = case.params[0].data.view(4, 3)
+    case.params[0].grad = torch.ones(4, 3)
     assert case.found() is None
 
 
@@ -71,7 +112,7 @@ def test_groups_that_become_one_take_its_options() -> None:
     opt = FusedSAM([{"params": params[:2], "lr": 0.0}, {"params": params[2:], "lr": 0.1}], torch.optim.SGD)
     for number in range(4):
         if number == 3:
-            assert opt._engine._steady is not None
+            assert expected(opt)
             opt.param_groups[0]["params"].extend(opt.param_groups.pop()["params"])
             before = params[2].detach().clone()
         for half in (opt.first_step, opt.second_step):
@@ -91,7 +132,7 @@ def test_a_step_keeps_no_gradient_alive(backend: str) -> None:
                 p.grad = torch.ones_like(p)
             refs = [weakref.ref(p.grad) for p in params]
             half()
-            assert number < 2 or opt._engine._steady is not None
+            assert number < 2 or expected(opt)
             for p in params:
                 p.grad = None
             assert [ref() for ref in refs] == [None, None]

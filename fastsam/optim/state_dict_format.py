@@ -49,13 +49,14 @@ def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
     saved: Weights = {}
     for bucket in buckets:
         for slot, parameter in enumerate(bucket.params):
-            if bucket.masters:
-                saved.setdefault(parameter, {})[MASTER] = bucket.saved(slot).clone()
+            weights = bucket.backup.saved(bucket.select((slot,)))[0]
+            if bucket.backup.is_master:
+                saved.setdefault(parameter, {})[MASTER] = weights.clone()
             for name in (MEMORY, NEXT) if perturbed else (MEMORY,):
                 if name in bucket.arena:
                     saved.setdefault(parameter, {})[name] = bucket.arena.views(name)[slot].clone()
             if perturbed and slot in bucket.held.slots:
-                saved.setdefault(parameter, {})[UNPERTURBED] = bucket.saved(slot).to(bucket.dtype, copy=True)
+                saved.setdefault(parameter, {})[UNPERTURBED] = weights.to(bucket.dtype, copy=True)
                 if FIRST in bucket.arena:
                     saved[parameter][FIRST] = bucket.arena.views(FIRST)[slot].clone()
     return {p: {name: placed(tensor, p) for name, tensor in found.items()} for p, found in saved.items()}
@@ -66,7 +67,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
     held = []
     for slot, parameter in enumerate(bucket.params):
         found = {name: part_of(tensor, parameter) for name, tensor in saved.get(parameter, {}).items()}
-        weights = found.get(MASTER) if bucket.masters else None
+        weights = found.get(MASTER) if bucket.backup.is_master else None
         if MEMORY in found and MEMORY in bucket.arena:
             bucket.arena.views(MEMORY)[slot].copy_(found[MEMORY])
             if NEXT in found:
@@ -82,7 +83,7 @@ def restore_weights(bucket: Bucket, saved: Weights, perturbed: bool) -> None:
             # them otherwise.
             weights = unperturbed if weights is None else _where_rounds_to(unperturbed, weights.to(bucket.device))
         if weights is not None:
-            bucket.take_(slot, weights)
+            bucket.backup.load(bucket.select((slot,)), weights)
     bucket.held = bucket.select(tuple(held))
 
 

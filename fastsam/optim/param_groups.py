@@ -1,0 +1,67 @@
+"""Parameter groups, which `FusedSAM` shares with its base optimizer: one more group, checks, a description."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from fastsam import ops
+from fastsam.backends import select
+from fastsam.optim import parameters
+from fastsam.optim.one_pass import check_base
+from fastsam.optim.parameters import parameters_of
+from fastsam.optim.scalars import OWN_OPTIONS, check_group
+from fastsam.optim.sharded import is_sharded, refuse_options
+
+
+def share_groups(optimizer: Any) -> None:
+    """Give the base optimizer the very groups and state of `optimizer`, also after somebody replaced them."""
+    base = optimizer.base_optimizer
+    # A hook on either optimizer fires once per step.
+    for name in ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(base, name) is not getattr(optimizer, name):  # torch.compile cannot write it with torch 2.11
+            setattr(base, name, getattr(optimizer, name))
+
+
+def add_param_group(optimizer: Any, param_group: dict[str, Any]) -> None:
+    """Add a group to both optimizers, or raise and add nothing."""
+    if isinstance(param_group, dict):
+        for name in OWN_OPTIONS:
+            param_group.setdefault(name, optimizer.defaults[name])
+    share_groups(optimizer)
+    optimizer.base_optimizer.add_param_group(param_group)
+    try:
+        check_group(param_group, len(optimizer.param_groups) - 1)
+        check_base(optimizer._engine.variant, optimizer.base_optimizer, optimizer.param_groups)
+        check_parameters(optimizer)
+    except BaseException:
+        optimizer.param_groups.pop()
+        raise
+
+
+def check_parameters(optimizer: Any) -> None:
+    """Raise if `optimizer` cannot optimize its parameters."""
+    params, engine = parameters_of(optimizer.param_groups), optimizer._engine
+    parameters.check(params)
+    if any(map(is_sharded, params)):
+        if engine.variant.norm_degree != 2:
+            raise ValueError(
+                f"{type(engine.variant).__name__} with DTensor parameters is not supported, because its norm is not "
+                f"reduced between ranks. Take a variant with an L2 norm"
+            )
+        refuse_options(engine.stochastic_rounding, engine.exclusive)
+    for dtype in {p.dtype for p in params}:
+        ops.bind(optimizer._engine.backend, params[0].device, dtype)
+
+
+def describe(optimizer: Any) -> str:
+    """Return a line for each of the base optimizer, the variant and the backend."""
+    variant, backend = optimizer._engine.variant, optimizer._engine.backend
+    options = [f"{f.name}={getattr(variant, f.name)!r}" for f in fields(variant) if f.name not in OWN_OPTIONS]
+    used = {select(backend, p.device, p.dtype).name for p in parameters_of(optimizer.param_groups)}
+    head = {
+        "base optimizer": type(optimizer.base_optimizer).__name__,
+        "variant": f"{type(variant).__name__}({', '.join(options)})",
+        "backend": ", ".join(sorted(used)),
+    }
+    return "".join(f"\n{name}: {value}" for name, value in head.items())

@@ -1,0 +1,216 @@
+"""Cheap comparison of parameters, gradients and state with the pass before."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import is_, is_not, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastsam.optim.bucket import Bucket, Call
+from fastsam.optim.selection import Selection
+from fastsam.optim.sharded import local
+
+try:  # private to torch: without it, every pass looks at every tensor in Python
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+_data_ptr = torch.Tensor.data_ptr
+_storage = torch.Tensor.untyped_storage
+_bytes_of = torch.UntypedStorage.nbytes
+_params_of = itemgetter("params")
+Groups = Sequence[dict[str, Any]]
+State = dict[Tensor, dict[str, Any]]
+
+
+def any_gradient(params: Sequence[Tensor]) -> bool:
+    """Return True if one of these has a gradient."""
+    return any(p.grad is not None for p in params)
+
+
+def _count_of_one_holder() -> int:
+    """Return what `sys.getrefcount` says, called as below, of an object that one list holds."""
+    holder = [object()]
+    return next(map(sys.getrefcount, holder))
+
+
+def _guard_of(tensors: Sequence[Tensor]) -> Any:
+    """Return a function that compares the class, dtype, device, layout, shape, strides and pending signs of its
+    arguments with `tensors`, as torch's compiler does."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def _kinds(params: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    return [(p.shape, p.stride(), p.dtype, p.device) for p in params]
+
+
+class _Memory:
+    """Addresses of the parameters of a bucket, and the sizes of their storages."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        params = self.params
+        self._pointers = list(map(_data_ptr, params))
+        # As long as a storage has its size, nothing else uses its memory, so that an equal address means the same
+        # parameter. The bucket's aliases keep the storages alive anyway.
+        self._storages = list(map(_storage, params))
+        self._bytes = list(map(_bytes_of, self._storages))
+        self._kinds = _kinds(params)
+        self._guard = None if TensorGuards is None or not params else _guard_of(params)
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters, or this rank's parts of them, which may be replaced."""
+        bucket = self._bucket
+        return list(map(local, bucket.params)) if bucket.sharded else bucket.params
+
+    def same_addresses(self, params: Sequence[Tensor]) -> bool:
+        return list(map(_data_ptr, params)) == self._pointers
+
+    def same_storages(self) -> bool:
+        return list(map(_bytes_of, self._storages)) == self._bytes
+
+    def same(self) -> bool:
+        params = self.params
+        if not (self.same_addresses(params) and self.same_storages()):
+            return False
+        if self._guard is not None and self._guard(*params):
+            return True
+        return _kinds(params) == self._kinds  # the guards look at more, such as `requires_grad`
+
+
+class _Expected(NamedTuple):
+    """Gradients of a bucket's parameters that a pass expects."""
+
+    bucket: Bucket
+    selection: Selection
+    memory: _Memory
+    absent: list[bool] | None  # by parameter; None if each has a gradient
+    guard: Any  # compares the gradients, and in a first pass the parameters
+
+
+class ParamGuard:
+    """Snapshot of the parameters, and of the gradients and state entries that the next passes expect.
+
+    It holds no list of parameters but `params`, and no gradient.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        params: list[Tensor],
+        buckets: Sequence[Bucket],
+        left_out: list[Tensor],
+        before: ParamGuard | None,
+    ) -> None:
+        """
+        Args:
+            groups: parameter groups.
+            params: all parameters of all groups, in order.
+            buckets: buckets of the parameters that have buffers.
+            left_out: the other parameters.
+            before: guard that this one follows.
+        """
+        self.params, self._left_out = params, left_out
+        self._memories = list(map(_Memory, buckets))
+        self._sizes = [len(g["params"]) for g in groups]
+        lists = [params, left_out, *(g["params"] for g in groups), *(bucket.params for bucket in buckets)]
+        self._lists = Counter(map(id, chain.from_iterable(lists)))  # how many of the optimizer's lists hold each
+        self._entries: list[dict[str, Any]] = []
+        self._alone: list[int] = []  # per parameter: the count of references if only the optimizer has it
+        self._most = 0  # the largest of these
+        # ids of the parameters to which only the optimizer referred from the first
+        self._orphans: set[int] | None = before._orphans if before else None
+        self._expected: dict[bool, list[_Expected]] = {}  # by whether the pass is a first one
+
+    def note_state(self, state: State) -> None:
+        """Take over the entries of the state as they are."""
+        none = _count_of_one_holder() - 1
+        self._alone = [none + self._lists[id(p)] + (p in state) for p in self.params]
+        self._most = max(self._alone, default=0)
+        self._entries = list(state.values())
+
+    # --- comparisons one by one ---
+
+    def same_parameters(self, groups: Groups) -> bool:
+        """Return False if the groups hold other parameters than before."""
+        if [len(g["params"]) for g in groups] != self._sizes:
+            return False
+        now: Iterable[Tensor] = groups[0]["params"] if len(groups) == 1 else chain(*map(_params_of, groups))
+        return not any(map(is_not, now, self.params))
+
+    def same_memory(self) -> bool:
+        """Return False if a parameter was moved, converted, assigned, cut or transposed, or its memory was freed."""
+        return all(memory.same() for memory in self._memories)
+
+    def same_state(self, state: State) -> bool:
+        """Return False if the state has other entries than before."""
+        return len(state) == len(self._entries) and not any(map(is_not, state.values(), self._entries))
+
+    def abandoned(self) -> list[int]:
+        """Return the numbers of parameters to which only the optimizer refers, because the model was given other ones.
+
+        A live autograd graph or a TorchScript module counts as a reference. A parameter that had a gradient and no
+        other reference at first is not abandoned.
+        """
+        if self._orphans is not None and min(map(sys.getrefcount, self.params), default=0) > self._most:
+            return []
+        counts = list(map(sys.getrefcount, self.params))
+        alone = [i for i, count in enumerate(counts) if count <= self._alone[i]]
+        if self._orphans is None:
+            self._orphans = {id(self.params[i]) for i in alone if self.params[i].grad is not None}
+        return [i for i in alone if id(self.params[i]) not in self._orphans]
+
+    # --- all at once ---
+
+    def expect(self, calls: Sequence[Call], first: bool) -> None:
+        """Expect gradients of the same parameters and kinds as in `calls`, in the next passes.
+
+        Nothing is expected if the calls have other tensors than the parameters' own gradients.
+        """
+        self._expected.pop(first, None)
+        expected = []
+        for memory, (bucket, selection, grads) in zip(self._memories, calls, strict=True):
+            params = bucket.params
+            own = [params[i].grad for i in selection.slots]
+            if TensorGuards is None or not grads or bucket.sharded or not all(map(is_, own, grads)):
+                return
+            absent = None if selection is bucket.whole else [p.grad is None for p in params]
+            guard = _guard_of([*params, *grads] if first else grads)
+            expected.append(_Expected(bucket, selection, memory, absent, guard))
+        self._expected[first] = expected
+
+    def expects(self, first: bool) -> bool:
+        """Return True if gradients are expected."""
+        return first in self._expected
+
+    def gradients(self, groups: Groups, state: State, first: bool) -> list[Call] | None:
+        """Return the gradients if everything is as expected, and None if each has to be compared by itself.
+
+        A second pass compares no kinds of parameters, because the first pass of its step did.
+        """
+        expected = self._expected.get(first)
+        if expected is None or not self.same_parameters(groups) or not self.same_state(state):
+            return None
+        if self._left_out and any_gradient(self._left_out):
+            return None
+        calls: list[Call] = []
+        for bucket, selection, memory, absent, guard in expected:
+            params = bucket.params
+            if not memory.same_addresses(params) or (first and not memory.same_storages()):
+                return None
+            grads: list[Any] = [p.grad for p in params]
+            if absent is not None:
+                if [g is None for g in grads] != absent:
+                    return None
+                grads = [g for g in grads if g is not None]
+            if not (guard(*params, *grads) if first else guard(*grads)):
+                return None
+            calls.append((bucket, selection, grads))
+        return calls

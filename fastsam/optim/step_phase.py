@@ -1,0 +1,281 @@
+"""Phases of a step: what a training loop can ask, training and evaluation, and the errors for calls out of order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from fastsam.optim import amp
+from fastsam.optim.buffers import Phase
+from fastsam.optim.clip_check import ClipCheck
+from fastsam.optim.engine import Engine
+from fastsam.optim.leftover import Leftover
+from fastsam.optim.one_pass import OnePass
+from fastsam.optim.param_groups import share_groups
+from fastsam.optim.statistics import Statistics
+
+
+class StepPhaseMixin:
+    """Questions about the phase of a step, and `train()` and `eval()`, of an optimizer whose steps an engine makes."""
+
+    base_optimizer: Optimizer
+    param_groups: list[dict[str, Any]]
+    _engine: Engine
+    _leftover: Leftover
+    _clip_check: ClipCheck
+    _statistics: Statistics
+    _optimizer_step_pre_hooks: dict[int, Any]
+    _optimizer_step_post_hooks: dict[int, Any]
+    if TYPE_CHECKING:
+
+        def first_step(self) -> None: ...
+
+    @property
+    def is_perturbed(self) -> bool:
+        """True at a perturbed point: in every call of a closure but the first, and between `first_step()` and
+        `second_step()`. What a training loop logs and counts belongs to the other pass. Always False with a variant of
+        one pass, which is the first; `training` says where its weights are.
+        """
+        return self._engine.phase is not Phase.IDLE and not self._engine.one_pass
+
+    @property
+    def phase(self) -> Literal["first", "second"]:
+        """Which of a step's two passes a forward and backward pass made now would be: "second" at the perturbed
+        point."""
+        return "second" if self.is_perturbed else "first"
+
+    @property
+    def perturbs(self) -> bool:
+        """Whether the step that begins, or is under way, perturbs the weights and so takes two backward passes.
+
+        False in a step in which the variant does not perturb (`interval`, `LookSAM`): its first pass may be left out,
+        `first_step()` with it. If it is made all the same, the weights stay where they are, and the step is the same
+        with the second pass's gradients. Always False with a variant of one pass (`MSAM`), where `first_step()` is an
+        error.
+        """
+        return self._engine.perturbs
+
+    @property
+    def combines_gradients(self) -> bool:
+        """True if the variant's update combines both gradients, so that `max_grad_norm` has to clip them."""
+        return self._engine.combines
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Largest norm of the gradient that updates, or None; it can be changed between steps.
+
+        A variant that combines both gradients clips the combination, with the same factor in each of its updates. A
+        gradient whose norm is below the limit is used as it is.
+        """
+        return self._engine.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, Real)):
+            raise TypeError(f"max_grad_norm must be a number or None, got {limit!r}")
+        if limit is not None and not limit > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {limit!r}")
+        self._engine.set_max_grad_norm(None if limit is None else float(limit))
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the last first gradient (in adaptive groups of T * g), float64 on the device; None before the first
+        step. With a variant of one pass that of the vector which it perturbed along."""
+        return None if self._engine.sumsq is None else self._engine.sumsq.sqrt()[0]
+
+    # --- back from the perturbed point ---
+
+    def restore(self) -> None:
+        """End a step that `first_step()` began: the original weights are back, bit for bit, and nothing is updated.
+
+        Raises RuntimeError if the weights are not perturbed.
+        """
+        self._require_halves("restore()")
+        self._require(Phase.PERTURBED, "restore() has nothing to restore", "it undoes a first_step()")
+        share_groups(self)
+        self._recover()
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Inside, the weights are perturbed as by `first_step()`; afterwards they are the original ones, bit for bit,
+        also after an exception. Calling `step()` inside, after a backward pass, makes the update.
+        """
+        self._require_halves("perturbed()")
+        self._require(
+            Phase.IDLE, "perturbed() inside first_step() and second_step()", "call second_step(), or restore() first"
+        )
+        graph = torch.is_grad_enabled()
+        try:
+            try:
+                self.first_step()
+                yield
+            finally:
+                self._recover()
+        except BaseException:
+            torch.set_grad_enabled(graph)
+            raise
+        finally:
+            self._recover()  # when an interrupt fell into the line above; nothing otherwise
+
+    def _recover(self) -> None:
+        """The weights of between the steps back, and running statistics on their way again, from whatever moment of a
+        step."""
+        try:
+            self._engine.fall_back()
+        finally:
+            self._statistics.thaw()
+
+    # --- training and evaluation ---
+
+    @property
+    def training(self) -> bool:
+        """False between `eval()` and `train()`, where no step is made: of a variant of one pass, and of a base
+        optimizer that has `train_mode` in its parameter groups (schedule-free ones). Otherwise always True."""
+        return self._engine.training and all(group.get("train_mode", True) for group in self.param_groups)
+
+    def eval(self) -> None:
+        """Give the model the weights to evaluate or save it with.
+
+        With a variant of one pass (`MSAM`) the weights between steps are perturbed, and `eval()` restores the clean
+        weights, bit for bit. If the base optimizer has an `eval()` (schedule-free optimizers), it is called, too. With
+        any other optimizer this does nothing, and a second `eval()` does nothing.
+
+        Raises RuntimeError inside a closure, and between `first_step()` and `second_step()` if the base optimizer has
+        an `eval()`.
+        """
+        engine = self._engine
+        if isinstance(engine, OnePass) and engine.training:
+            if engine.in_closure:
+                raise RuntimeError("eval() inside a closure of step(): leave it to before or after the step")
+            engine.eval()
+        self._tell_base("eval")
+
+    def train(self) -> None:
+        """Go back to the weights of training, for the next forward pass; undoes `eval()`.
+
+        With a variant of one pass the weights move to the perturbed point. They have the bits of before `eval()` if
+        weights and rho were not written. After a state is loaded the weights may be clean or perturbed. Does nothing if
+        the weights are there, and inside a closure.
+
+        Raises RuntimeError between `first_step()` and `second_step()` if the base optimizer has a `train()`.
+        """
+        if self._engine.in_closure:
+            return
+        self._tell_base("train")
+        if isinstance(self._engine, OnePass):
+            self._engine.train()
+
+    def _tell_base(self, mode: str) -> None:
+        """Call the base optimizer's `train()` or `eval()`, if it has one. They write the weights."""
+        function = getattr(self.base_optimizer, mode, None)
+        if function is None:
+            return
+        engine = self._engine
+        if engine.in_closure or (engine.phase is not Phase.IDLE and not engine.one_pass):
+            raise RuntimeError(
+                f"{mode}() during a step: {type(self.base_optimizer).__name__} would change the perturbed weights. "
+                f"Call it before or after the step"
+            )
+        function()
+        engine._invalidate_unsharded()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the weights are as after `eval()`; afterwards as they were before."""
+        trained = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            if trained:
+                self.train()
+
+    def _follow_modules(self) -> None:
+        """From now on `train()` and `eval()` of the modules of `model=` are this optimizer's too."""
+        if isinstance(self._engine, OnePass):
+            for module in self._statistics.modules:
+                object.__setattr__(module, "train", _Train(module, self))
+
+    def _follow_mode(self) -> None:
+        if any(module.training for module in self._statistics.modules):
+            self.train()
+        else:
+            self.eval()
+
+    # --- the order of calls ---
+
+    def _require_second(self, problem: str, remedy: str) -> None:
+        """That the first half was made, where the step has one."""
+        engine = self._engine
+        if engine.phase is not Phase.PERTURBED and (engine.phase is not Phase.IDLE or engine.perturbs):
+            self._require(Phase.PERTURBED, problem, remedy)
+
+    def _require_halves(self, call: str) -> None:
+        if self._engine.one_pass:
+            raise RuntimeError(
+                f"{call} with {type(self._engine.variant).__name__}, which takes one pass: its weights rest at the "
+                f"perturbed point. Call step() "
+                "after one backward pass, or step(closure); eval() and train() move to the clean weights and back"
+            )
+
+    def _require(self, phase: Phase, problem: str, remedy: str) -> None:
+        if self._engine.phase is not phase:
+            raise RuntimeError(f"{problem}; {remedy}")
+
+    def _observed(self) -> bool:
+        """Return True if a hook or a profiler looks at the step."""
+        own, everywhere = self._optimizer_step_pre_hooks, _global_optimizer_pre_hooks
+        after, everywhere_after = self._optimizer_step_post_hooks, _global_optimizer_post_hooks
+        return bool(own or after or everywhere or everywhere_after or profiler._is_profiler_enabled)
+
+    def _finishes(self) -> bool:
+        """`second_step` is running, and what `step` is called with is a trainer's."""
+        return self._engine.finishing and (self._engine.phase is not Phase.IDLE or not self._engine.perturbs)
+
+    def _require_turn(self, closure: Callable[[], Any] | None) -> None:
+        if isinstance(self._engine, OnePass):
+            self._engine.require_ready()
+            if closure is None or self._finishes():
+                self._leftover.forget()
+            else:
+                amp.refuse_closure(self, one_pass=True)
+        elif closure is None or self._finishes():
+            self._require_second(
+                "step() has nothing to do: no closure, and the weights are not perturbed",
+                "call step(closure), or first_step() after the first and step() after the second backward pass",
+            )
+        else:
+            problem = "step(closure) between first_step() and second_step()"
+            self._require(Phase.IDLE, problem, "call second_step(), or restore() first")
+            amp.refuse_closure(self)
+
+
+class _Train:
+    """Stands for `module.train`, which `module.eval()` calls too. A copy of the module gets the method of its class
+    back."""
+
+    def __init__(self, module: nn.Module, optimizer: StepPhaseMixin) -> None:
+        self._module, self._optimizer = weakref.ref(module), weakref.ref(optimizer)
+        self._before: Callable[..., Any] | None = module.__dict__.get("train")
+
+    def __call__(self, mode: bool = True) -> nn.Module | None:
+        module, optimizer = self._module(), self._optimizer()
+        if module is not None:
+            (self._before or partial(type(module).train, module))(mode)
+            if optimizer is not None:
+                optimizer._follow_mode()
+        return module
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        return partial, (nn.Module.train if module is None else type(module).train, module)
