@@ -88,7 +88,8 @@ class Flat(Tensors):
             at += p.numel()
 
     def gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        return [torch.cat([g.flatten() for g in super(Flat, self).gradients(x, y)])]
+        grads = super().gradients(x, y)
+        return [torch.cat([g.flatten() for g in grads])]
 
     def norm(self, grads: list[Tensor]) -> Tensor:
         return grads[0].norm()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from fastsam.lab import cli
+from tests.helpers.places import ROOT
 
 
 def test_info_shows_versions_and_every_backend(capsys: pytest.CaptureFixture) -> None:
@@ -25,6 +28,32 @@ def test_info_shows_versions_and_every_backend(capsys: pytest.CaptureFixture) ->
     for backend in backends.table():
         line = next(line for line in out.splitlines() if re.match(rf"{backend.name} +{backend.device} ", line))
         assert (" yes" in line) == backend.available and (backend.available or backend.reason in line)
+
+
+def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture) -> None:
+    from fastsam import backends
+
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(b["name"], b["device"], b["available"]) for b in found["backends"]] == [
+        (b.name, b.device, b.available) for b in backends.table()
+    ]
+    assert found["auto"] == backends.backend() and found["advice"] and found["versions"]["numpy"]
+
+
+def test_a_printed_config_gives_the_same_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--rounds", "7", "--algorithm", "fedsam", "--rho", "0.3"]
+    assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), *words, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    Path("config.json").write_text(printed)
+    assert json.loads(printed)["rounds"] == 7 and not Path("runs").exists()
+    assert cli.main(["run", "config.json", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(printed)
+    assert cli.main(["compare", "config.json", "--algorithms", "fedavg,fedsam", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["compare"]["algorithms"] == ["fedavg", "fedsam"]
 
 
 def test_help_lists_every_key_and_algorithm(capsys: pytest.CaptureFixture) -> None:
