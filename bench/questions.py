@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,8 +14,7 @@ from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
 from bench.kernel_cases import CPU_LEFT_OUT, OPS, kernel_cases
-from bench.problem import KERNEL_SIZES, SIZES, Size
-from bench.timing import intra_op_threads
+from bench.problem import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
@@ -40,21 +40,9 @@ def _steps(
 
 def step(options: Options) -> Iterator[Case]:
     """The optimizer part of a SAM step, ours and others', by one and two threads."""
-
-    def threaded(case: Case, size: Size, threads: int) -> Case:
-        def measure(limit: float) -> dict[str, Any]:
-            with intra_op_threads(threads):
-                made: Any = case.measure(limit)
-            return made | {"title": f"{size.title}, {threads} thread{'s' * (threads > 1)}", "threads": threads}
-
-        return Case(case.part, case.name, case.rows, measure)
-
-    for size in SIZES.values():
-        for threads in (1, 2):
-            how = {"steps": size.steps, "to": TO}
-            where = (size, options.machine, options.number(size.rounds))
-            found = _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, **how)
-            yield from (threaded(case, size, threads) for case in found)
+    for size, threads in itertools.product(SIZES.values(), (1, 2)):
+        where, how = (size, options.machine, options.number(size.rounds)), {"steps": size.steps, "threads": threads}
+        yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, to=TO, **how)
 
 
 def kernels(options: Options) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import gate, memory
 from bench.contenders import Contender, Stepper
 from bench.problem import Gradients, Size, initial_weights
-from bench.timing import ROTATION, Machine, Summary, interleave
+from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
@@ -92,7 +92,16 @@ class Fleet:
         return {"kernels": own / INTERVAL, "torch_calls": other / INTERVAL}
 
 
-def measure(
+def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
+    """Measure contenders on one size and return the case; see `_measure`. threads: of torch, named in the title."""
+    if threads is None:
+        return _measure(*arguments, **options)
+    with intra_op_threads(threads):
+        case = _measure(*arguments, **options)
+    return case | {"title": f"{case['title']}, {threads} thread{'s' * (threads > 1)}", "threads": threads}
+
+
+def _measure(
     chosen: Sequence[Contender],
     size: Size,
     machine: Machine,
