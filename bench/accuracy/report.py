@@ -15,8 +15,8 @@ Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of `values[i] - others[i]`, runs with seed i, in percentage points, and its standard error. Raises
-    ValueError for fewer than two pairs, and for unequal numbers."""
+    """Return the mean of `values[i] - others[i]`, runs with seed i, in percentage points, and its standard error.
+    Raises ValueError for fewer than two pairs, and for unequal numbers."""
     pairs = [100 * a - 100 * b for a, b in zip(values, others, strict=True)]
     if len(pairs) < 2:
         raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")

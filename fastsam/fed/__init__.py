@@ -26,6 +26,7 @@ from fastsam.fed.loop.run import run
 from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunDirectoryError
 from fastsam.fed.rundir.result import Result
+from fastsam.fed.stages.compression import TopK
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_update import Envelope, lr_sum
 from fastsam.fed.step.mixture import Mixture
@@ -57,6 +58,7 @@ __all__ = [
     "RunDirectoryError",
     "Stop",
     "Teacher",
+    "TopK",
     "TorchSchedule",
     "algorithms",
     "callbacks",

@@ -15,6 +15,7 @@ from fastsam.fed.data import SETS, dealing, partition
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.models import MODELS
 from fastsam.fed.privacy.options import Privacy
+from fastsam.fed.stages.compression import TopK
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,10 @@ DATA_KEYS = tuple(table(DataKeys))
 TABLES = frozenset(key for key, row in KEYS.items() if {dict, Mapping} & {*row.kinds} and Sequence not in row.kinds)
 
 
-OPTION_TABLES = {"privacy": table(Privacy)}  # keys whose table has options of its own, also as flags: --privacy.clip
+OPTION_TABLES = {
+    "privacy": table(Privacy),
+    "compression": table(TopK),
+}  # keys whose table has options of its own, also as flags: --privacy.clip
 
 
 def short_name(algorithm: str) -> str:

@@ -11,9 +11,10 @@ import pkgutil
 from dataclasses import fields
 
 from fastsam.fed.aggregation.base import Rule, registry
+from fastsam.fed.aggregation.function import Aggregation, FunctionRule
 from fastsam.fed.common.checks import nearest
 
-__all__ = ["MEAN", "Rule", "names", "registry", "rule_of"]
+__all__ = ["MEAN", "Aggregation", "Rule", "names", "registry", "rule_of"]
 
 MEAN = "mean"
 for _found in pkgutil.iter_modules(__path__):
@@ -26,8 +27,13 @@ def names() -> list[str]:
 
 
 def rule_of(text: object) -> Rule | None:
-    """The rule of "name" or "name:number"; None for the plain mean. Raises ValueError for what names no rule, or a
-    number out of range."""
+    """Return the rule of "name", "name:number" or a function, or None for the plain mean.
+
+    Raises:
+        ValueError: it names no rule, or the number is out of range.
+    """
+    if callable(text) and not isinstance(text, type):
+        return FunctionRule(text)
     if isinstance(text, str) and text == MEAN:
         return None
     name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")

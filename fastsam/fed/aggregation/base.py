@@ -20,15 +20,18 @@ _BLOCK = 2**16  # columns that are looked at together: what a rule needs beside 
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """supports_weights: whether it takes the run's weights, and so `weighting="samples"`. chooses: whether it leaves
-    whole clients out.
+    """The base class of rules. Both methods get the rows of the n >= 1 clients that were not excluded.
 
-    Both functions get the rows of the n clients that were not excluded, n >= 1.
+    Attributes:
+        supports_weights: the rule takes the run's weights, and so `weighting="samples"`.
+        chooses: the rule leaves whole clients out.
+        only_deltas: the rule is for deltas. Other uploads have their weighted mean.
     """
 
     name: ClassVar[str]
     supports_weights: ClassVar[bool] = False
     chooses: ClassVar[bool] = False
+    only_deltas: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):

@@ -34,6 +34,7 @@ from fastsam.fed.measures.hook import ALONG_THE_PATH
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import privacy_of
 from fastsam.fed.rundir.checkpoint import RunState
+from fastsam.fed.stages.compression import compression_of
 from fastsam.fed.stages.noise import noise_of
 from fastsam.fed.stages.order import chain
 from fastsam.fed.step.local_update import LocalUpdate
@@ -109,7 +110,8 @@ def assemble(
         population.batched, population.reads_draw, step.teacher is not None, step.phased,
     )  # fmt: skip
     chosen = executors.choose(settings.executor, setup)
-    nbytes = len(population.sizes) * client_state.vectors(algorithm, state.server) * w0.nbytes
+    vectors = client_state.vectors(algorithm, state.server) + (settings.compression is not None)
+    nbytes = len(population.sizes) * vectors * w0.nbytes
     states = client_state.make(settings.client_state, place, nbytes, chosen.executor.slots)
     measuring = make(
         measures, measure_options, settings.buffers, model=model, layout=layout, population=population, loss=loss,
@@ -122,6 +124,8 @@ def assemble(
         rule=settings.rule,
         measures=measuring,
         noise=noise,
+        compression=compression_of(settings.compression),
+        numel=layout.numel,
     )
     run = Loop(
         population, algorithm, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,

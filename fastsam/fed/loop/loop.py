@@ -142,7 +142,7 @@ class Loop:
         after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
         if self.ranks.first:
             record = self._record(cohort, after, trained)
-            warn(record["outliers"], state.history, self.settings.aggregation)
+            warn(record["outliers"], state.history, self.settings.aggregation_name)
             state.history.append(record | {"seconds": time.perf_counter() - began})
         self.states.commit()
         return after
@@ -272,6 +272,9 @@ class Loop:
     def _traffic(self, cohort_size: int) -> dict[str, float]:
         """Return the megabytes (1e6 bytes) of all clients of a round: the vectors that the algorithm declares, and what
         stages add."""
-        more = sum(stage.upload_bytes(self.view.buffers) for stage in self.stages)
+        added = [stage.traffic(self.view) for stage in self.stages]
         ways = {"down": self.algorithm.download_vectors, "up": self.algorithm.upload_vectors}
-        return {f"megabytes_{way}": cohort_size * (n * self.view.nbytes + more) / 1e6 for way, n in ways.items()}
+        return {
+            f"megabytes_{way}": cohort_size * (vectors * self.view.nbytes + sum(more[i] for more in added)) / 1e6
+            for i, (way, vectors) in enumerate(ways.items())
+        }

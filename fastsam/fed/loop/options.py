@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from fastsam import backends
 from fastsam.fed import executors
-from fastsam.fed.aggregation import Rule, rule_of
+from fastsam.fed.aggregation import Aggregation, Rule, rule_of
 from fastsam.fed.aggregation import names as aggregations
+from fastsam.fed.aggregation.function import FunctionRule
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
@@ -31,6 +32,7 @@ from fastsam.fed.measures import Options as MeasureOptions
 from fastsam.fed.measures import check as check_measures
 from fastsam.fed.measures.metrics import resolve
 from fastsam.fed.privacy.options import Privacy, privacy_of
+from fastsam.fed.stages.compression import TopK, compression_of
 from fastsam.fed.step.memory_format import FORMATS
 
 
@@ -67,9 +69,9 @@ class Settings:
         "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a "
         "function of the client's id, "
         "in a config its import path")
-    aggregation: str = option("mean",
+    aggregation: str | Aggregation = option("mean",
         f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number "
-        f"('trimmed_mean:0.1')")
+        "('trimmed_mean:0.1'); in Python also a function of deltas [n, row_size] and weights [n] that returns one row")
     shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
@@ -122,6 +124,8 @@ class Settings:
         choices=("raise", "exclude"), free=True)
     privacy: Privacy | Mapping[str, Any] | None = option(None,
         "clipping of the clients' deltas and noise on them, a table: " + ", ".join(table(Privacy)))
+    compression: TopK | Mapping[str, Any] | None = option(None,
+        "only the largest elements of a delta are sent, with error feedback, a table: " + ", ".join(table(TopK)))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
 
@@ -139,6 +143,7 @@ class Settings:
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
         object.__setattr__(self, "privacy", privacy_of(self.privacy))
+        object.__setattr__(self, "compression", compression_of(self.compression))
         if isinstance(self.measures, Sequence):
             check_measures(self.measures, {} if self.measure_options is None else self.measure_options)
         resolve(self.metrics)
@@ -155,6 +160,11 @@ class Settings:
     def rule(self) -> Rule | None:
         """The robust rule in place of the mean; None for the mean."""
         return rule_of(self.aggregation)
+
+    @property
+    def aggregation_name(self) -> str:
+        """The name of the rule or function in place of the mean, or "mean"."""
+        return self.aggregation if isinstance(self.aggregation, str) else FunctionRule(self.aggregation).name
 
     def steps_of(self, samples: int) -> int:
         """The local steps that a client with so many samples takes in a round."""

@@ -124,6 +124,20 @@ def _unweighted_rule(facts: Facts) -> str | None:
     return None if rule is None or rule.supports_weights else f"aggregation={rule.name!r}"
 
 
+def _function_rule(facts: Facts) -> str | None:
+    rule = facts.settings.rule
+    return f"aggregation={rule.name!r}" if rule is not None and rule.only_deltas else None
+
+
+def _compression(facts: Facts) -> str | None:
+    options = facts.settings.compression
+    return None if options is None else f"compression=TopK(share={options.share:g})"
+
+
+def _plain_upload(algorithm: object) -> bool:
+    return type(algorithm).finish_client is Algorithm.finish_client  # type: ignore[attr-defined]
+
+
 def _local_parts(facts: Facts) -> str | None:
     """Return what stays with the clients, if not whole models."""
     if facts.settings.local_parameters is not None:
@@ -245,10 +259,24 @@ REQUIREMENTS = (
                 lambda f: f"the clients of {f.name} send weights of their own" if f.is_("sends_weights") else None,
                 "Use aggregation='mean' with privacy=fed.Privacy(clip=...)"),
     Requirement(_rule, "one process", _processes, "Use one process, or aggregation='mean'"),
-    Requirement(_rule, f"{FEWEST} clients in a round, to tell which one is far from the others",
+    Requirement(lambda f: None if _function_rule(f) else _rule(f),
+                f"{FEWEST} clients in a round, to tell which one is far from the others",
                 lambda f: f"this run has rounds of {f.cohort_size}"
                 if f.cohort_size is not None and f.cohort_size < FEWEST else None,
                 "Use a larger participation, or aggregation='mean'"),
+    Requirement(_function_rule, "clients that send only their delta",
+                lambda f: f"the clients of {f.name} send other vectors" if f.algorithm is not None
+                and getattr(type(f.algorithm), "finish_client", None) is not Algorithm.finish_client else None,
+                lambda: f"Use aggregation='mean', or one of {_names(_plain_upload)}"),
+    # compression
+    Requirement(_compression, "no noise, whose bound its error feedback breaks",
+                lambda f: None if f.settings.privacy.noise_multiplier == 0
+                else f"the run has noise_multiplier={f.settings.privacy.noise_multiplier:g}",
+                "Use one of the two"),
+    Requirement(_compression, "the mean of the deltas",
+                lambda f: None if f.settings.rule is None
+                else f"aggregation={f.settings.rule.name!r} compares deltas that were not sent",
+                "Use aggregation='mean'"),
     # what stays with the clients
     Requirement(_local_parts, "clients", _pools_data, "Leave it out"),
     Requirement(lambda f: None if _local_parts(f) == "buffers='local'" else _local_parts(f), "the mean of the clients",

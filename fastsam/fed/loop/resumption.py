@@ -65,7 +65,7 @@ def open_directory(
 
 def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict[str, Any]:
     """Return descriptions of the model and of the user's functions, whose names alone are in the identity of a run."""
-    names = ("loss", "sampler", "available", "weighting")
+    names = ("loss", "sampler", "available", "weighting", "aggregation")
     given = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
     return {name: behaviour(value) for name, value in given.items() if callable(value)}
 

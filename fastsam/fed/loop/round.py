@@ -221,9 +221,12 @@ class Cohort:
         own_weights = own_weights_of(upload, self.sends_weights, len(states), server["w"].device)
         scalars: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
         weights = [self.weights[i] for i in results.client_ids]
-        uploads = ClientUploads(server, results, dict(upload.mean), upload.sum, scalars, own_weights, weights)
+        uploads = ClientUploads(
+            server, results, client, dict(state), dict(upload.mean), upload.sum, scalars, own_weights, weights
+        )
         for stage in self.stages:
             stage.process_uploads(uploads, self.round)
+        state = uploads.state
         shared = {id(t) for t in server.values()}
         new = {name: x for name, x in state.items() if id(x) not in shared}
         sent = [*uploads.mean.values(), *uploads.sum.values()]

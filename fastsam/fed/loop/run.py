@@ -16,6 +16,7 @@ from torch import nn
 from fastsam import backends
 from fastsam.arena import Layout
 from fastsam.fed import executors
+from fastsam.fed.aggregation import Aggregation
 from fastsam.fed.algorithms.base import Algorithm
 from fastsam.fed.clients.batch_loss import BatchLoss
 from fastsam.fed.clients.population import Loss
@@ -42,6 +43,7 @@ from fastsam.fed.privacy.options import Privacy
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.rundir.lock import Lock
 from fastsam.fed.rundir.result import Result
+from fastsam.fed.stages.compression import TopK
 from fastsam.fed.step.memory_format import keep_freed, order, reorder
 from fastsam.fed.step.model_copy import check_model, export, trainable
 from fastsam.fed.sums.ranks import join_ranks
@@ -73,7 +75,7 @@ def run(
     sampler: str | Sampler = "bernoulli",
     available: str | Available | None = None,
     weighting: str | Weighting = "uniform",
-    aggregation: str = "mean",
+    aggregation: str | Aggregation = "mean",
     shuffle: bool = True,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
@@ -99,6 +101,7 @@ def run(
     max_excluded: float = 1.0,
     on_client_error: str = "raise",
     privacy: Privacy | Mapping[str, Any] | None = None,
+    compression: TopK | Mapping[str, Any] | None = None,
     measures: Sequence[str] | Measures = (),
     measure_options: Mapping[str, Any] | None = None,
     run_dir: str | Path | None = None,

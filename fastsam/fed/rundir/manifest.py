@@ -26,6 +26,7 @@ _SINCE = {
     "noise": "central",
     "delta": None,
     "accountant": "rdp",
+    "compression": None,
 }  # keys of the identity that older directories lack, and what their runs did
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0

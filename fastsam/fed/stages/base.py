@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.step.local_update import ClientResults
+from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 from fastsam.fed.sums.ranks import Ranks
 
@@ -21,6 +22,8 @@ class ClientUploads:
     Args:
         server: the server's state at the start of the round.
         results: the results of the n clients.
+        client: the states of the n clients at the start of the round, rows `[n, ...]`.
+        state: their new states. A stage may add an entry under a name of its own.
         mean: rows `[n, ...]` for the weighted means, by name.
         sum: rows `[n, ...]` for the plain sums, by name.
         scalars: n numbers under each name, for plain sums.
@@ -30,6 +33,8 @@ class ClientUploads:
 
     server: State
     results: ClientResults
+    client: State
+    state: State
     mean: dict[str, Tensor]
     sum: Mapping[str, Tensor]
     scalars: dict[str, Sequence[float]]
@@ -89,9 +94,9 @@ class Stage:
         """Return measurements for the round's record, from the server's states; `reserved` names are taken."""
         return {}
 
-    def upload_bytes(self, buffers: Sequence[Tensor]) -> int:
-        """Return the bytes that a client sends, and receives, in addition to the algorithm's vectors."""
-        return 0
+    def traffic(self, model: Replica) -> tuple[int, int]:
+        """Return the bytes that this stage adds to a client's download and upload; they may be negative."""
+        return 0, 0
 
     def summary(self) -> dict[str, Any]:
         """Return what the summary of the run says of this stage."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Round
 from fastsam.fed.stages.base import ClientUploads, Stage
-from fastsam.fed.step.model_copy import move_buffers
+from fastsam.fed.step.model_copy import Replica, move_buffers
 
 BUFFERS = "model buffers"  # the name under which buffers enter the sums
 
@@ -25,6 +23,7 @@ class AverageBuffers(Stage):
         """Return the buffers plus the mean of the clients' changes."""
         return move_buffers(buffers, aggregate.mean(BUFFERS)) if buffers else buffers
 
-    def upload_bytes(self, buffers: Sequence[Tensor]) -> int:
-        """Return the size of all buffers in bytes."""
-        return sum(b.nbytes for b in buffers)
+    def traffic(self, model: Replica) -> tuple[int, int]:
+        """Return the bytes of all buffers, for the download and for the upload."""
+        nbytes = sum(b.nbytes for b in model.buffers)
+        return nbytes, nbytes

@@ -11,6 +11,7 @@ from fastsam.fed.stages.base import Stage
 from fastsam.fed.stages.buffers import AverageBuffers
 from fastsam.fed.stages.client_weights import ClientWeights
 from fastsam.fed.stages.clip import Clip
+from fastsam.fed.stages.compression import Compress, TopK
 from fastsam.fed.stages.measuring import Measuring
 from fastsam.fed.stages.noise import LocalNoise, Noise
 from fastsam.fed.stages.robust import Robust
@@ -24,8 +25,13 @@ def chain(
     rule: Rule | None,
     measures: Measures | None,
     noise: Noise | None,
+    compression: TopK | None,
+    numel: int,
 ) -> Sequence[Stage]:
     """Return the stages of a run.
+
+    Args:
+        numel: number of parameters.
 
     Deltas are clipped first. Local noise follows, so it is on all that leaves a client. Measures come before central
     noise, so they read the true means. A run with noise has no buffers that training changes, so none are averaged.
@@ -35,6 +41,7 @@ def chain(
         None if clip is None else Clip(clip),
         noise if local else None,
         AverageBuffers() if buffers == "average" and noise is None else None,
+        None if compression is None else Compress(compression, numel),
         ClientWeights() if getattr(algorithm, "sends_weights", False) else None,
         None if rule is None else Robust(rule, type(algorithm).__name__),
         None if measures is None else Measuring(measures),

@@ -11,6 +11,8 @@ from fastsam.fed.algorithms.base import Aggregate, Round, State
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 
+DELTA = "delta"
+
 
 class Robust(Stage):
     """Keep the rows of the round's clients, and let a rule make the means of them.
@@ -48,7 +50,9 @@ class Robust(Stage):
 
     def record(self, round: Round) -> dict[str, list[int]]:
         """Return the clients that the rule rejected."""
-        return {} if self.aggregate is None else {"left_out": self.aggregate.rejected}
+        if self.aggregate is None or self.rule.only_deltas:
+            return {}
+        return {"left_out": self.aggregate.rejected}
 
 
 class RobustAggregate:
@@ -58,6 +62,7 @@ class RobustAggregate:
     def __init__(self, sums: FixedPointAggregate, rule: Rule) -> None:
         self.rule, self._sums = rule, sums
         self._rows: dict[int, tuple[int, Tensor, dict[str, Tensor]]] = {}  # by client: weight, delta, uploads
+        self._means: dict[str, Tensor] = {}
 
     def keep(self, uploads: ClientUploads, problems: Problems) -> None:
         """Keep the rows of clients without a problem. They are not copied."""
@@ -73,7 +78,14 @@ class RobustAggregate:
 
     def mean(self, name: str) -> Tensor:
         """Return the rule's mean, float64. Raises KeyError for a name that no client sent."""
-        self._sums.mean(name)  # raises KeyError with the names that were sent
+        mean = self._sums.mean(name)  # raises KeyError with the names that were sent
+        if self.rule.only_deltas and name != DELTA:
+            return mean
+        if name not in self._means:
+            self._means[name] = self._mean(name)
+        return self._means[name]
+
+    def _mean(self, name: str) -> Tensor:
         chosen = [self._rows[i] for i in self._chosen if name in self._rows[i][2]]
         return self.rule.mean([rows[name] for _, _, rows in chosen], [weight for weight, _, _ in chosen])
 

@@ -1,0 +1,84 @@
+"""Compression of the clients' deltas with error feedback (`compression=fed.TopK(share)`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastsam.fed.algorithms.base import Round
+from fastsam.fed.common.checks import nearest, number
+from fastsam.fed.common.option import option, table
+from fastsam.fed.stages.base import ClientUploads, Stage
+from fastsam.fed.step.model_copy import Replica
+
+DELTA = "delta"  # the upload that is compressed
+ERROR = "compression error"  # the name of the error in a client's state
+_INDEX_BYTES = 4  # of the position of an element that is sent
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Send only the largest elements of a delta, and add what was not sent to the client's next delta.
+
+    Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 2018, Algorithm 1, with the delta of the local
+    steps in place of a gradient:
+
+        v = delta + e,   sent = the k elements of v with the largest absolute values,   e <- v - sent
+
+    Args:
+        share: k in units of the number of parameters, in (0, 1]; k is rounded up.
+    """
+
+    share: float = option(0.01, "share of the elements of a delta that a client sends")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "share", number("share", self.share, above=0, at_most=1))
+
+
+def compression_of(value: TopK | Mapping[str, Any] | None) -> TopK | None:
+    """Return the compression of a run: `value`, or one made of a mapping.
+
+    Raises:
+        ValueError: it is something else, or a key of the mapping is unknown.
+    """
+    if value is None or isinstance(value, TopK):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"compression must be a fed.TopK, or a table of its options; got {value!r}")
+    known = table(TopK)
+    for name in value:
+        if name not in known:
+            raise ValueError(f"compression has no option {name!r}{nearest(name, known)}; its options: share")
+    return TopK(**value)
+
+
+class Compress(Stage):
+    """Replace the deltas that are sent by their largest elements. The error is kept in the clients' states."""
+
+    def __init__(self, options: TopK, numel: int) -> None:
+        self.k = math.ceil(options.share * numel)
+
+    def process_uploads(self, uploads: ClientUploads, round: Round) -> None:
+        """Add the last error, keep the k largest elements of each row, and store the new error."""
+        if DELTA not in uploads.mean:
+            return
+        v, error = uploads.mean[DELTA], uploads.client.get(ERROR)
+        v = v if error is None else v + error
+        sent = largest(v, self.k)
+        uploads.mean[DELTA], uploads.state[ERROR] = sent, v - sent
+
+    def traffic(self, model: Replica) -> tuple[int, int]:
+        """Return the bytes that are added to a client's download and upload: a delta's values less, k elements more."""
+        dtype = model.parameters[0].dtype
+        return 0, self.k * (dtype.itemsize + _INDEX_BYTES) - model.nbytes
+
+
+def largest(rows: Tensor, k: int) -> Tensor:
+    """Return rows `[n, row_size]` with the k elements of each that have the largest absolute values, and zeros."""
+    index = rows.abs().topk(min(k, rows.shape[1]), dim=1).indices
+    return torch.zeros_like(rows).scatter_(1, index, rows.gather(1, index))

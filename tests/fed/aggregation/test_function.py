@@ -1,0 +1,73 @@
+"""`aggregation=function`: what the function gets, that its row is the server's, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastsam import fed
+from tests.helpers import fed_runs
+from tests.helpers.fed_runs import same_bits
+
+DELTAS: dict[str, Any] = {"executor": "sequential", "participation": 1.0}
+
+
+def mean(rows: Tensor, weights: Tensor) -> Tensor:
+    return (weights[:, None] * rows.double()).sum(0) / weights.sum()
+
+
+def run(aggregation: Any, algorithm: fed.Algorithm | None = None, executor: str = "sequential", **options: Any) -> Any:
+    return fed_runs.run(algorithm or fed.FedSAM(), executor, aggregation=aggregation, **options)
+
+
+@pytest.mark.parametrize("executor", ["sequential", "threads", "vmap"])
+def test_the_mean_as_a_function_is_the_mean(executor: str) -> None:
+    plain = run("mean", executor=executor, weighting="samples").model
+    made = run(mean, executor=executor, weighting="samples").model
+    for p, q in zip(plain.parameters(), made.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rule_as_a_function_has_its_bits() -> None:
+    def median(rows: Tensor, weights: Tensor) -> Tensor:
+        ordered, n = rows.sort(dim=0).values.double(), len(rows)
+        return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+
+    assert same_bits(run(median).model, run("median").model)
+
+
+def test_it_is_called_once_a_round_with_the_clients_in_order() -> None:
+    calls: list[tuple[tuple[int, ...], list[float]]] = []
+
+    def noted(rows: Tensor, weights: Tensor) -> Tensor:
+        calls.append((tuple(rows.shape), weights.tolist()))
+        return rows.double().mean(0)
+
+    result = run(noted, rounds=3, weighting=[*range(1, 9)], executor="threads", participation=1.0)
+    assert len(calls) == 3 and all(weights == sorted(weights) for _, weights in calls)
+    assert [shape[0] for shape, _ in calls] == [r["clients"] for r in result.history]
+    assert "left_out" not in result.history[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda rows, weights: rows, r"must return one row, \[\d+\] floats; got torch.float32 \[\d+, \d+\]"),
+        (lambda rows, weights: 0.0, "must return one row, .* got float"),
+        (lambda rows, weights: rows[0] / 0, "returned NaN or infinity"),
+        (lambda rows, weights: rows @ weights, "failed: RuntimeError"),
+    ],
+    ids=["rows", "a number", "not finite", "an error"],
+)
+def test_what_it_must_return(function: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"aggregation=<lambda> {words}"):
+        run(function)
+
+
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedNova"])
+def test_algorithms_that_send_other_vectors_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'mean' needs .*{name}.* Use aggregation='mean'"):
+        run(mean, getattr(fed, name)())

@@ -1,0 +1,123 @@
+"""`compression=fed.TopK(share)`: against an unfused loop in float64, resumed, what it costs, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.fed.stages.compression import largest
+
+SHARE, LR, PARAMETERS = 0.3, 0.2, 15
+EXECUTORS = ("sequential", "threads", "vmap")
+
+
+def clients() -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(n, 4, generator=g, dtype=torch.float64), torch.randint(3, (n,), generator=g)) for n in (5, 8, 6, 7)
+    ]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3).double()
+
+
+def run(share: float | None = SHARE, **options: Any) -> fed.Result:
+    given = {"rounds": 4, "participation": 1.0, "batch_size": 8, "lr": LR, "executor": "sequential"} | options
+    algorithm = given.pop("algorithm", fed.FedAvg())
+    compression = None if share is None else fed.TopK(share)
+    return fed.run(model(), clients(), algorithm, compression=compression, **given)
+
+
+def vector(module: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def unfused(rounds: int) -> Tensor:
+    """The weights after so many rounds of one full-batch step a client, by torch alone."""
+    made, k = model(), math.ceil(SHARE * PARAMETERS)
+    errors = [torch.zeros(PARAMETERS, dtype=torch.float64) for _ in clients()]
+    for _ in range(rounds):
+        sent = []
+        for i, (x, y) in enumerate(clients()):
+            gradients = torch.autograd.grad(F.cross_entropy(made(x), y), list(made.parameters()))
+            v = errors[i] - LR * torch.cat([g.flatten() for g in gradients])
+            kept = torch.zeros_like(v)
+            for place in sorted(range(PARAMETERS), key=lambda j: -abs(float(v[j])))[:k]:
+                kept[place] = v[place]
+            sent.append(kept)
+            errors[i] = v - kept
+        nn.utils.vector_to_parameters(vector(made) + sum(sent) / len(sent), made.parameters())
+    return vector(made)
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_against_an_unfused_loop(executor: str) -> None:
+    torch.testing.assert_close(vector(run(executor=executor).model), unfused(4), rtol=1e-12, atol=1e-14)
+    assert not torch.allclose(vector(run(share=None).model), unfused(4))
+
+
+def test_all_elements_are_no_compression() -> None:
+    assert torch.equal(vector(run(share=1.0).model), vector(run(share=None).model))
+
+
+def test_a_resumed_run_keeps_the_errors(tmp_path: Path) -> None:
+    run(rounds=2, run_dir=tmp_path)
+    resumed = run(rounds=4, run_dir=tmp_path, resume=True)
+    assert torch.equal(vector(resumed.model), vector(run().model))
+
+
+def test_the_record_has_the_megabytes_that_were_sent() -> None:
+    sent, plain = run().history[0], run(share=None).history[0]
+    assert sent["megabytes_down"] == plain["megabytes_down"] == 4 * PARAMETERS * 8 / 1e6
+    assert sent["megabytes_up"] == pytest.approx(4 * math.ceil(SHARE * PARAMETERS) * (8 + 4) / 1e6)
+
+
+def test_other_uploads_stay_as_they_are() -> None:
+    """SCAFFOLD's control variates are the sum of what its clients keep; its deltas are compressed."""
+    one, other = run(algorithm=fed.SCAFFOLD()), run(algorithm=fed.SCAFFOLD(), share=None)
+    assert one.history[0]["train_loss"] == other.history[0]["train_loss"]
+    assert not torch.equal(vector(one.model), vector(other.model))
+
+
+def test_the_largest_elements() -> None:
+    rows = torch.tensor([[0.0, -3.0, 1.0, 2.0], [5.0, 0.0, 0.0, -1.0]])
+    assert largest(rows, 2).tolist() == [[0.0, -3.0, 0.0, 2.0], [5.0, 0.0, 0.0, -1.0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"privacy": fed.Privacy(clip=1.0, noise_multiplier=1.0, accountant=None)},
+            "needs no noise.*noise_multiplier=1",
+        ),
+        ({"aggregation": "median"}, "needs the mean of the deltas, but aggregation='median'"),
+    ],
+)
+def test_what_does_not_go_together(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"compression=TopK\(share=0.3\) " + words):
+        run(run_dir=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("compression", "words"),
+    [
+        ({"share": 0}, "share must be a finite number > 0 and <= 1, got 0"),
+        ({"share": 1.5}, "share must .* <= 1, got 1.5"),
+        ({"shar": 0.1}, "compression has no option 'shar' .did you mean 'share'"),
+        (0.1, "compression must be a fed.TopK, or a table of its options; got 0.1"),
+    ],
+)
+def test_refused(compression: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fed.run(model(), clients(), fed.FedAvg(), rounds=1, compression=compression)
