@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsam.extras import DISTRIBUTION, install_command, installed_version, missing_module_hint, torchvision_command
+from fastsam.lab import completion
+from fastsam.lab.completion import SHELLS
 from fastsam.lab.usage import Parser
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line. Flags for config keys are left over by `parse_known_args`; `fastsam.lab.config` reads them."""
     top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
+    text = "print what a shell evaluates to complete this command"
+    top.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, help=f"{text}: {' or '.join(SHELLS)}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     text = "versions, and which backends are available and why not"
     commands.add_parser("info", help=text).add_argument("--json", action="store_true", help="print it as JSON")
@@ -125,6 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, flags = top.parse_known_args(argv)
         if arguments.version:
             print(f"fastsam {_version('fastsam')}")
+            return 0
+        if arguments.print_completion:
+            print(completion.script(top, arguments.print_completion))
             return 0
         if arguments.command is None:
             top.print_help()
