@@ -20,5 +20,5 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
     for command in commands.values():
         for action in command._actions:
             if action.metavar in ("CONFIG", "DIR"):
-                action.complete = shtab.FILE if action.metavar == "CONFIG" else shtab.DIRECTORY  # type: ignore[attr-defined]
+                action.complete = shtab.FILE if action.metavar == "CONFIG" else shtab.DIRECTORY
     return str(shtab.complete(parser, shell=shell))
