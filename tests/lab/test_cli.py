@@ -183,7 +183,7 @@ def test_run_refuses_an_existing_directory_and_leaves_it_as_it_is(here: Path, ca
         (
             ["run", "small.toml", "--data", "bad.npz"],
             1,
-            "training data: labels must lie in 0..1 (2 classes), got 7 at position 2",
+            "training data: labels must be in 0..1 (2 classes), got 7 at position 2",
         ),
         (["run", "small.toml", "--data", "short.npz"], 1, "x has 3 samples and y 2 labels"),
         (

@@ -39,10 +39,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("run small.toml --batch-size " + HUGE, f"batch_size must be an integer >= 1 of 64 bits, got {HUGE}"),
-        ("run small.toml --seed " + HUGE, f"seed must be an integer of 64 bits, got {HUGE}"),
-        ("run small.toml --seed -" + HUGE, f"seed must be an integer of 64 bits, got -{HUGE}"),
-        ("run small.toml --slots " + HUGE, "slots .* of 64 bits"),
+        ("run small.toml --batch-size " + HUGE, f"batch_size must be an integer >= 1 that fits 64 bits, got {HUGE}"),
+        ("run small.toml --seed " + HUGE, f"seed must be an integer that fits 64 bits, got {HUGE}"),
+        ("run small.toml --seed -" + HUGE, f"seed must be an integer that fits 64 bits, got -{HUGE}"),
+        ("run small.toml --slots " + HUGE, "slots .* that fits 64 bits"),
         ("run small.toml --split-seed -1", "the split's seed must be an integer in 0..4294967295, got -1"),
         ("run small.toml --split-seed 4294967296", "the split's seed must be .* got 4294967296"),
         ("run small.toml --split dirichlet_per_class --split-seed -1", "the split's seed must be"),
@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("run small.toml --name ../../b", "without '/'"),
         ("run small.toml --name " + 121 * "x", "at most 120 bytes"),
         ("compare small.toml --algorithms fedavg --seeds=", "seeds must be integers such as 0,1,2, got none"),
-        ("compare small.toml --algorithms fedavg --seeds " + HUGE, "seed must be an integer of 64 bits"),
+        ("compare small.toml --algorithms fedavg --seeds " + HUGE, "seed must be an integer that fits 64 bits"),
         (
             "compare small.toml --algorithms fedavg --surface 99999999",
             "--surface needs 2 points or more, 1001 at most, got 99999999",
@@ -159,7 +159,7 @@ def test_a_named_pipe_is_refused_instead_of_waited_for(
     os.mkfifo(here / name)
     (here / "small.toml").write_text(OWN_SPLIT)
     assert cli.main(words.split()) == 1
-    assert re.search(f"is no regular file.*{name}", capsys.readouterr().err)
+    assert re.search(f"is not a regular file.*{name}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ for _found in pkgutil.iter_modules(__path__):
 
 
 def names() -> list[str]:
-    """What `aggregation` may be called, the plain mean first."""
+    """Return the names that `aggregation` takes, the mean first."""
     return [MEAN, *sorted(registry)]
 
 
@@ -49,5 +49,5 @@ def rule_of(text: object) -> Rule | None:
         return made(**{option: float(given)})
     except ValueError as error:
         raise ValueError(
-            f"aggregation={name + ':' + option.upper()!r} takes a number behind the colon, got {text!r}: {error}"
+            f"aggregation={name + ':' + option.upper()!r} takes a number after the colon, got {text!r}: {error}"
         ) from error

@@ -1,8 +1,8 @@
-"""What a robust rule is: it makes of the rows that the clients of a round send what takes the place of their mean.
+"""The base class of robust rules, which replace the mean over the clients of a round.
 
-A subclass with a `name`, in a module of this folder, is a rule: a run's `aggregation` takes the name, and after a colon
-the rule's one number where it has one ("trimmed_mean:0.1"). Rows come as a list in the order of the clients' numbers,
-never in that of their arrival, so a rule's bits are those of its rows.
+A subclass with a `name`, in a module of this folder, is a rule. A run's `aggregation` is the name, or the name and the
+rule's number ("trimmed_mean:0.1"). Rows are in the order of the client ids, so a rule's bits do not depend on the order
+in which clients finish.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-_BLOCK = 2**16  # columns that are looked at together: what a rule needs beside the rows stays small
+_BLOCK = 2**16  # columns of a block, so that a rule needs little memory in addition to the rows
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,12 @@ class Rule(ABC):
         return list(range(len(displacements)))
 
     def mean(self, rows: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
-        """What takes the place of the mean of one upload, float64: of the rows `[...]` of those who were chosen, and
-        their weights."""
+        """Return what replaces the mean of one upload, float64.
+
+        Args:
+            rows: the rows `[...]` of the chosen clients.
+            weights: their weights.
+        """
         total = torch.zeros_like(rows[0], dtype=torch.float64)
         for row, weight in zip(rows, weights, strict=True):
             total.add_(row, alpha=weight)
@@ -55,8 +59,7 @@ registry: dict[str, type[Rule]] = {}  # the rules by name, as they are defined
 
 
 def middle(rows: Sequence[Tensor], k: int) -> Tensor:
-    """The mean, in every element by itself, of what is left of the rows without the k largest and the k smallest
-    values; float64."""
+    """Return the mean of each element without its k largest and k smallest values, float64."""
     flat = [row.reshape(-1) for row in rows]
     out = torch.empty(len(flat[0]), dtype=torch.float64, device=flat[0].device)
     for at in range(0, len(out), _BLOCK):
@@ -66,5 +69,5 @@ def middle(rows: Sequence[Tensor], k: int) -> Tensor:
 
 
 def norms(rows: Sequence[Tensor]) -> list[float]:
-    """Of each row, in float64, which has room for the squares of all that float32 holds."""
+    """Return the norm of each row in float64, which holds the squares of all float32 numbers."""
     return [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]

@@ -1,4 +1,4 @@
-"""A function of the user's own in place of the mean of the deltas (`aggregation=function`)."""
+"""A user's function in place of the mean of the deltas (`aggregation=function`)."""
 
 from __future__ import annotations
 

@@ -17,15 +17,18 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """The displacement that is nearest to its neighbours.
+    """The delta that is nearest to its neighbours.
 
         score(i) = sum of ||Delta_i - Delta_j||^2 over the n - f - 2 clients j nearest to i,    Delta = Delta_i of the
-        least score
+            least score
 
-    share: of the clients that may send anything, f = ceil(share * n); the paper needs 2f + 2 < n, so f is at most (n -
-    3)/2. Of several with the least score it is the one with the smallest number. All but one client are left out of a
-    round: where clients are heterogeneous it follows one of them at a time.
-    Memory: the rows of the round. Time: n^2/2 distances, a read of all rows for each client.
+    The paper needs 2f + 2 < n, so f is at most (n - 3)/2. If several clients have the least score, the one with the
+    smallest id is chosen. All clients but one are rejected, so on heterogeneous clients the model follows one client at
+    a time.
+    Memory: the rows of the round. Time: n^2/2 distances, one read of all rows for each client.
+
+    Args:
+        share: share of the clients that may send arbitrary values, f = ceil(share * n).
     """
 
     name: ClassVar[str] = "krum"
@@ -46,7 +49,7 @@ class Krum(Rule):
         return sorted(torch.argsort(scores, stable=True)[: self.count(neighbours)].tolist())
 
     def count(self, neighbours: int) -> int:
-        """How many clients are taken."""
+        """Return the number of clients that are chosen."""
         return 1
 
 

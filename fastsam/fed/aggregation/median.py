@@ -14,13 +14,13 @@ from fastsam.fed.aggregation.base import Rule, middle
 
 @dataclass(frozen=True)
 class Median(Rule):
-    """In every element by itself
+    """The median of each element.
 
-        Delta_j = median_i (Delta_i)_j,    of an even number the mean of the two in the middle
+        Delta_j = median_i (Delta_i)_j,    for an even number of clients the mean of the two values in the middle
 
-    Whatever fewer than half of the clients send, every element stays within what the others sent. It is no mean: on
-    heterogeneous clients it is biased towards what most of them have in common. One client counts like another, so
-    there are no weights.
+    If fewer than half of the clients send arbitrary values, every element stays within the range of the other clients.
+    The median is not a mean: on heterogeneous clients it is biased towards what most clients have in common. All
+    clients count alike, so there are no weights.
     Memory: the rows of the round. Time: a sort of n numbers per element.
     """
 

@@ -16,16 +16,16 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class NormFilter(Rule):
-    """The mean over the clients whose displacement is not far longer than the others'.
+    """The mean over the clients whose delta is not far longer than the others.
 
-        left out: ||Delta_i|| > factor * median_j ||Delta_j||
+        rejected: ||Delta_i|| > factor * median_j ||Delta_j||
 
-    The paper leaves out the f longest of every round, f being known. Our choice, for want of an f: those beyond a
-    multiple of the median, which hardly anybody is in an ordinary round, so that the rule is then the mean with the
-    run's weights, and costs no accuracy on heterogeneous clients; one client of n that stays moves the mean by factor/n
-    medians at most. Left out, not cut: a cut vector keeps a direction that means nothing (`fed.Privacy(clip=)` cuts,
-    at a length that the user knows). It sees lengths alone: a client that sends a wrong direction of the right length
-    stays.
+    The paper rejects the f longest deltas of every round and needs to know f. This rule rejects deltas beyond a
+    multiple of the median. In an ordinary round no delta is that long, so the rule is then the mean with the run's
+    weights and costs no accuracy on heterogeneous clients. A client that stays moves the mean by at most factor/n
+    medians. Long deltas are rejected and not clipped, because a clipped delta keeps its meaningless direction.
+    (`fed.Privacy(clip=)` clips at a length that the user knows.) The rule sees only lengths: a client that sends a
+    wrong direction of the usual length stays.
     Memory: the rows of the round. Time: one more read of them.
     """
 

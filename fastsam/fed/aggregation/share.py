@@ -1,4 +1,4 @@
-"""How many clients a share of them is."""
+"""Numbers of clients from shares."""
 
 from __future__ import annotations
 

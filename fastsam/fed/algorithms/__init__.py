@@ -27,7 +27,7 @@ from fastsam.fed.algorithms.base import (
 
 
 def _built_in() -> Iterator[type[Algorithm]]:
-    """The dataclasses of this folder's modules, in alphabetical order; what several share is none."""
+    """Yield the algorithms of this folder's modules, in alphabetical order, without their common base classes."""
     for found in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{found.name}")
         for made in vars(module).values():

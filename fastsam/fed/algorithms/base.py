@@ -1,15 +1,15 @@
-"""What an algorithm is: constants of the local step, what a client keeps, and what the server does with the sums.
+"""The base class of algorithms: constants of the local update, states of the clients, and the server's step.
 
-An algorithm is a frozen dataclass of hyper-parameters with pure functions: they return new states and never write into
-a tensor that they are given. It has no local loop, and names neither a backend nor an executor. `Algorithm` itself is
-federated averaging, so a method overrides what differs.
+An algorithm is a frozen dataclass of hyper-parameters with pure functions. They return new states and never write into
+the tensors that they get. It has no local loop and knows neither backends nor executors. `Algorithm` itself is
+federated averaging, so a subclass overrides only the differences.
 
-All vectors are flat rows `[row_size]` of one layout (the trainable parameters in the order of `model.parameters()`), in
-the dtype of the weights; the padding between the parameters is zero. A parameter's elements stand in the order in which
-it is stored: `round.layout` gives views by name (`ParameterLayout.unflatten`).
+All vectors are flat rows `[row_size]` in the dtype of the weights: the trainable parameters in the order of
+`model.parameters()`, with zero padding between them. The elements of a parameter are in storage order. `round.layout`
+gives views by name (`ParameterLayout.unflatten`).
 
-Clients are rows: `local_update` and `finish_client` are called for n of them at once, as many as it suits the executor,
-with all vectors `[n, row_size]` and states `[n, ...]`. What they return for a client comes from its own row.
+Clients are rows: `local_update` and `finish_client` are called for n clients at once, with vectors `[n, row_size]` and
+states `[n, ...]`. The executor chooses n. The results for a client must depend only on its own row.
 """
 
 from __future__ import annotations
@@ -46,11 +46,18 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Round:
-    """What a round is to an algorithm.
+    """A round, as algorithms see it.
 
-    index: t, counted from 0. lr, first_lr: local learning rate of this and of the first round. num_clients: N, the
-    number of all clients. cohort_size: number of clients sampled for this round. rows: what a row holds, by parameter.
-    momentum: of the local steps. seed: of the run, whose random numbers are functions of it.
+    Attributes:
+        index: t, from 0.
+        lr, first_lr: local learning rate of this round and of the first round.
+        local_epochs: epochs of local work.
+        num_clients: N, the number of all clients.
+        cohort_size: number of clients sampled for this round.
+        server_lr: learning rate of the server.
+        layout: the parameters of a row.
+        momentum: momentum of the local steps.
+        seed: seed of the run.
     """
 
     index: int
@@ -67,11 +74,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Upload:
-    """What of n clients enters the server's sums: rows for a mean with the run's weights, and rows for a plain sum, all
-    `[n, ...]`.
+    """The uploads of n clients.
 
-    weight: `[n]`, by which the run's weights are multiplied in all means, those of averaged buffers too; finite and not
-    negative. An algorithm that sends them says so (`Algorithm.sends_weights`).
+    Attributes:
+        mean: rows `[n, ...]` for weighted means with the run's weights, by name.
+        sum: rows `[n, ...]` for plain sums, by name.
+        weight: `[n]` finite numbers >= 0 that multiply the run's weights in all means, also of averaged buffers. The
+            class must say `sends_weights = True`.
     """
 
     mean: Mapping[str, Tensor] = field(default_factory=dict)
@@ -124,7 +133,7 @@ class Algorithm:
     own_models: ClassVar[bool] = False
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
-        """Raises TypeError for an option that the class does not take, naming those that it takes."""
+        """Raise TypeError for an unknown option, with the known ones."""
         known = inspect.signature(cls.__init__).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
             for name in options.keys() - known.keys():
@@ -135,7 +144,7 @@ class Algorithm:
         return super().__new__(cls)
 
     def own_parameters(self, model: nn.Module) -> Sequence[str]:
-        """Names or patterns of the parameters of the user's model that stay with the clients, as with the run's
+        """Return names or patterns of the model's parameters that stay with the clients, as with the run's
         `local_parameters`."""
         return ()
 
@@ -154,9 +163,9 @@ class Algorithm:
         return LocalUpdate()
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        """The new states of n clients, `[n, ...]`, and what they add to the sums.
+        """Return the new states of n clients, `[n, ...]`, and their uploads.
 
-        A tensor of the server's state in the new one, as it is, is kept by reference: clients share it.
+        A tensor of the server's state that is returned in a client's state is kept by reference, so clients share it.
         """
         return client, Upload(mean={"delta": results.delta})
 
@@ -165,8 +174,8 @@ class Algorithm:
         return {**server, "w": apply_update(server["w"], round.server_lr * aggregate.mean("delta"))}
 
     def own_model(self, server: State, client: State) -> Tensor:
-        """A client's own model, `[row_size]`, of its state: what is evaluated on its validation samples, where
-        `own_models` says so."""
+        """Return a client's own model, `[row_size]`, from its state. It is evaluated on the client's test samples if
+        `own_models` is True."""
         return server["w"]
 
 

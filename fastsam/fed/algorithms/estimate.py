@@ -23,10 +23,11 @@ from fastsam.fed.common.checks import choice
 class LocalEstimate(Algorithm):
     """`eps = rho * (w_old - w^t)/||w_old - w^t||` in all steps of the round: known before any gradient.
 
-    initial_perturbation: what a client does that has no w_old yet. "origin": the paper's w_old = 0, so eps points from
-    w^t to the origin; "none": no perturbation, as the authors' code does in round 0.
-    reference: "client": w_old is the model that this client received last (the paper); "last_round": w^{t-1} for
-    everybody (the authors' code), which the server sends too, 1 P more down.
+    Args:
+        initial_perturbation: for a client without w_old, "origin" takes the paper's w_old = 0, so eps points from w^t
+            to the origin; "none" does not perturb, as the authors' code in round 0.
+        reference: "client" takes the model that this client received last as w_old (the paper); "last_round" takes
+            w^{t-1} for all clients (the authors' code), and the server sends it too, 1 P more down.
     """
 
     rho: Scheduled
@@ -35,7 +36,8 @@ class LocalEstimate(Algorithm):
 
     @property
     def download_vectors(self) -> float:  # type: ignore[override]
-        """Vectors to a client: those of the method without perturbation, and w^{t-1} where the server sends it."""
+        """Number of vectors to a client: those of the method without perturbation, and w^{t-1} if the server sends
+        it."""
         return super().download_vectors + (self.reference == "last_round")
 
     @property

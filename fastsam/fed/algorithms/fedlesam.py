@@ -19,11 +19,16 @@ class FedLESAM(LocalEstimate):
         w <- w - lr * (g + weight_decay*w),  g the batch gradient at w + eps
         w_old_i <- w^t after the round, in clients that took part;  the server's step is FedAvg's
 
-    rho: a number or a schedule. first: without a w_old_i, "origin" takes w_old_i = 0 (the paper), "none" no
-    perturbation (the authors' code, in round 0). ref: "client" as above (the paper), or "last_round", w^{t-1} for
-    everybody (the authors' code; 1 P more down). We follow the paper: the released optimizer shifts every tensor by a
-    constant of its own instead of along this direction. Per round and client 1 P down and 1 P up; state: w, and w_old_i
-    on every client (clients of one round share it). One back-propagation a step.
+    The released optimizer shifts every tensor by a constant instead of along this direction; this is the paper's rule.
+    Per round and client 1 P down and 1 P up; state: w, and w_old_i on every client (clients of one round share it). One
+    back-propagation a step.
+
+    Args:
+        rho: a number or a schedule.
+        initial_perturbation: for a client without w_old_i, "origin" takes w_old_i = 0 (the paper), "none" does not
+            perturb (the authors' code, in round 0).
+        reference: "client" as above (the paper), or "last_round", w^{t-1} for all clients (the authors' code; 1 P more
+            down).
     """
 
     working_vectors: ClassVar[float] = 1

@@ -21,7 +21,7 @@ class FedLESAM_D(LocalEstimate, DynamicRegularizer):  # type: ignore[override]
     rho = 0 is FedDyn. phi: 1/beta of the paper; phi_decay: factor on it after each round. The paper's listing has
     another sign on the dual, leaves it out of the server's step and divides by the active clients; its code and FedDyn
     have what stands above.
-    rho, first, ref: see FedLESAM. The run's server_lr must be 1, as in FedDyn.
+    rho, initial_perturbation, reference: see FedLESAM. The run's server_lr must be 1, as in FedDyn.
     Per round and client 1 P down and 1 P up; state: w, H, and h_i, w_old_i on every client. One back-propagation a
     step.
     """

@@ -22,7 +22,7 @@ class FedLESAM_S(LocalEstimate, ControlVariates):  # type: ignore[override]
 
     rho = 0 is SCAFFOLD. The paper's listing has `- (c - c_i)` with gradient-signed c, and a mean of the c_i over the
     active clients in place of the sum of their changes over N: both are slips, its code and SCAFFOLD have what stands
-    above. control_scale: 1 in the paper, 0.1 in its code. rho, first, ref: see FedLESAM.
+    above. control_scale: 1 in the paper, 0.1 in its code. rho, initial_perturbation, reference: see FedLESAM.
     Per round and client 2 P down and 2 P up; state: w, c, and c_i, w_old_i on every client. One back-propagation a
     step.
     """

@@ -15,7 +15,7 @@ from fastsam.fed.algorithms.cosines import cosines
 from fastsam.fed.algorithms.schedule import Scheduled, check_scheduled, value_at
 from fastsam.fed.common.checks import number
 
-LEAST, MOST = 0.1, 0.9  # of what alpha moves towards
+LEAST, MOST = 0.1, 0.9  # bounds of the value that alpha moves towards
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastsam.fed.algorithms.base import Aggregate, Algorithm, ClientResults, Round, State, Upload
 
-COUNTS = ("steps", "epochs")  # what momentum_K may be
+COUNTS = ("steps", "epochs")  # values of momentum_K
 
 
 class ServerDirection(Algorithm):

@@ -43,8 +43,7 @@ class MOON(Algorithm):
         number("tau", self.tau, above=0)
         if self.features is not None and (not isinstance(self.features, str) or not self.features):
             raise ValueError(
-                f"features must be the name of a module, or None for what the last layer receives, got "
-                f"{self.features!r}"
+                f"features must be the name of a module, or None for the input of the last layer, got {self.features!r}"
             )
 
     def init_client(self, server: State) -> State:

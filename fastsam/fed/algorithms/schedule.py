@@ -1,13 +1,13 @@
 """A hyper-parameter that may change from round to round: a number, a formula, or a function of the round.
 
-A formula is a short string such as `"0.5/sqrt(round)"`; it is parsed, never executed. It may hold numbers,
-`+ - * / **`, brackets, the names `round` (from 1), `lr` and `first_lr` (local learning rate of this and of the first
+A formula is a short string such as `"0.5/sqrt(round)"`. It is parsed and never executed. It may have numbers, `+ - * /
+**`, brackets, the names `round` (from 1), `lr` and `first_lr` (local learning rate of this round and of the first
 round), and the functions
 
     sqrt(x), exp(x), log(x), min(x, y, ...), max(x, y, ...)
     linear(start, end, n), cosine(start, end, n)    from start in round 1 to end in round n, then end
 
-The number of rounds of the run is no name: a run that is continued for longer then keeps the rounds that it has.
+The number of rounds of the run has no name, so that a run that is continued keeps the rounds that it has.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def value_at(name: str, value: Scheduled, round: Round) -> float:
 
 
 def formula(name: str, text: str, index: int, known: Mapping[str, float]) -> float:
-    """The value of a formula in round `index` (from 0). known: the names besides `round` that have a value here.
+    """Return the value of a formula in round `index` (from 0). known: values of names besides `round`.
 
-    Raises ValueError for what is no formula, for another name in it, and where it has no value.
+    Raises:
+        ValueError: it is not a formula, has an unknown name, or has no value.
     """
     tree = _parse(name, text)
     foreign = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - {*known, "round", *_FUNCTIONS}
@@ -110,7 +111,7 @@ def formula(name: str, text: str, index: int, known: Mapping[str, float]) -> flo
 
 @lru_cache(maxsize=256)
 def _parse(name: str, text: str) -> ast.expr:
-    """The formula's tree, of permitted parts alone. Raises ValueError naming the part that is not."""
+    """Return the formula's tree. Raises ValueError with the part that is not allowed."""
     try:
         if len(text) > _LONGEST:
             raise ValueError(f"it has more than {_LONGEST} characters")

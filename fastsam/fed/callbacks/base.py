@@ -1,4 +1,4 @@
-"""What a callback is: methods that a run calls, and what they are given."""
+"""The base class of callbacks, and the view of a run that callbacks get."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ METHODS = ("on_start", "on_evaluation", "on_round", "on_end")
 
 
 class Stop(Exception):
-    """Raised by a callback's `on_start`, `on_evaluation` or `on_round`: the run ends here as if all its rounds were
-    over, with a `Result`.
+    """Raised by a callback's `on_start`, `on_evaluation` or `on_round` to end the run with a `Result`, as if all rounds
+    were done.
 
-    The other callbacks still hear of the round. The text is `stopped` in the summary.
+    The other callbacks still get the round. The text is `stopped` in the summary.
     """
 
 
@@ -29,12 +29,16 @@ class CallbackError(RuntimeError):
 
 
 class RunView:
-    """What a callback sees of a run. Nothing in it is the run's own: whatever is written into it changes no weight and
-    no record.
+    """A callback's view of a run. All of it are copies: writing into it changes no weight and no record.
 
-    config: what was asked for, as JSON has it. rounds: how many the run shall have. run_dir: where it is written, or
-    None. stopped: why it was stopped, None where it was not. error: what ended it, in `on_end` alone; None where it
-    ended well. keys: names of the numbers that a record may have; None if measures of your own add to them.
+    Attributes:
+        config: the options of the run, as JSON.
+        rounds: number of rounds that the run will have.
+        run_dir: the run directory, or None.
+        history: the records so far.
+        stopped: the reason why the run was stopped, or None.
+        error: the error that ended the run, only in `on_end`; None if it ended well.
+        keys: names of the numbers that a record may have; None if your own measures add to them.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class RunView:
 
     @property
     def round(self) -> int:
-        """Completed rounds, those before a resume included."""
+        """The number of completed rounds, including those before a resume."""
         return self._state.round
 
     @property
@@ -63,7 +67,7 @@ class RunView:
         return [dict(record) for record in self._state.history[: self.round]]
 
     def model(self) -> nn.Module:
-        """A copy of the user's model with the global weights after `round` rounds."""
+        """Return a copy of the user's model with the global weights after `round` rounds."""
         return self._export(self._state)
 
     def advance(self, state: RunState) -> None:
@@ -72,15 +76,16 @@ class RunView:
 
 
 class Callback:
-    """Listens to a run: override what is needed. An object of any class serves that has one of these methods.
+    """The base class of callbacks: override what you need. An object of any class with one of these methods also works.
 
-    The methods of several callbacks are called in the order of the list. Of several ranks the first one calls them, and
-    no other. They cannot change the weights: `run.model()` is a copy, and so is a record.
+    The methods of several callbacks are called in the order of the list, on rank 0 only. They cannot change the
+    weights, because `run.model()` and the records are copies.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Before the first round of this call. In a run that is resumed `run.history` has the rounds before: what is
-        counted begins with them."""
+        """Called before the first round of this call. In a resumed run `run.history` has the earlier rounds, so
+        counters
+        can start from them."""
 
     def on_evaluation(self, run: RunView, record: Record) -> None:
         """After a round in which the global model was evaluated, before its `on_round`. record: the round's, as in

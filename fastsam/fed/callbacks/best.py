@@ -1,4 +1,4 @@
-"""What follows the best value of a metric: an end when it comes no more, and its model on the disk."""
+"""Callbacks that follow the best value of a metric: early stopping, and saving the best model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Best(Callback):
         self.round = self.since = 0  # since: values that came after the best one
 
     def take(self, record: Record) -> bool:
-        """Whether the record has a value, and it is the best one. Raises ValueError for a record without the key."""
+        """Return True if the record has a value and it is the best so far. Raises ValueError if the record lacks the
+        key."""
         if self.metric not in record:
             names = [key for key, value in record.items() if value is None or isinstance(value, (int, float))]
             raise ValueError(_unknown(self.metric, names))
@@ -94,21 +95,25 @@ class EarlyStopping(Best):
 
 
 class SaveBest(Best):
-    """Keeps the global model of the round with the best `metric` in a file:
-    `model.load_state_dict(safetensors.torch.load_file(path))`.
+    """Keeps the global model of the round with the best `metric` in a file.
 
-    path: of the file; folders above it are made. metric, mode: as of `EarlyStopping`. The file is replaced in one step,
-    and says in its metadata which round it is of. A resumed run goes on with the file that it finds.
+        model.load_state_dict(safetensors.torch.load_file(path))
+
+    The file is replaced in one step; its metadata has the round. A resumed run continues with the file that exists.
+
+    Args:
+        path: path of the file. Its folders are made.
+        metric, mode: as in `EarlyStopping`.
     """
 
     def __init__(self, path: str | PathLike[str], metric: str = "test_accuracy", mode: str | None = None) -> None:
         super().__init__(metric, mode)
         self.path = Path(path)
         if self.path.is_dir():
-            raise ValueError(f"path must be that of a file such as {self.path / 'best.safetensors'}, got a directory")
+            raise ValueError(f"path must be a file such as {self.path / 'best.safetensors'}, got a directory")
 
     def on_start(self, run: RunView) -> None:
-        """The best of the earlier rounds stands where its file does."""
+        """Take the best of the earlier rounds from the file, if it exists."""
         self.check_key(run)
         make_directory(self.path.parent, "choose another path")
         self._begin()

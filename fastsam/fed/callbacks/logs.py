@@ -20,22 +20,22 @@ _LONGEST = 500  # characters of a parameter's value: every MLflow server takes s
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record; of a list, such as that of excluded clients, its length."""
+    """Return the numbers of a record. A list, such as the excluded clients, counts by its length."""
     found = {key: len(value) if isinstance(value, list) else value for key, value in record.items()}
     return {key: float(v) for key, v in found.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
 class CSV(Callback):
-    """One line per round in a CSV file; a list, such as that of excluded clients, as JSON. A resumed run has all its
-    rounds in it.
+    """Writes one line per round to a CSV file, with lists as JSON. A resumed run has all its rounds in it.
 
-    path: of the file, which is written anew; folders above it are made.
+    Args:
+        path: path of the file, which is overwritten. Its folders are made.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         if self.path.is_dir():
-            raise ValueError(f"path must be that of a file such as {self.path / 'rounds.csv'}, got a directory")
+            raise ValueError(f"path must be a file such as {self.path / 'rounds.csv'}, got a directory")
         self._columns: list[str] = []
 
     def on_start(self, run: RunView) -> None:
@@ -88,10 +88,12 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """The numbers of every round, the config and the summary for Weights & Biases. options: those of `wandb.init`.
-    Needs `wandb`.
+    """Logs the numbers of every round, the config and the summary to Weights & Biases. Needs `wandb`.
 
-    To go on with a run that is resumed, name it: `WandB(project="fed", id="mine", resume="allow")`.
+    To continue a resumed run, name it: `WandB(project="fed", id="mine", resume="allow")`.
+
+    Args:
+        **options: arguments of `wandb.init`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -115,11 +117,13 @@ class WandB(Callback):
 
 
 class MLflow(Callback):
-    """The numbers of every round and the config for MLflow. options: those of `mlflow.start_run`. Needs `mlflow` or
-    `mlflow-skinny`.
+    """Logs the numbers of every round and the config to MLflow. Needs `mlflow` or `mlflow-skinny`.
 
-    experiment: its name there, None for the one that is set. To go on with a run that is resumed, name it:
-    `MLflow(run_id=...)`.
+    To continue a resumed run, name it: `MLflow(run_id=...)`.
+
+    Args:
+        experiment: name of the experiment, or None for the current one.
+        **options: arguments of `mlflow.start_run`.
     """
 
     def __init__(self, experiment: str | None = None, **options: Any) -> None:
@@ -127,7 +131,7 @@ class MLflow(Callback):
         self._library = _needed("mlflow", "mlflow")
 
     def on_start(self, run: RunView) -> None:
-        """Begins a run there; one that goes on has its parameters."""
+        """Begin a run in MLflow, with its parameters unless it continues an earlier one."""
         if self.experiment is not None:
             self._library.set_experiment(self.experiment)
         self._library.start_run(**self.options)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE = 1.0  # seconds before what goes on without a word is shown
+_PATIENCE = 1.0  # seconds until a bar is shown
 
 
 class RunProgress:
@@ -70,7 +70,7 @@ class RunProgress:
             self._line(f"round {done}/{self.rounds}  {state}")
 
     def end(self, stopped: str | None, directory: Path | None) -> None:
-        """The run is over: why it was stopped, where it was, and where everything lies."""
+        """Print why the run was stopped, if it was, and where its files are."""
         self.shown = self.shown or stopped is not None
         self.bar.stop()
         if stopped is not None:
@@ -83,7 +83,7 @@ class RunProgress:
 
 
 def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
-    """The things one after the other; on a terminal a bar says how many there were, once they have taken a second."""
+    """Yield the things one after the other. On a terminal a bar shows the count after one second."""
     from rich.progress import track
 
     began = time.monotonic()
@@ -95,10 +95,10 @@ def counted(things: Sequence[T], what: str, console: Console) -> Iterator[T]:
 
 
 class Countdown:
-    """Which of several runs is next, and how long all of them are likely to take; runs that were done before take no
-    time.
+    """Names the next of several runs and estimates the time of all of them. Runs that were done before take no time.
 
-    clock: in seconds.
+    Args:
+        clock: returns seconds.
     """
 
     def __init__(self, runs: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,7 +107,7 @@ class Countdown:
         self._seconds = self._began = 0.0
 
     def next(self) -> str:
-        """Of the run that begins, e.g. "7/36, 12 min left "; nothing where there is one alone."""
+        """Return a prefix for the run that begins, such as "7/36, 12 min left ", or "" for a single run."""
         self._number, self._began = self._number + 1, self.clock()
         if self.runs == 1:
             return ""
@@ -128,7 +128,7 @@ def duration(seconds: float) -> str:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """The numbers of a round worth a line: those that it has."""
+    """Return the main numbers of a round, as far as the record has them."""
     parts = [f"loss {record['train_loss']:.4f}"] if record.get("train_loss") is not None else []
     if record.get("test_accuracy") is not None:
         parts.append(f"test {100 * record['test_accuracy']:.2f} %")

@@ -1,1 +1,1 @@
-"""Who there is and what they hold; who takes part in a round."""
+"""The clients of a run and their data, and the sampling of cohorts."""

@@ -1,4 +1,4 @@
-"""Clients loaded in a thread of its own before they are asked for: while others train."""
+"""Clients that a thread loads while other clients train."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _PATIENCE = 0.1  # seconds of a wait between two looks for Ctrl-C
 
 
 class Ahead(Generic[T]):
-    """Whoever is expected next is loaded next, one after the other; at most so many are there that nobody has asked for
-    yet.
+    """Loads the expected clients in a thread, one after the other. At most `most` loaded clients wait for their use.
 
-    What a load raises comes out where its client is asked for. The thread lives while it has something to do, and holds
-    up no exit.
+    An error of a load is raised where the client is taken. The thread ends when it has nothing to do, and does not
+    delay the exit of the process.
     """
 
     def __init__(self, load: Callable[[int], T]) -> None:
@@ -26,12 +25,17 @@ class Ahead(Generic[T]):
         self._wanted: set[int] = set()
         self._queue: deque[int] = deque()
         self._found: dict[int, tuple[T | None, BaseException | None]] = {}
-        self._busy: int | None = None  # whom the thread loads
+        self._busy: int | None = None  # the client that the thread loads
         self._works, self._most = False, 0
 
     def expect(self, clients: Sequence[int], most: int) -> None:
-        """Who will be asked for, in this order, each once; what is there of others is forgotten. most: how many may be
-        there at once."""
+        """Announce the clients that will be taken, in this order, each once. Loaded clients that are not among them are
+        dropped.
+
+        Args:
+            clients: client ids.
+            most: largest number of loaded clients that wait.
+        """
         with self._changed:
             self._wanted, self._most = set(clients), most
             self._found = {i: one for i, one in self._found.items() if i in self._wanted}
@@ -39,7 +43,7 @@ class Ahead(Generic[T]):
             self._wake()
 
     def take(self, client: int) -> T:
-        """What the load of a client gave. Raises what it raised."""
+        """Return the loaded data of a client. Raises the error of its load."""
         with self._changed:
             while self._busy == client:
                 self._changed.wait(_PATIENCE)

@@ -1,4 +1,4 @@
-"""Losses of a whole batch: of the model and what a `collate` made, where `loss(outputs, y)` of pairs does not serve."""
+"""Losses of a model and a batch, for batches that are not pairs (x, y)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,21 @@ def call(model: nn.Module, x: Any) -> Any:
 
 
 class BatchLoss:
-    """A loss of the form `loss(model, batch) -> scalar tensor`, the mean over the batch:
-    `fed.run(..., loss=fed.BatchLoss(f))`.
+    """A loss of the form `loss(model, batch) -> scalar tensor`, the mean over the batch.
 
-    batch: what a `DataLoader` over the client's data would give, on the run's device: a dict, a list `[x, y, ...]`, a
-    tensor; floating-point tensors in the dtype of the model. predict: `predict(model, batch) -> (outputs, labels)`, of
-    which metrics are made, and the accuracy where outputs are `[n, classes]`, one per class, and labels int64 `[n]`;
-    without it a run has the loss alone. It runs in evaluation only.
+        fed.run(..., loss=fed.BatchLoss(f))
 
-    Raises ValueError for what is no function.
+    A batch is what a `DataLoader` over the client's data gives, on the run's device: a dict, a list `[x, y, ...]` or a
+    tensor. Floating-point tensors have the dtype of the model.
+
+    Args:
+        loss: the loss.
+        predict: `predict(model, batch) -> (outputs, labels)`, for metrics and the accuracy. The accuracy needs outputs
+            `[n, classes]`, one per class, and int64 labels `[n]`. It is called only in evaluation. Without it a run has
+            only the loss.
+
+    Raises:
+        ValueError: an argument is not a function.
     """
 
     def __init__(
@@ -40,12 +46,12 @@ class BatchLoss:
 
     @property
     def predicts(self) -> bool:
-        """Whether there are outputs and labels of a batch."""
+        """True if there is a `predict`."""
         return self.predict is not None
 
     def evaluated(self, model: nn.Module, batch: Any, predicted: bool) -> tuple[float, Any, Any]:
-        """The loss and, where they are asked for, outputs and labels. Raises ValueError for a `predict` that gives
-        something else."""
+        """Return the loss and, if `predicted`, outputs and labels. Raises ValueError if `predict` returns something
+        else."""
         value = float(self(model, batch))
         if not predicted or self.predict is None:
             return value, None, None
@@ -75,7 +81,7 @@ class PairLoss(BatchLoss):
 
 
 def parted(batch: Any) -> tuple[Any, Any]:
-    """x and y of a batch that is a pair. Raises ValueError for another."""
+    """Return x and y of a batch that is a pair. Raises ValueError if it is not."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
             f"loss(outputs, y) takes batches (x, y), got {_brief(batch)}; say loss=fed.BatchLoss(f) with f(model, "

@@ -1,4 +1,4 @@
-"""All clients of a run whose samples come in batches: what the loop asks of them together."""
+"""All clients of a run whose samples come in batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from fastsam.fed.clients.samples import Samples
 
 
 class BatchedClients(Sequence[Samples]):
-    """Client i is `clients[i]`. sizes: samples of each; known_sizes: of those of whom it is known before they are
-    loaded. draws: whether reading a batch draws random numbers. labels: y of each client, where they are in memory."""
+    """Client i is `clients[i]`.
+
+    Attributes:
+        sizes: number of samples of each client.
+        known_sizes: the sizes that are known before the clients are loaded, by client.
+        draws: reading a batch draws random numbers.
+        labels: y of each client, if they are in memory.
+    """
 
     sizes: Sequence[int]
     draws: bool
@@ -27,18 +33,18 @@ class BatchedClients(Sequence[Samples]):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it is of use to know who is in the next round."""
+        """True if clients can be loaded before they are needed."""
         return False
 
     def expect(self, clients: Sequence[int], together: int) -> None:
-        """Who will train, in this order, so many at once."""
+        """Announce the clients that will train, in this order, `together` at once."""
 
     @abstractmethod
     def digest(self) -> bytes:
         """A hash by which they are known again."""
 
     def about_ignored(self, client: int) -> str:
-        """What the labels of a client may have to do with a loss that is not finite."""
+        """Return a note about a client's labels, for a loss that is not finite."""
         return ""
 
     @abstractmethod
@@ -75,8 +81,15 @@ class Held(BatchedClients):
 
 
 def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: bool) -> None:
-    """Raises ValueError for samples that the loss cannot take apart (whole: it takes any batch), or that are built
-    otherwise than those of client 0, whose `kinds` are `first`."""
+    """Raise ValueError if the loss cannot split the samples into x and y, or if their structure differs from that of
+    client 0.
+
+    Args:
+        own: samples of a client.
+        who: name of the client, for messages.
+        first: the `kinds` of client 0, or None.
+        whole: the loss takes any batch.
+    """
     if not whole:
         try:
             parted(own.take(torch.zeros(1, dtype=torch.int64), 0))
@@ -86,8 +99,8 @@ def check_kind(own: Samples, who: str, first: Mapping[str, str] | None, whole: b
             ) from None
     if first is not None and own.kinds != first:
         raise ValueError(
-            f"{who}: a batch has {_words(own.kinds)}, that of client 0 {_words(first)}; clients' samples must be built "
-            f"alike"
+            f"{who}: a batch has {_words(own.kinds)}, a batch of client 0 {_words(first)}. Clients' samples must "
+            "be built alike"
         )
 
 

@@ -1,4 +1,4 @@
-"""Test sets of the clients' own, in place of one that they share."""
+"""Test sets of the clients, in place of a common one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from fastsam.fed.clients.pairs import Pair, checked_pair
 
 
 class ClientTestSets:
-    """A test set for each client, in their order, None for one without:
-    `fed.run(..., test=fed.ClientTestSets([(x0, y0), None, ...]))`.
+    """Test sets of the clients, in their order, None for a client without one.
 
-    Each is a pair (x, y) of tensors or arrays, all of samples of one shape. The global model is tested on all of them
-    together; accuracies and metrics of a client are those on its own, and the records have them client by client.
+        fed.run(..., test=fed.ClientTestSets([(x0, y0), None, ...]))
 
-    Raises ValueError for what is no list, and where nobody has a test set.
+    Each test set is a pair (x, y) of tensors or arrays, all with samples of one shape. The global model is tested on
+    all of them together. Accuracies and metrics of a client are on its own test set, and the records have them client
+    by client.
+
+    Raises:
+        ValueError: `tests` is not a list, or no client has a test set.
     """
 
     def __init__(self, tests: Sequence[Any]) -> None:
@@ -31,8 +34,9 @@ class ClientTestSets:
         self.tests = list(tests)
 
     def joined(self, clients: int, dtype: torch.dtype, device: torch.device) -> tuple[Pair, list[int]]:
-        """All of them behind each other, and how many samples each client has. Raises ValueError, naming the client,
-        for a bad one."""
+        """Return all test sets in one pair, and the number of samples of each client. Raises ValueError, with the
+        client,
+        for a bad test set."""
         if len(self.tests) != clients:
             raise ValueError(
                 f"ClientTestSets needs a test set, or None, for each of the {clients} clients; got {len(self.tests)}"
@@ -46,8 +50,8 @@ class ClientTestSets:
         for i, pair in found.items():
             if _kinds(*pair) != wanted:
                 raise ValueError(
-                    f"the test set of client {i} has samples {_kinds(*pair)}, that of client {first} {wanted}; they "
-                    f"must be built alike"
+                    f"the test set of client {i} has samples {_kinds(*pair)}, the test set of client {first} "
+                    f"{wanted}; they must be built alike"
                 )
         x, y = (torch.cat(parts) for parts in zip(*found.values(), strict=True))
         return (x, y), [len(found[i][1]) if i in found else 0 for i in range(clients)]

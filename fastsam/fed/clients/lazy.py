@@ -17,23 +17,27 @@ from fastsam.fed.clients.samples import Collate, Samples, generators, hashed, se
 from fastsam.fed.common import seeds
 from fastsam.fed.common.checks import integer
 
-_INSTANT = 1e-3  # seconds: what loads faster is not loaded ahead
+_INSTANT = 1e-3  # seconds; faster loads are not done ahead
 
 
 class LazyClients:
-    """`clients` clients for `fed.run`, of which `load(i)` gives the data of client i, all that a client may be, when it
-    trains.
+    """Clients whose data are loaded when they train: `load(i)` returns the data of client i.
 
-    sizes: samples of each client, `[clients]` integers; None: known when a client is loaded, which serves a run in one
-    process with weighting="uniform" and without measures. `load` must give the same data again for the same i, in every
-    process: it is called once for every round of a client, and under seeds of that client where it draws from torch's,
-    numpy's or Python's generators. (Two calls before the first round tell whether it does.)
+    `load` must return the same data again for the same i, in every process. It is called once for every round of a
+    client. If it draws from the generators of torch, numpy or Python, it is called under a seed of that client. Two
+    calls before the first round find out whether it draws.
 
-    ahead: clients that a thread of its own loads before they train, while others do; None: as many as train at once,
-    where loading takes more than a millisecond (its calls then come from several threads); 0: none. A `load` that draws
-    random numbers is called when its client trains, always.
+    Args:
+        clients: number of clients.
+        load: function of a client id; it returns anything that a client may be.
+        sizes: number of samples of each client, `[clients]` integers. None: known after loading; this serves runs in
+            one process with weighting="uniform" and without measures.
+        ahead: number of clients that a thread loads before they train. None: as many as train at once if loading takes
+            more than a millisecond; `load` is then called from several threads. 0: none. A `load` that draws random
+            numbers is always called when its client trains.
 
-    Raises ValueError for sizes that are none, and for an `ahead` below 0.
+    Raises:
+        ValueError: sizes are not integers >= 1, or `ahead` is below 0.
     """
 
     def __init__(
@@ -59,13 +63,13 @@ class LazyClients:
 
 @dataclass(frozen=True)
 class Given:
-    """What `load` gave, not read yet."""
+    """The value that `load` returned, not read yet."""
 
     data: Any
 
 
 class LazySizes(Sequence[int]):
-    """What is known of sizes: those that were told, or those of the clients that have been loaded."""
+    """The known sizes: the given ones, or those of the clients that have been loaded."""
 
     def __init__(self, clients: int, known: dict[int, int]) -> None:
         self.clients, self.known = clients, known
@@ -129,19 +133,19 @@ class LazyClientData(BatchedClients):
             )
         if self._digests.setdefault(client, digest := own.digest()) != digest:
             raise ValueError(
-                f"client {client}: load({client}) gives other data than at its first call, on which the bits of a run "
-                f"depend; it must be a "
-                "function of the client alone"
+                f"client {client}: load({client}) returns different data than in its first call, and the bits of a run "
+                "depend on them. It must be a function of the client id only"
             )
         return own
 
     def _early(self, client: int) -> Samples | Given:
-        """What can be done before the client trains: all of it on the CPU; a GPU's memory belongs to the stream that
-        asks for it."""
+        """Return what can be prepared before the client trains: everything on the CPU. The memory of a GPU belongs to
+        the
+        stream that requests it."""
         return self._loaded(client) if self.device.type == "cpu" else Given(self._given(client, False))
 
     def _loaded(self, client: int, early: Given | None = None) -> Samples:
-        """early: what `load` gave before."""
+        """Return the samples of a client. early: the value that `load` returned before, if any."""
         who, looking = f"client {client}", self._reads_draw is None
         given = self._given(client, looking) if early is None else early.data
         found = read(
@@ -160,7 +164,7 @@ class LazyClientData(BatchedClients):
         return own
 
     def _given(self, client: int, looking: bool) -> Any:
-        """What `load` gives. looking: whether it draws is to be found out."""
+        """Return the value of `load`. looking: find out whether it draws random numbers."""
         with seeded(seeds.derive("load", client)) if looking or self.draws else nullcontext():
             before = generators() if looking else b""
             began = time.perf_counter()

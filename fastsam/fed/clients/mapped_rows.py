@@ -1,4 +1,5 @@
-"""Columns that lie in files (`numpy.memmap`): a batch is read where it lies, and the next one while it is trained."""
+"""Columns in memory-mapped files (`numpy.memmap`). A batch is read from the file, and the next one while it is
+trained."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 def lies_in_files(given: Any) -> bool:
-    """Whether some of these columns do."""
+    """Return True if one of the columns is a memory-mapped file."""
     return any(isinstance(column, np.memmap) for _, column in leaves(given))
 
 
@@ -44,7 +45,7 @@ class MappedRows:
 
 
 def one_ahead(makers: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What each of them returns, in their order; the next one is called in a thread of its own while the last one's is
+    """Yield the results of the functions, in order. The next function is called in a thread while the last result is
     used."""
     with ThreadPoolExecutor(1, "fastsam reads ahead") as thread:
         under_way: Future[T] | None = None

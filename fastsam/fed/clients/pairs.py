@@ -13,13 +13,13 @@ ALIGNMENT = 64  # bytes, as torch allocates: how a matrix product rounds may dep
 
 
 def is_array(given: Any) -> bool:
-    """Whether it is a tensor, or an array of numpy or another library."""
+    """Return True if it is a tensor, or an array of numpy or another library."""
     return isinstance(given, Tensor) or hasattr(given, "__array__")
 
 
 def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError, naming `who`, for
-    what is no good pair."""
+    """Return a pair as tensors on the device: floating-point ones in `dtype`, integer labels int64. Raises ValueError,
+    with the name `who`, if it is not a valid pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"{who} must be a pair (x, y) of tensors or arrays, got {type(pair).__name__}")
     x, y = (_tensor(part, f"{name} of {who}") for part, name in zip(pair, ("x", "y"), strict=True))
@@ -37,7 +37,7 @@ def checked_pair(pair: Any, who: str, dtype: torch.dtype, device: torch.device) 
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether a floating-point tensor holds neither NaN nor infinity: one pass over it, which makes nothing."""
+    """Return True if a floating-point tensor has neither NaN nor infinity. One pass, without a copy."""
     return x.numel() == 0 or all(bool(value.isfinite()) for value in torch.aminmax(x))
 
 

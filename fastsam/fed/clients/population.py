@@ -19,35 +19,34 @@ from fastsam.fed.clients.samples import IGNORED, Samples
 from fastsam.fed.clients.store import Store
 
 _TOGETHER = 4096  # clients whose samples are copied to be hashed in one piece
-Loss = Callable[[Tensor, Tensor], Tensor]  # of outputs and labels
+Loss = Callable[[Tensor, Tensor], Tensor]  # loss of outputs and labels
 # (x [n, ...], generator) -> x' of the same shape, type and device; x is left as it is.
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def augmented(augment: Augment, x: Tensor, generator: torch.Generator) -> Tensor:
-    """What `augment` makes of a batch. Raises ValueError unless it is a batch like `x`."""
+    """Return the augmented batch. Raises ValueError if it does not have the shape and dtype of `x`."""
     made = augment(x, generator)
     if not isinstance(made, Tensor) or (made.dtype, made.shape, made.device) != (x.dtype, x.shape, x.device):
         came = f"{made.dtype} {list(made.shape)} on {made.device}" if isinstance(made, Tensor) else type(made).__name__
         raise ValueError(
-            f"augment must return a batch like the one that it was given, {x.dtype} {list(x.shape)}, got {came}"
+            f"augment must return a batch with the shape and dtype of its input, {x.dtype} {list(x.shape)}, got {came}"
         )
     return made
 
 
 @dataclass(frozen=True)
 class Population:
-    """All clients and the test set, on one device. priors: `[clients, classes]` of the split that made the clients, if
-    one did.
+    """All clients and the test set, on one device.
 
-    augment: what makes training inputs out of stored ones, or None. store: where the clients' samples lie, where they
-    are in one.
-
-    samples: the clients, and test_samples the test set, where they are no pairs of tensors; `clients` is then empty,
-    `test` None, and `place` the device.
-
-    test_sizes: samples of each client in the test set, one client's behind the other's, where they have test sets of
-    their own.
+    Attributes:
+        clients: pairs (x, y), empty if samples come in batches.
+        test: the test set as a pair, or None.
+        priors: class distribution `[clients, classes]` of each client, if the split has it.
+        augment: makes training inputs from stored ones, or None.
+        store: the memory that holds all clients' samples together, if there is one.
+        samples: the clients if samples come in batches; `test_samples` the test set, `place` the device.
+        test_sizes: number of test samples of each client, in order, if clients have test sets of their own.
     """
 
     clients: Sequence[Pair]
@@ -70,27 +69,27 @@ class Population:
 
     @property
     def known_sizes(self) -> Mapping[int, int]:
-        """Samples of each client, of those of whom they are known before they are loaded."""
+        """Number of samples by client, for the clients whose size is known before they are loaded."""
         return dict(enumerate(self.sizes)) if self.samples is None else self.samples.known_sizes
 
     @cached_property
     def sized(self) -> bool:
-        """Whether everybody's size is known before the first round."""
+        """True if the size of every client is known before the first round."""
         return self.samples is None or len(self.samples.known_sizes) == len(self.samples)
 
     @property
     def device(self) -> torch.device:
-        """Where training runs."""
+        """The device of training."""
         return self.clients[0][1].device if self.place is None else self.place
 
     @property
     def labels(self) -> Iterable[Tensor] | None:
-        """y of each client; None where they are in batches alone."""
+        """y of each client, or None if labels are only in batches."""
         return (y for _, y in self.clients) if self.samples is None else self.samples.labels
 
     def labels_together(self) -> tuple[Tensor, Sequence[int]] | None:
-        """y of everybody, flat, one client behind the other, and how many labels each has; None where they are in
-        batches alone."""
+        """y of all clients in one flat tensor, and the number of labels of each client; None if labels are only in
+        batches."""
         if self.store is not None:
             y = self.store.labels()
             each = y[0].numel()
@@ -103,14 +102,14 @@ class Population:
 
     @property
     def test_labels(self) -> Tensor | None:
-        """y of the test set; None where there is none, or they are in batches alone."""
+        """y of the test set, or None if there is none or if it is only in batches."""
         if self.test_samples is not None:
             return self.test_samples.labels
         return None if self.test is None else self.test[1]
 
     @property
     def batched(self) -> str:
-        """Why samples come in batches of their own making, and not as pairs of tensors; "" where they do not."""
+        """The reason why samples come in batches and not as pairs of tensors, or "" if they are pairs."""
         return (
             ""
             if self.samples is None
@@ -122,28 +121,29 @@ class Population:
 
     @property
     def reads_draw(self) -> bool:
-        """Whether reading a batch draws random numbers."""
+        """True if reading a batch draws random numbers."""
         return self.samples is not None and self.samples.draws
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether clients are loaded before they train."""
+        """True if clients are loaded before they train."""
         return self.samples is not None and self.samples.looks_ahead
 
     @property
     def test_size(self) -> int:
-        """Samples of the test set; 0 where there is none."""
+        """Number of samples of the test set, 0 without one."""
         if self.test_samples is not None:
             return len(self.test_samples)
         return 0 if self.test is None else len(self.test[1])
 
     def about_ignored(self, client: int) -> str:
-        """What an excluded client's labels may have to do with it."""
+        """Return a note about the labels of an excluded client."""
         return ignored_labels(self.clients[client][1]) if self.samples is None else self.samples.about_ignored(client)
 
     def fingerprint(self) -> str:
-        """A hash to know the same data again: of all samples in memory, and of the number and the first one of those
-        that are read in batches."""
+        """Return a hash by which the same data are recognized: of all samples in memory, or of the number of samples
+        and
+        the first sample if they are read in batches."""
         digest = blake2b(digest_size=16)
         for own in (self.samples, self.test_samples):
             digest.update(b"" if own is None else own.digest())
@@ -167,8 +167,8 @@ def _raw(tensor: Tensor) -> memoryview:
 
 
 def _add_store(digest: blake2b, store: Store) -> None:
-    """What the clients' tensors would add one by one: those of as many samples, where they are neighbours, in one
-    piece."""
+    """Add to the digest what the clients' tensors would add one by one. Neighbouring clients of one size are added at
+    once."""
     both = [(np.frombuffer(_raw(t), np.uint8), t[0].nbytes, t) for t in (store.x, store.y)]
     at = 0
     for n, alike in groupby(store.sizes):
@@ -212,13 +212,12 @@ def _check_range(y: Tensor, who: str, classes: int, ignored: int) -> None:
     bad = y[((y < 0) | (y >= classes)) & (y != ignored)]
     if bad.numel():
         raise ValueError(
-            f"{who}: labels must lie in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
+            f"{who}: labels must be in 0..{classes - 1} (the model has {classes} outputs), got {int(bad.flatten()[0])}"
         )
 
 
 def ignored_labels(y: Tensor) -> str:
-    """What an excluded client's labels `y` may have to do with it: a batch of nothing but labels that torch's losses
-    ignore has no mean."""
+    """Return a note if a batch of the labels `y` may have only labels that torch's losses ignore. Its mean is NaN."""
     count = 0 if y.is_floating_point() else int((y == IGNORED).sum())
     if not count:
         return ""

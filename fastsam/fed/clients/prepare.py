@@ -1,4 +1,4 @@
-"""What `fastsam.fed.run` is given as clients and test set, checked once and put where training reads it."""
+"""The clients and the test set of `fastsam.fed.run`, checked once and put on the device."""
 
 from __future__ import annotations
 
@@ -32,15 +32,23 @@ def prepare(
     collate: Collate | None = None,
     watched: Watched = iter,
 ) -> Population:
-    """Checks `clients` (a sequence of what a client may be, a `LazyClients`, or a FederatedData) and `test` (what a
-    client may be, a `ClientTestSets`, or
-    None: the data's).
+    """Return the population of a run.
 
-    Arrays become tensors on `device`; floating-point inputs and targets take the dtype of the model, integer labels
-    int64. whole: the loss takes batches, of pairs too. collate: makes batches of lists of samples. watched: goes
-    through the clients while they are read one by one, and may show how far that is.
-    Raises ValueError: no clients, nothing that a client may be, x and y of different lengths, a client without samples,
-    NaN or infinity in x.
+    Arrays become tensors on `device`. Floating-point inputs and targets get the dtype of the model, integer labels
+    int64.
+
+    Args:
+        clients: a sequence of clients' data, a `LazyClients`, or a FederatedData.
+        test: a client's data, a `ClientTestSets`, or None for the test set of the FederatedData.
+        dtype: dtype of the model.
+        device: device of training.
+        whole: the loss takes batches, also of pairs.
+        collate: makes batches of lists of samples.
+        watched: wraps the iteration over the clients, to show progress.
+
+    Raises:
+        ValueError: no clients, data that a client may not be, x and y of different lengths, a client without samples,
+            or NaN or infinity in x.
     """
     test_sizes: list[int] | None = None
     if isinstance(test, ClientTestSets):
@@ -128,8 +136,11 @@ def _read(
 
 
 def _together(given: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Store | None:
-    """The clients in a store, all of them checked at once: 100,000 are a second's work. None where something is wrong,
-    of which the look at one after the other tells whose it is, and where they are not alike."""
+    """Return the clients in a store, checked all at once (a second for 100,000 clients).
+
+    Returns None if something is wrong or if the clients differ. Then the clients are checked one by one, which finds
+    the client to name.
+    """
     if not set(map(type, given)) <= {tuple, list} or set(map(len, given)) != {2}:
         return None
     columns = list(zip(*given, strict=True))

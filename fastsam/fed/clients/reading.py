@@ -1,4 +1,4 @@
-"""What a client may be, read: a pair, a tree of columns, a data set, a loader."""
+"""Reading of clients' data: a pair, a tree of columns, a data set or a loader."""
 
 from __future__ import annotations
 
@@ -45,10 +45,15 @@ class Source:
 
 
 def source(given: Any, who: str, collated: bool = False) -> Any:
-    """A `Source` of a data set, a list of samples or a loader; what holds columns comes back as it is. collated: a
-    `collate` wants samples.
+    """Return a `Source` of a data set, a list of samples or a loader. Columns are returned as they are.
 
-    Raises ValueError for neither.
+    Args:
+        given: the data.
+        who: name of the client, for messages.
+        collated: a `collate` takes samples.
+
+    Raises:
+        ValueError: it is something else.
     """
     if isinstance(given, DataLoader):
         return _of_loader(given, who, collated)
@@ -75,7 +80,7 @@ def source(given: Any, who: str, collated: bool = False) -> Any:
     if isinstance(given, list) and given and not isinstance(given[0], (tuple, Mapping)):
         if len(given) != 2:
             raise ValueError(
-                f"{who} must be {WANTED}, got a list of {len(given)} that are no samples (tuples or dicts)"
+                f"{who} must be {WANTED}, got a list of {len(given)} that are not samples (tuples or dicts)"
             )
         return tuple(given)
     return Source(given)
@@ -97,7 +102,7 @@ def _of_loader(loader: DataLoader[Any], who: str, collated: bool) -> Any:
         data, whole = Subset(data, list(sampler.indices)), True
     if not whole:
         raise ValueError(
-            f"{who} is a DataLoader with a sampler of its own ({type(loader.batch_sampler or sampler).__name__}, "
+            f"{who} is a DataLoader with its own sampler ({type(loader.batch_sampler or sampler).__name__}, "
             f"{type(sampler).__name__}), and a run draws its own batches; hand over torch.utils.data.Subset(dataset, "
             f"indices)"
         )
@@ -116,11 +121,18 @@ def read(
     per_sample: float,
     draws: bool | None = None,
 ) -> Pair | Samples:
-    """What `source` gave, as a pair of tensors or as samples.
+    """Return a `source` as a pair of tensors or as samples.
 
-    collate: of the run, before that of a loader. per_sample: bytes that a sample may take in memory. draws: whether
-    reading draws random numbers; None where that is to be found out (which looks at generators that other threads might
-    use). Raises ValueError for data that cannot be read, naming client and sample.
+    Args:
+        given: the source.
+        who: name of the client, for messages.
+        collate: function of the run; it wins over a loader's.
+        dtype, device: of the tensors.
+        per_sample: largest number of bytes of a sample that is kept in memory.
+        draws: reading draws random numbers. None: find out, by a look at generators that other threads might use.
+
+    Raises:
+        ValueError: the data cannot be read; the message names client and sample.
     """
     if not isinstance(given, Source):
         return _of_columns(given, who, dtype, device)
@@ -148,7 +160,7 @@ def as_samples(own: Pair | Samples) -> Samples:
 
 
 def _of_columns(given: Any, who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples:
-    """Of tensors or arrays that hold all samples: x and y, or a tree of them."""
+    """Return columns (tensors or arrays of all samples) as a pair, or as a tree of columns."""
     if isinstance(given, tuple) and not isinstance(given[0], (Mapping, tuple)):
         return checked_pair(given, who, dtype, device)
     return _tree(given, who, dtype, device)
@@ -181,7 +193,7 @@ def _items(data: Any, places: Sequence[int], who: str) -> list[Any]:
 
 
 def _look(data: Any, who: str) -> tuple[bool, int]:
-    """Whether reading a sample draws from the generators that can be seeded, and a sample's bytes in memory."""
+    """Return whether reading a sample draws from seedable generators, and the size of a sample in bytes."""
     before = generators()
     (first,) = _items(data, [0], who)
     draws = generators() != before
@@ -196,7 +208,7 @@ def _look(data: Any, who: str) -> tuple[bool, int]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two readings of a sample agree, as far as they are tensors, arrays and numbers."""
+    """Return True if two readings of a sample are equal, as far as they are tensors, arrays and numbers."""
     for (_, one), (_, other) in zip(leaves(a), leaves(b), strict=False):
         if isinstance(one, (Tensor, np.ndarray, int, float)):
             x, y = (torch.as_tensor(leaf) for leaf in (one, other))
@@ -206,7 +218,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _stacked(items: list[Any], who: str, dtype: torch.dtype, device: torch.device) -> Pair | Samples | None:
-    """All samples behind each other; None where parts of them are no numbers, which are collated batch by batch."""
+    """Return all samples in one tensor, or None if parts of them are not numbers and must be collated batch by
+    batch."""
     _check_alike(items, who)
     if any(isinstance(leaf, (str, bytes)) for _, leaf in leaves(items[0])):
         return None
@@ -249,7 +262,7 @@ def _structure(item: Any) -> dict[str, str]:
 
 
 def _collate_draws(samples: Fetched) -> bool:
-    """Whether making a batch draws, as language models' collates do that mask words."""
+    """Return True if making a batch draws random numbers, as collates of language models do that mask words."""
     before = generators()
     try:
         samples.take(torch.arange(min(len(samples), 2)), 0)

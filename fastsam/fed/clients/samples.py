@@ -1,4 +1,4 @@
-"""A client's samples that are no pair of tensors: trees of tensors in memory, or a data set that is read batch by
+"""Samples of a client that are not a pair of tensors: trees of tensors in memory, or a data set that is read batch by
 batch."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastsam.fed.clients.pairs import check_unmasked
 
-IGNORED = -100  # the label that torch's losses ignore unless they are told another
+IGNORED = -100  # the label that torch's losses ignore by default
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
@@ -64,7 +64,7 @@ def placed(tree: Any, dtype: torch.dtype, device: torch.device) -> Any:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """torch's, numpy's and Python's generators with a seed inside, as they were behind it."""
+    """Seed the generators of torch, numpy and Python inside the block, and restore them afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
@@ -98,8 +98,8 @@ class Samples(ABC):
 
     @abstractmethod
     def take(self, places: Tensor, seed: int) -> Any:
-        """The batch of the samples at `places` (int64 `[n]`, on the CPU). seed: of what reading draws, where it
-        does."""
+        """Return the batch of the samples at the indices `places` (int64 `[n]`, on the CPU). seed: for random
+        reading."""
 
     @property
     def labels(self) -> Tensor | None:
@@ -114,7 +114,7 @@ class Samples(ABC):
 
     @cached_property
     def kinds(self) -> dict[str, str]:
-        """The leaves of a batch of the first sample: what two clients must have in common."""
+        """The leaves of a batch of the first sample, which must be equal for all clients."""
         return {
             path: str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
             for path, leaf in leaves(self.take(torch.zeros(1, dtype=torch.int64), 0))
@@ -125,12 +125,12 @@ class Samples(ABC):
         return hashed(len(self), self.take(torch.zeros(1, dtype=torch.int64), 0))
 
     def ignored(self) -> str:
-        """What labels may have to do with a loss that is not finite."""
+        """A note about the labels, for a loss that is not finite."""
         return ""
 
 
 def hashed(count: int, tree: Any) -> bytes:
-    """Of a number of samples and all leaves of a tree."""
+    """Return a hash of a number of samples and all leaves of a tree."""
     made = blake2b(repr(count).encode(), digest_size=16)
     for path, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
@@ -173,7 +173,7 @@ class Stacked(Samples):
 
 
 class Fetched(Samples):
-    """A data set that is read where it lies, a batch at a time, as a `DataLoader` without workers reads it."""
+    """A data set that is read one batch at a time, as a `DataLoader` without workers reads it."""
 
     def __init__(self, data: Any, collate: Collate, who: str, dtype: torch.dtype, device: torch.device) -> None:
         self.data, self.collate, self.who, self.dtype, self.device = data, collate, who, dtype, device

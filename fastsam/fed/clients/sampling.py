@@ -1,7 +1,7 @@
-"""Who takes part in a round.
+"""Sampling of the clients of a round.
 
-A sampler is a callable `(round, generator) -> client ids`: `round` counts from 0, `generator` is a `torch.Generator`
-that depends on (seed, round) alone.
+A sampler is a callable `(round, generator) -> client ids`. `round` counts from 0. `generator` is a `torch.Generator`
+that depends only on (seed, round).
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
 
 def make(sampler: str | Sampler, clients: int, participation: float, redraws: bool = True) -> Sampler:
-    """The sampler of that name over `clients` clients, or the callable itself (`participation` has no meaning for it).
+    """Return the sampler of that name over `clients` clients, or the callable itself.
 
-    "bernoulli": every client takes part with probability `participation`, independently; drawn again while nobody does
-    (Qu et al. 2022), unless `redraws` is false.
-    "fixed": exactly `participation * clients` of them (rounded, one at least), without replacement.
-    "shuffled": all clients in a random order, so many a round (of the last round what is left), then all of them in a
-    new one. "simulator": that of FL-Simulator and FedLESAM's code, to repeat their cohorts: numpy's old generator with
-    the seed `20 + round`, and the next seed while nobody takes part. The run's seed has no part in it.
-    Raises ValueError for another name and for a participation outside (0, 1].
+    "bernoulli": each client takes part with probability `participation`, independently. If no client does, it is drawn
+    again (Qu et al. 2022), unless `redraws` is False. "fixed": exactly `participation * clients` clients (rounded, at
+    least one), without replacement. "shuffled": all clients in a random order, a cohort each round, the rest in the
+    last one; then a new order. "simulator": the sampler of FL-Simulator and of FedLESAM's code, to repeat their
+    cohorts. It uses numpy's old generator with the seed `20 + round`, and the next seed while no client takes part. The
+    run's seed has no effect.
+
+    Raises:
+        ValueError: the name is unknown, or the participation is not in (0, 1].
     """
     if callable(sampler):
         return sampler
@@ -48,7 +50,7 @@ def make(sampler: str | Sampler, clients: int, participation: float, redraws: bo
             u = torch.rand(clients, generator=generator, dtype=torch.float64)
             if (u < ratio).any() or not redraws:
                 return torch.nonzero(u < ratio).flatten().tolist()
-        # Where the participation is so small that this is reached, one client alone is what redrawing would end with.
+        # With so small a participation, redrawing would end with a single client.
         return [int(u.argmin())]
 
     def fixed(round: int, generator: torch.Generator) -> list[int]:
@@ -68,7 +70,8 @@ def make(sampler: str | Sampler, clients: int, participation: float, redraws: bo
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Everybody once, in a random order, before anybody takes part again. size: of a cohort."""
+    """The sampler that takes all clients once, in a random order, before a client takes part again. size: cohort
+    size."""
 
     clients: int
     size: int
@@ -80,7 +83,7 @@ class Shuffled:
 
     @property
     def epoch(self) -> int:
-        """Rounds in which everybody takes part once."""
+        """Number of rounds in which every client takes part once."""
         return -(-self.clients // self.size)
 
 
@@ -90,20 +93,23 @@ def fixed_size(participation: float, clients: int) -> int:
 
 
 def epoch(participation: float, clients: int) -> int:
-    """Rounds in which "shuffled" has everybody once."""
+    """Return the number of rounds in which "shuffled" takes every client once."""
     return Shuffled(clients, fixed_size(participation, clients)).epoch
 
 
 def expected(sampler: str | Sampler, participation: float, clients: int) -> float | None:
-    """How many clients a round has on average, by its sampler alone; None where that cannot be said."""
+    """Return the average number of clients of a round, or None if the sampler does not determine it."""
     if sampler == "bernoulli":
         return participation * clients
     return float(fixed_size(participation, clients)) if sampler in ("fixed", "shuffled") else None
 
 
 def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = False) -> list[int]:
-    """The active clients of a round in ascending order. Raises ValueError for what a sampler must not return, and,
-    unless `nobody` is true, for nobody."""
+    """Return the clients of a round in ascending order.
+
+    Raises:
+        ValueError: the sampler returned something invalid, or no client and `nobody` is False.
+    """
     first = round - round % (sampler.epoch if isinstance(sampler, Shuffled) else 1)
     ids = sampler(round, seeds.generator(seed, "sample", first))
     try:
@@ -119,7 +125,7 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
         return ordered
     if not ordered or ordered[0] < 0 or ordered[-1] >= clients or len(set(ordered)) != len(ordered):
         wrong = [i for i in chosen if not 0 <= i < clients]
-        what = f"{wrong[0]}, which is no client" if wrong else "a client twice" if chosen else "nobody"
+        what = f"{wrong[0]}, which is not a client" if wrong else "a client twice" if chosen else "nobody"
         raise ValueError(
             f"the sampler must return different client ids from 0 to {clients - 1}, one at least; in round {round + 1} "
             f"it returned {what}"
@@ -128,7 +134,7 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
 
 
 def check_available(available: Any, sampler: str | Sampler) -> None:
-    """Raises ValueError unless it is a function, beside a sampler that it can tell whom to draw from; or None."""
+    """Raise ValueError unless `available` is None, or a function or mask next to a sampler that can use it."""
     if available is None:
         return
     if not callable(available):
@@ -138,14 +144,14 @@ def check_available(available: Any, sampler: str | Sampler) -> None:
         )
     if sampler not in ("bernoulli", "fixed"):
         raise ValueError(
-            f"available says among whom sampler='bernoulli' or 'fixed' draws; sampler={sampler!r} chooses by itself, "
+            f"available restricts sampler='bernoulli' or 'fixed'; sampler={sampler!r} chooses clients by itself, "
             f"use one of them"
         )
 
 
 def present(available: Available, round: int, clients: int) -> list[int]:
-    """Who can take part in a round, in ascending order; perhaps nobody. Raises ValueError for what is neither ids nor a
-    mask."""
+    """Return the clients that can take part in a round, in ascending order, perhaps none. Raises ValueError if it is
+    neither ids nor a mask."""
     try:
         found = available(round)
         given = found.tolist() if hasattr(found, "tolist") else list(found)
@@ -156,7 +162,7 @@ def present(available: Available, round: int, clients: int) -> list[int]:
             [i for i, here in enumerate(given) if here] if mask else sorted({integer("a client id", i) for i in given})
         )
         if ids and not 0 <= ids[0] <= ids[-1] < clients:
-            raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is no client")
+            raise ValueError(f"{ids[0] if ids[0] < 0 else ids[-1]} is not a client")
     except Exception as error:
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(
@@ -169,13 +175,13 @@ def present(available: Available, round: int, clients: int) -> list[int]:
 def draw_present(
     sampler: str, participation: float, available: Available, round: int, clients: int, seed: int
 ) -> list[int]:
-    """As `draw`, among those who can take part in the round, as if they were all clients; nobody where nobody can."""
+    """Return the clients of a round drawn from those that can take part, in ascending order, perhaps none."""
     here = present(available, round, clients)
     return [here[i] for i in draw(make(sampler, len(here), participation), round, len(here), seed)] if here else []
 
 
 def likely(sampler: str | Sampler, clients: int, participation: float) -> int:
-    """How many clients a round has at most, in all but a few rounds: all of them for a callable."""
+    """Return the largest likely number of clients of a round; for a callable the number of all clients."""
     if callable(sampler):
         return clients
     mean = participation * clients

@@ -12,14 +12,18 @@ from torch import Tensor
 
 from fastsam.fed.clients.pairs import ALIGNMENT, Pair
 
-LARGEST = 256 * 2**20  # bytes: what there is beside the user's own tensors
+LARGEST = 256 * 2**20  # largest number of bytes in addition to the user's tensors
 
 
 @dataclass(frozen=True)
 class Store:
-    """x, y: `[samples, ...]`, those of all clients; between two clients there may be some of nobody, zeros. begins:
-    each client's first;
-    sizes: how many it has."""
+    """The samples of all clients in one pair of tensors. Between two clients there may be zeros.
+
+    Attributes:
+        x, y: `[samples, ...]`.
+        begins: index of each client's first sample.
+        sizes: number of samples of each client.
+    """
 
     x: Tensor
     y: Tensor
@@ -27,13 +31,13 @@ class Store:
     sizes: Sequence[int]
 
     def labels(self) -> Tensor:
-        """y of everybody, `[samples, ...]`, without what is between two clients."""
+        """y of all clients, `[samples, ...]`, without the zeros between them."""
         return self.y if len(self.y) == sum(self.sizes) else self.y[_places(self.sizes, self.begins).to(self.y.device)]
 
 
 class StoredPairs(Sequence[Pair]):
-    """The clients of a store: views of it, each made when it is first asked for, since of 100,000 clients few train in
-    a round."""
+    """The clients of a store: views of it. Each view is made on first use, because few of 100,000 clients train in a
+    round."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -78,8 +82,8 @@ def stored(pairs: Sequence[Pair]) -> tuple[Sequence[Pair], Store | None]:
 
 
 def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> Store | None:
-    """A store of the clients' samples, which lie behind each other in x and y; None where it would be too large, or
-    holds nothing."""
+    """Return a store of the clients' samples, which follow each other in x and y, or None if it would be too large or
+    empty."""
     rows = [t[0].nbytes for t in (x, y)]
     if not all(rows):
         return None
@@ -94,7 +98,7 @@ def store_of(x: Tensor, y: Tensor, sizes: Sequence[int]) -> Store | None:
 
 
 def _places(sizes: Sequence[int], begins: Sequence[int]) -> Tensor:
-    """Where the samples of clients are that begin at `begins`, int64 `[samples]`."""
+    """Return the indices of the samples of clients that begin at `begins`, int64 `[samples]`."""
     counts = torch.tensor(sizes)
     moved = torch.tensor(begins) - (counts.cumsum(0) - counts)
     return torch.arange(sum(sizes)) + moved.repeat_interleave(counts)

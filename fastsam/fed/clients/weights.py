@@ -1,4 +1,4 @@
-"""What a client counts in the server's mean."""
+"""Weights of the clients in the server's mean."""
 
 from __future__ import annotations
 

@@ -1,2 +1,1 @@
-"""What every room of the federated loop uses: checks of arguments, seeds, fingerprints, import paths, files replaced in
-one step."""
+"""Helpers of the federated loop: checks of arguments, seeds, fingerprints, import paths, atomic files."""

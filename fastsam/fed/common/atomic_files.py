@@ -22,11 +22,13 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, data: bytes, folder_may_be_link: bool = True) -> None:
-    """Replaces a file in one step: after a kill, or a power cut, it holds the old or the new content.
+    """Replace a file in one step. After a kill or a power cut it holds either the old or the new content.
 
-    A link in its place, or in that of the file beside it, is replaced and not followed.
-    Raises OSError that names the file, a full disk for one; what was there is then as it was. Raises it also if the
-    folder is a link and `folder_may_be_link` is False.
+    A symbolic link at its path is replaced and not followed.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full; the old file stays. Also if the
+            folder is a link and `folder_may_be_link` is False.
     """
     with named(path):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | (0 if folder_may_be_link else os.O_NOFOLLOW))
@@ -41,7 +43,7 @@ def _replace(folder: int, name: str, data: bytes) -> None:
     """Replace a file of the folder that has this descriptor."""
     temporary, flags = f"{name}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=folder)  # of a run that was killed
+        os.unlink(temporary, dir_fd=folder)  # a killed run left it
     with open(os.open(temporary, flags, 0o666, dir_fd=folder), "wb") as file:
         try:
             file.write(data)
@@ -59,7 +61,7 @@ def open_regular(path: Path, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return descriptor
 
 
@@ -79,8 +81,7 @@ def read_json(path: Path) -> Any:
 
 
 def make_directory(path: Path, advice: str = "choose another run directory") -> None:
-    """The directory and those above it. Raises OSError that says what to do (`advice`) where it cannot be made or
-    written to."""
+    """Make the directory and its parents. Raises OSError with `advice` if it cannot be made or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

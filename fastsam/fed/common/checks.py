@@ -1,4 +1,4 @@
-"""Checks of arguments, so that every public entry refuses bad ones in the same words: what was expected and what
+"""Checks of arguments. All public functions refuse bad arguments with the same words: what was expected and what
 came."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
     if at_least is not None and converted < at_least:
         raise ValueError(f"{expected}, got {value!r}")
     if not -(2**63) <= converted < 2**63:
-        raise ValueError(f"{expected} of 64 bits, got {value!r}")
+        raise ValueError(f"{expected} that fits 64 bits, got {value!r}")
     return converted
 
 
@@ -76,8 +76,7 @@ def choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def nearest(word: str, good: Iterable[str]) -> str:
-    """The end of a message, with the word of `good` that is most like `word` or that others call so; nothing where none
-    is."""
+    """Return the end of a message with the word of `good` that is most like `word`, or "" if no word is."""
     spelled = {name.lower(): name for name in good}
     meant = ELSEWHERE.get(word.lower())
     close = [meant] if meant in spelled else get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)

@@ -1,4 +1,4 @@
-"""What a run is, as JSON: what must be the same when it is resumed, and on all ranks."""
+"""Descriptions of runs as JSON. They must be equal when a run is resumed, and on all ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def hyperparameters(algorithm: Any) -> dict[str, Any]:
 
 
 def references(function: Any) -> dict[str, Any]:
-    """Return the things that a callable refers to, by name: globals, closure, defaults and attributes, and those of
-    the functions among its attributes."""
+    """Return the objects that a callable refers to, by name: globals, closure variables, defaults and attributes, and
+    the
+    references of functions among its attributes."""
     if isinstance(function, partial):
         arguments = {str(place): value for place, value in enumerate(function.args)} | function.keywords
         return references(function.func) | arguments
@@ -67,11 +68,11 @@ def references(function: Any) -> dict[str, Any]:
 
 
 def behaviour(value: Any, depth: int = 2) -> Any:
-    """Return a description, as JSON has it, of what a function or a module computes: its code, and what it refers to.
+    """Return a JSON description of what a function or a module computes: its code and the objects that it refers to.
 
     Args:
-        value: function, module, or a thing that they refer to.
-        depth: how many functions are followed to functions that they call.
+        value: function, module, or an object that they refer to.
+        depth: number of calls that are followed from a function to the functions that it calls.
     """
     if isinstance(value, nn.Module):
         own = {type(m) for m in value.modules() if not type(m).__module__.startswith("torch.")}
@@ -92,7 +93,8 @@ def behaviour(value: Any, depth: int = 2) -> Any:
 
 
 def _code(code: CodeType) -> str:
-    """Return a hash of what a function does: its instructions, names and constants, not where it is written."""
+    """Return a hash of a function's instructions, names and constants. It does not depend on where the code is
+    written."""
     made = blake2b(code.co_code + repr((code.co_names, code.co_varnames)).encode(), digest_size=8)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -103,7 +105,7 @@ def _code(code: CodeType) -> str:
 
 
 def structure(model: nn.Module) -> list[Any]:
-    """Names, shapes and types of a model's parameters and buffers, and what is trained."""
+    """Return the names, shapes and types of a model's parameters and buffers, and whether each is trained."""
     parameters = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
     return parameters + [[n, list(b.shape), str(b.dtype)] for n, b in model.named_buffers()]
 
@@ -117,8 +119,8 @@ def digest(model: nn.Module) -> str:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first key in which two identities differ (dotted, where it stands in a table) and its two values; None when
-    they agree."""
+    """Return the first key in which two identities differ, with both values, or None if they agree. The key of a nested
+    table is dotted."""
     for key in [*new, *(k for k in old if k not in new)]:
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):

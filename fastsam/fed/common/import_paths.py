@@ -16,7 +16,7 @@ from fastsam.fed.common import trust
 
 
 def is_import_path(name: str) -> bool:
-    """Whether `name` has the form "package.module:attribute" or "file.py:attribute"."""
+    """Return True if `name` has the form "package.module:attribute" or "file.py:attribute"."""
     return ":" in name
 
 
@@ -94,21 +94,23 @@ class PackageError(ImportError):
     """A package of an extra is not there, or does not import; the message says what to do."""
 
 
-# What torchvision's Python part describes to torch at its import, whether its compiled part was loaded or not.
+# Operators that torchvision's Python part registers with torch when it is imported, with or without compiled part.
 _DETECTION = {
     f"torchvision::{name}": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
 }
 
 
 def vision(module: str, purpose: str) -> ModuleType:
-    """A module of torchvision, also of one whose compiled part does not fit the torch that is there. Raises
-    PackageError.
+    """Return a module of torchvision, even if torchvision's compiled part does not fit the installed torch.
 
-    torchvision's data sets, transforms and models are plain Python. Its compiled part, the operators of object
-    detection, cannot be loaded where the two come from different indices (a wheel for CUDA beside a CPU build of
-    torch). torchvision tolerates that, but then stops at operators that it describes to torch: "operator
-    torchvision::nms does not exist". For exactly this error they are declared, without an implementation, and the
-    import begins anew. Called, they still raise torchvision's own error.
+    Data sets, transforms and models of torchvision are plain Python. Its compiled operators of object detection cannot
+    be loaded if torch and torchvision come from different indices, for example a CUDA wheel next to a CPU build of
+    torch. torchvision tolerates that, but its import then stops with "operator torchvision::nms does not exist". Only
+    for this error, the operators are declared without an implementation and the import is repeated. A call of such an
+    operator still raises torchvision's own error.
+
+    Raises:
+        PackageError: torchvision is not installed or cannot be imported.
     """
     try:
         return _torchvision(module, purpose)

@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Option:
-    """A row of a table: name, annotation and default of the field, and what `option` was told."""
+    """A row of a table: name, annotation and default of a field, and the arguments of `option`."""
 
     name: str
     kind: Any
@@ -73,11 +73,14 @@ class Option:
 
 
 def option(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a table.
+    """Return a field of a table of options.
 
-    limits: `choices`; the bounds `above`, `at_least`, `at_most` of a number; `free`: a resumed run may have another
-    value;
-    `formula`: a check of strings and functions, which may then stand in place of a number.
+    Args:
+        default: default value.
+        help: meaning, for people.
+        **limits: `choices`; the bounds `above`, `at_least` and `at_most` of a number; `free`, if a resumed run may
+        have a
+            different value; `formula`, a check of strings and functions that may replace a number.
     """
     kept = {"default_factory": lambda: dict(default)} if isinstance(default, dict) else {"default": default}
     return field(**kept, metadata={"help": help, **limits})

@@ -1,5 +1,6 @@
-"""Random numbers as functions of what they are for: (seed, round, client, step, purpose), never of the order in which
-clients run."""
+"""Random numbers as functions of their purpose: (seed, round, client, step, purpose). They do not depend on the order
+in
+which clients run."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ def permutation(n: int, *parts: int | str) -> Tensor:
 
 
 def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str) -> Tensor:
-    """For each of some numbers (clients: 0 to 2^32 - 1) a random order of `range(size)`: the first `size` places of its
-    row, int64 `[numbers, longest]` on the CPU. A function of the number, the size and the parts, whatever else is asked
-    for with it.
+    """Return a random order of `range(size)` for each number, int64 `[numbers, longest]` on the CPU.
 
-    Random keys are sorted, 32 bits each; of equal ones the first comes first.
+    The order is in the first `size` columns of the row. It is a function of the number, the size and `parts` only.
+    Random 32-bit keys are sorted; equal keys keep their order.
+
+    Args:
+        numbers: such as client ids, 0 to 2^32 - 1.
+        sizes: one size for each number.
+        *parts: the purpose of the random numbers.
     """
     longest = max(sizes, default=0)
     counters = np.zeros((4, len(numbers), -(-longest // 4)), np.uint32)
@@ -51,16 +56,21 @@ def permutations(numbers: Sequence[int], sizes: Sequence[int], *parts: int | str
     halves = keys.view(np.uint32).reshape(*keys.shape, 2)  # the low one first: all that torch runs on is little-endian
     halves[..., 0], halves[..., 1] = places, drawn
     if min(sizes, default=0) < longest:
-        keys[places >= np.array(sizes)[:, None]] |= np.uint64(2**64 - 2**32)  # behind those that count
+        keys[places >= np.array(sizes)[:, None]] |= np.uint64(2**64 - 2**32)  # after the keys that count
     keys.sort(axis=1)
     halves[..., 1] = 0
     return torch.from_numpy(keys.view(np.int64))
 
 
 def philox(key: int, counters: np.ndarray, rounds: int = _ROUNDS) -> np.ndarray:
-    """Philox4x32 of up to 10 rounds (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; 2011).
+    """Return the random words of Philox4x32 with up to 10 rounds, uint32 `[4, ...]`.
 
-    Four random words for each counter. key: 64 bits. counters: uint32 `[4, ...]`; so is what is returned.
+    Args:
+        key: 64 bits.
+        counters: uint32 `[4, ...]`; each gives four random words.
+        rounds: number of rounds.
+
+    Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
     shape = (2, *[1] * (counters.ndim - 1))
     multipliers = _MULTIPLIERS.reshape(shape)

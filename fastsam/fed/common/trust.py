@@ -1,9 +1,9 @@
-"""Whose code an import path may name: the user's own files, and packages that were named on the command line.
+"""Trust of import paths: the user's own files, and packages that were named on the command line.
 
-A config is text from anywhere, and importing what it names runs it. So an import path leads to the user's own files,
-not to what happens to be
-installed: `os:system`, with a command among its options, would be a data set otherwise. The standard library and the
-builtins are out of reach in any case, also through a module of the user's that imports them.
+A config is text from anywhere, and importing what it names runs it. Therefore an import path may lead only to the
+user's own files, and not to everything that is installed. Otherwise `os:system`, with a command among its options,
+would be a data set. The standard library and the builtins are never allowed, not even through a module of the user that
+imports them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def trusting(*names: str) -> Iterator[None]:
     for name in names:
         if name.partition(".")[0] in sys.stdlib_module_names or name.partition(".")[0] == "builtins":
             raise TrustError(
-                f"--trust {name}: the standard library is never taken from a config; write a function of your own "
-                f"around it"
+                f"--trust {name}: a config may not use the standard library. Write your own function around it"
             )
     token = _named.set((*_named.get(), *names))
     try:
@@ -55,34 +54,33 @@ def check_file(path: Path, what: str) -> None:
     """Raises TrustError for a file that is neither the user's own nor named."""
     real = path.resolve()
     if _is_standard(real):
-        raise TrustError(f"{what}: {path} belongs to the standard library, which is never taken from a config")
+        raise TrustError(f"{what}: {path} belongs to the standard library, and a config may not use it")
     if not (_is_own(real) or is_named(real)):
         raise TrustError(f"{what}: {path} is not your own file; look at it, and if you trust it add --trust {path}")
 
 
 def check_module(name: str, what: str) -> None:
-    """Raises TrustError for a module that is neither a file of the user's own nor of a package that was named. Imports
-    nothing."""
+    """Raise TrustError unless a module is the user's own file or in a package that was named. Import nothing."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top == "builtins":
         raise TrustError(
-            f"{what}: {name} belongs to the standard library, which is never taken from a config; a file of your own "
+            f"{what}: {name} belongs to the standard library, and a config may not use it. Your own file "
             f"of this name is {name}.py:NAME"
         )
     places = _places(top)
     if top in _named.get() or places is None or all(_is_own(place) or is_named(place) for place in places):
         return
     raise TrustError(
-        f"{what}: the package {top} ({places[0]}) is not a file of your own; if you trust it, add --trust {top}"
+        f"{what}: the package {top} ({places[0]}) is not your own file. If you trust it, add --trust {top}"
     )
 
 
 def check_object(found: Any, path: str, what: str) -> None:
     """Raise TrustError unless a callable is defined in the user's own files or in a package that was named.
 
-    A name in a trusted file may belong to a function of another package: `from joblib import load`. Methods, partials
-    and wrappers of functions are looked through. A function of the user's is trusted whatever it wraps, and a model or
-    loss is of the file that made it, whatever its class.
+    A name in a trusted file may refer to a function of another package: `from joblib import load`. The check looks
+    through methods, partials and wrappers of functions. A function of the user is trusted whatever it wraps. A model or
+    loss belongs to the file that made it, whatever its class is.
     """
     if isinstance(found, nn.Module):
         return
@@ -97,11 +95,9 @@ def check_object(found: Any, path: str, what: str) -> None:
             name = f"{home or '?'}.{getattr(found, '__qualname__', type(found).__qualname__)}"
             top = home.partition(".")[0]
             if top in sys.stdlib_module_names or top == "builtins":
-                raise TrustError(
-                    f"{what}: {path} is {name} of the standard library, which is never taken from a config"
-                )
+                raise TrustError(f"{what}: {path} is {name} of the standard library, and a config may not use it")
             raise TrustError(
-                f"{what}: {path} is {name}, which is not defined in a file of your own. If you trust it, add --trust "
+                f"{what}: {path} is {name}, which is not defined in your own file. If you trust it, add --trust "
                 f"{top or path.rpartition(':')[0]}; or write a function of your own around it"
             )
         found = inner
@@ -116,7 +112,7 @@ def _called_by(found: Any) -> Any:
 
 def _definition(found: Any) -> tuple[str, str | None]:
     """Return the module in which a callable is defined, "" if unknown, and the module's file."""
-    if isinstance(found, FunctionType):  # `__module__` may be copied from what it wraps
+    if isinstance(found, FunctionType):  # `__module__` may be a copy of the wrapped function's
         return str(found.__globals__.get("__name__", "")), found.__globals__.get("__file__")
     named = found if isinstance(found, (type, BuiltinFunctionType)) else type(found)
     home = getattr(named, "__module__", None) or ""
@@ -124,7 +120,8 @@ def _definition(found: Any) -> tuple[str, str | None]:
 
 
 def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
-    """Whether a callable of this module is trusted. One of an unknown module is where its import path was named."""
+    """Return True if a callable of this module is trusted. If its module is unknown, the place of its import path
+    counts."""
     if not home:
         return is_trusted(path.rpartition(":")[0])
     if home.partition(".")[0] in _named.get():
@@ -133,19 +130,18 @@ def _is_defined_by_user(home: str, place: str | None, path: str) -> bool:
 
 
 def is_trusted(location: str) -> bool:
-    """Whether the module or file of an import path was named."""
+    """Return True if the module or file of an import path was named."""
     return location.partition(".")[0] in _named.get() or is_named(Path(location).resolve())
 
 
 def is_named(place: Path) -> bool:
-    """Whether the file, or a folder that it is in, was named."""
+    """Return True if the file, or a folder that contains it, was named."""
     named = [Path(name).resolve() for name in _named.get() if os.sep in name or name.endswith(".py")]
     return any(place == one or one in place.parents for one in named)
 
 
 def _places(top: str) -> list[Path] | None:
-    """The files and folders that a top-level module is made of; None for one that does not exist, which its import will
-    say."""
+    """Return the files and folders of a top-level module, or None if it does not exist."""
     module = sys.modules.get(top)
     spec: ModuleSpec | None = getattr(module, "__spec__", None) if module is not None else find_spec(top)
     if spec is not None:
@@ -171,7 +167,7 @@ def _is_own(place: Path) -> bool:
 
 
 def belongs_to_user(place: Path) -> bool:
-    """Whether the user owns the file or folder. Where the system knows no owners, everything is."""
+    """Return True if the user owns the file or folder, or if the system has no owners."""
     try:
         return not hasattr(os, "geteuid") or place.stat().st_uid == os.geteuid()
     except OSError:

@@ -101,7 +101,7 @@ def check_labels(labels: Any, classes: int | None = None, what: str = "labels") 
     if low < 0 or high >= classes:
         bad = low if low < 0 else high
         raise ValueError(
-            f"{what} must lie in 0..{classes - 1} ({classes} classes), got {bad} at position "
+            f"{what} must be in 0..{classes - 1} ({classes} classes), got {bad} at position "
             f"{int(np.flatnonzero(whole == bad)[0])}; "
             "number the classes from 0, or set the number of classes"
         )

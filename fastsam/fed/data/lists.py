@@ -64,5 +64,5 @@ def _positions(part: Any, samples: int, client: int) -> np.ndarray:
         raise ValueError(f"indices of client {client} must be integers, got {array.dtype}")
     if array.min() < 0 or array.max() >= samples:
         bad = array.min() if array.min() < 0 else array.max()
-        raise ValueError(f"indices of client {client} must lie in 0..{samples - 1} (the training set), got {bad}")
+        raise ValueError(f"indices of client {client} must be in 0..{samples - 1} (the training set), got {bad}")
     return array.astype(np.int64)

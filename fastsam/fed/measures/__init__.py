@@ -1,7 +1,7 @@
-"""What is measured of a run besides accuracy: sharpness, drifts, the loss surface, and the quantities of the papers'
+"""Measures of a run in addition to accuracy: sharpness, drifts, the loss surface, and the quantities of the papers'
 theorems.
 
-The functions take flat weights and an `Objective`, the loss over fixed data; `fed.run(measures=[...])` takes them in
+The functions take flat weights and an `Objective`, the loss over fixed data. `fed.run(measures=[...])` calls them in
 its rounds.
 """
 

@@ -1,4 +1,4 @@
-"""What a run may be asked to measure in every round, beside accuracy and loss."""
+"""The interface of measures, which a run calls in every round."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from fastsam.fed.step.local_update import ClientResults
 
 
 class Measures(Protocol):
-    """Measures of a run. Those of a user get vectors `[..., P]` as torch makes them where the run has rows
-    (`fastsam.fed.measures.own`).
+    """Measures of a run. A user's measures get vectors `[..., P]` in torch's order (`fastsam.fed.measures.own`).
 
-    A client's numbers are added to the round's sums, whatever the order; the round's go into its record.
+    Numbers of clients are added to the round's sums in any order. Numbers of rounds enter the records.
 
-    With several ranks each has an object of its own: `clients` is called where they trained, `round` on rank 0. What is
-    kept besides the numbers goes there in a method `join(ranks, about)`, called on all ranks between the two, where the
-    object has one.
+    With several ranks each rank has its own object: `clients` is called where clients trained, `round` on rank 0. An
+    object that keeps more than numbers has a method `join(ranks, about)`, which is called on all ranks between the two.
     """
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
@@ -33,4 +31,5 @@ class Measures(Protocol):
         """
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        """What goes into the round's record, from the server's states before and after, and the sums."""
+        """Return numbers for the round's record, from the server's states before and after the round, and the
+        aggregate."""

@@ -1,7 +1,7 @@
-"""How far the clients drift from one another within a round: their weights, their perturbations, and where they end.
+"""Drift of the clients within a round: of their weights, their perturbations and their ends.
 
-The vectors are float `[row_size]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th of the
-local steps that were kept (say the first, the middle and the last); every client has the same number of them.
+The vectors are float `[row_size]` rows. `weights[i][p]` and `perturbations[i][p]` belong to client i at the p-th kept
+local step (the first, the middle and the last, say). Every client has the same number of kept steps.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def weight_drift(weights: Rows, w: Tensor) -> float:
 
 
 def perturbation_spread(perturbations: Rows) -> float:
-    """`E_delta = mean over clients and kept steps of ||delta_i,k - delta||^2` (FedSAM paper, Lemma B.1).
+    """Return `E_delta = mean over clients and kept steps of ||delta_i,k - delta||^2` (FedSAM paper, Lemma B.1).
 
-    delta is the clients' mean perturbation at the first kept step, where all stand at w^t: exactly 0 when all perturb
-    alike.
+    delta is the clients' mean perturbation at the first kept step, where all clients are at w^t. It is exactly 0 if all
+    perturbations are equal.
     """
     reference = mean_row([client[0] for client in perturbations])
     return _mean([float((v.double() - reference).square().sum()) for client in perturbations for v in client])
@@ -44,10 +44,10 @@ def perturbation_spread(perturbations: Rows) -> float:
 def perturbation_drift(
     weights: Rows, perturbations: Rows, w: Tensor, gradient: Callable[[Tensor], Tensor], server_lr: float = 1.0
 ) -> float:
-    """`PD = mean over clients and kept steps of ||u_g,k - u_i,k|| / 2`, in 0..1 (FedLESAM paper, Figure 2).
+    """Return `PD = mean over clients and kept steps of ||u_g,k - u_i,k|| / 2`, in 0..1 (FedLESAM paper, Figure 2).
 
-    u_i,k is the unit perturbation of client i, u_g,k that of the `gradient` of the mean loss over all clients, taken at
-    the virtual model `w^t - server_lr * mean_i(w^t - w_i,k)` of the active clients.
+    u_i,k is the unit perturbation of client i. u_g,k is the unit `gradient` of the mean loss over all clients at the
+    virtual model `w^t - server_lr * mean_i(w^t - w_i,k)` of the round's clients.
     """
     found = []
     for p in range(len(weights[0])):

@@ -1,5 +1,4 @@
-"""The measures that a run asks for by name, taken in its rounds: a thin layer between the loop and the functions of
-this package."""
+"""The named measures of a run: a thin layer between the loop and the functions of this package."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ _OF_CLIENTS = ALONG_THE_PATH | {"consistency", "dual_gap"}
 
 @dataclass(frozen=True)
 class _End:
-    """What a client left: its displacement and the last step's eps, `[row_size]`, its local steps, and the rows that
-    were kept before some."""
+    """The result of a client: delta, the last eps, `[row_size]`, number of local steps, and copies of its row before
+    some."""
 
     delta: Tensor
     num_steps: int
@@ -42,7 +41,7 @@ class _End:
 
 @dataclass
 class _Collected:
-    """What the clients of one round left, by client."""
+    """The results of the clients of one round, by client."""
 
     clients: int = 0
     results: dict[int, _End] = field(default_factory=dict)
@@ -50,11 +49,10 @@ class _Collected:
 
 
 class RoundMeasures:
-    """The measures `names` of a run (see `NAMES`): the `Measures` that the loop calls.
+    """The measures `names` of a run (see `NAMES`), as the loop calls them.
 
-    Kept while a round lasts: for measures along the path three snapshots and the displacement of every active client,
-    for the others no vector of a client but the sum of the displacements. What needs the loss reads a replica of its
-    own, in eval mode, without augmentation.
+    While a round lasts, measures along the path keep three snapshots and the delta of every client. Other measures keep
+    only the sum of the deltas. The loss is computed on a replica, in eval mode, without augmentation.
     """
 
     def __init__(
@@ -85,13 +83,12 @@ class RoundMeasures:
     # --- what the loop calls ---
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """The first, the middle and the last local step, when a measure along the path is asked for and this round is
-        measured."""
+        """Return the first, the middle and the last local step if a measure along the path is taken in this round."""
         along = ALONG_THE_PATH & set(self.names)
         return tuple(sorted(set(kept_steps(steps)))) if along and self._is_measured(round) else ()
 
     def clients(self, before: State, results: ClientResults, about: Round) -> dict[str, list[float]]:
-        """The squared norms of the displacements; what is needed later is kept."""
+        """Return the squared norms of the deltas, and keep the results that later methods need."""
         if not self._is_measured(about.index):
             return {}
         if about.index != self._round:
@@ -103,7 +100,7 @@ class RoundMeasures:
         return {"squared displacement": squares}
 
     def _keep(self, results: ClientResults, i: int, about: Round) -> None:
-        """What the i-th of some clients left."""
+        """Keep the result of the i-th client."""
         row = results.delta[i]
         self._seen.clients += 1
         if "consistency" in self.names:
@@ -116,7 +113,7 @@ class RoundMeasures:
             self._seen.results[results.client_ids[i]] = _End(row.clone(), results.num_steps[i], eps, snapshots)
 
     def join(self, ranks: Ranks, about: Round) -> None:
-        """With several ranks: what the clients of all of them left in this round; collective."""
+        """Collect the results of the clients of all ranks; collective."""
         own = self._seen if self._round == about.index else _Collected()  # a rank may have had no client
         limbs = None if own.total is None else own.total.limbs()
         packed = io.BytesIO()
@@ -134,11 +131,11 @@ class RoundMeasures:
         self._round = about.index
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        """The keys of `NAMES` for the names asked for; None where a measure has no value in this round."""
+        """Return the keys of `NAMES` for the named measures, None for a measure without a value in this round."""
         record: dict[str, float | None] = {key: None for name in self.names for key in NAMES[name]}
         if not self._is_measured(about.index):
             return record
-        # A client that was excluded for what it uploads would count here: then what needs the clients has no value.
+        # A client that was excluded for its upload would count here. Measures of the clients then have no value.
         whole = self._seen.clients == aggregate.num_clients
         for name in self.names if whole else [n for n in self.names if n not in _OF_CLIENTS]:
             record |= getattr(self, f"_{name}")(before, after, aggregate, about)
@@ -239,11 +236,16 @@ class RoundMeasures:
 def make(
     measures: Sequence[str] | Measures, options: Mapping[str, Any], buffers: str | None, **parts: Any
 ) -> Measures | None:
-    """The measures of a run: those named (`parts` are the keywords of `RoundMeasures`), or an object of the user's own;
-    None for none.
+    """Return the measures of a run, or None if it has none.
 
-    Raises ValueError for unknown names and options, and for a model whose buffers the run averages: what is measured
-    would not be it.
+    Args:
+        measures: names, or a user's object.
+        options: settings of the measures.
+        buffers: the run's option.
+        **parts: keywords of `RoundMeasures`.
+
+    Raises:
+        ValueError: a name or option is unknown, or the run averages buffers, which the measures would not see.
     """
     if not isinstance(measures, Sequence):
         missing = [name for name in ("snapshots", "clients", "round") if not callable(getattr(measures, name, None))]
@@ -257,7 +259,7 @@ def make(
     checked = check(measures, options)
     if measures and buffers in ("average", "local"):
         raise ValueError(
-            f"measures take the model's buffers to be those of the start, and buffers={buffers!r} changes them; use "
+            f"measures use the initial buffers of the model, and buffers={buffers!r} changes them. Use "
             f"buffers='keep' or GroupNorm"
         )
     return RoundMeasures(measures, checked, **parts) if measures else None

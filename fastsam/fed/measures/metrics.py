@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-Metric = Callable[[Tensor, Tensor], float]  # of all outputs [n, ...] and labels [n, ...]
+Metric = Callable[[Tensor, Tensor], float]  # function of all outputs [n, ...] and labels [n, ...]
 _OBJECT = ("reset", "update", "compute")
 _TAKEN = ("accuracy", "loss")  # the run's own
 
@@ -34,7 +34,7 @@ def resolve(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"metrics: {name!r} is a part of a record's keys and must be an identifier, such as 'f1'")
         if name in _TAKEN:
-            raise ValueError(f"metrics: {name!r} is what the run itself reports; choose another name")
+            raise ValueError(f"metrics: {name!r} is a name that the run reports itself. Choose another name")
     return {name: _made(name, metric) for name, metric in metrics.items()}
 
 

@@ -36,7 +36,7 @@ class Objective:
 
     @classmethod
     def mean_of(cls, replica: Replica, loss: Loss, pairs: Sequence[Pair], batch: int = _BATCH) -> Objective:
-        """The mean over the clients of their own mean losses: a client with few samples counts as much as one with
+        """Return the mean over the clients of their mean losses. A client with few samples counts as much as one with
         many."""
         if len({len(y) for _, y in pairs}) == 1:
             return cls.pooled(replica, loss, pairs, batch)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastsam.fed.common.checks import integer, number
 
-# Each name, and what it adds to a round's record.
+# Each measure with its keys in a round's record.
 NAMES: dict[str, tuple[str, ...]] = {
     "train": ("train_set_loss", "train_set_accuracy"),
     "sharpness": ("sharpness",),
@@ -26,12 +26,18 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the measures. Raises ValueError for one outside its range.
+    """Settings of the measures.
 
-    rho: radius of the sharpness and of the margin's perturbation. steps: of the projected ascent. samples: how many
-    training samples the loss is taken over, a fixed subset with every client's share; None: all. every: rounds between
-    measured rounds (the last is always measured). margin: gamma of the margin risk. iterations: at most so many of the
-    power iteration.
+    Args:
+        rho: radius of the sharpness and of the margin's perturbation.
+        steps: number of steps of the projected ascent.
+        samples: number of training samples of the loss, a fixed subset with a part of every client; None: all.
+        every: rounds between measured rounds. The last round is always measured.
+        margin: gamma of the margin risk.
+        iterations: largest number of power iterations.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     rho: float = 0.1

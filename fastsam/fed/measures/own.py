@@ -1,4 +1,4 @@
-"""Measures of the user's own: they see vectors as torch makes them, never the order and the padding of a run's rows."""
+"""A user's measures. They see vectors in torch's order, without the order and the padding of the run's rows."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class PlainAggregate:
 
 
 class OwnMeasures:
-    """A user's measures, called with vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector` wherever
-    the run has rows.
+    """A user's measures, called with vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`.
 
-    In a state, a tensor whose last dimension is that of a row is one.
+    In a state, a tensor whose last dimension is `row_size` is a row.
     """
 
     def __init__(self, measures: Measures) -> None:
@@ -47,21 +46,21 @@ class OwnMeasures:
         )
 
     def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
-        """As of `Measures`."""
+        """See `Measures`."""
         return self.measures.snapshots(round, steps)
 
     def clients(self, before: State, results: ClientResults, about: Round) -> Mapping[str, Sequence[float] | Tensor]:
-        """As of `Measures`."""
+        """See `Measures`."""
         return self.measures.clients(self._state(before, about.layout), _ends(results, about.layout), _about(about))
 
     def join(self, ranks: Ranks, about: Round) -> None:
-        """As of `Measures`, where the object has it."""
+        """See `Measures`; does nothing if the object has no `join`."""
         join = getattr(self.measures, "join", None)
         if join is not None:
             join(ranks, _about(about))
 
     def round(self, before: State, after: State, aggregate: Aggregate, about: Round) -> dict[str, float | None]:
-        """As of `Measures`."""
+        """See `Measures`."""
         layout, old = about.layout, self._state(before, about.layout)
         self._before = None
         return self.measures.round(old, _state(after, layout), PlainAggregate(aggregate, layout), _about(about))

@@ -15,17 +15,16 @@ from fastsam.fed.measures.objective import Objective, random_unit, unit
 
 
 def one_step(objective: Objective, w: Tensor, rho: float = 0.1) -> float:
-    """`F(w + rho * G/||G||) - F(w)`, G the gradient at w; 0 where G is zero. w: `[row_size]`."""
+    """Return `F(w + rho * G/||G||) - F(w)` with the gradient G at w `[row_size]`, or 0 if G is zero."""
     direction = unit(objective.gradient(w))
     return objective.value(w.double() + rho * direction) - objective.value(w)
 
 
 def ascent(objective: Objective, w: Tensor, rho: float = 0.1, steps: int = 20, seed: int = 0) -> float:
-    """The largest rise seen in `steps` steps of projected gradient ascent on d.
+    """Return the largest rise of the loss in `steps` steps of projected gradient ascent on d, at least 0 (d = 0).
 
-    A step goes `rho` along the unit gradient at `w + d` and is projected to the ball of radius `rho`. Where the
-    gradient at w is zero the first step is in a random direction (from `seed`). `steps = 1` is `one_step`; 0 at least,
-    since d = 0 is in the ball.
+    A step moves `rho` along the unit gradient at `w + d` and is projected to the ball of radius `rho`. If the gradient
+    at w is zero, the first step has a random direction (from `seed`). `steps = 1` is `one_step`.
     """
     base, start = objective.value(w), w.double()
     best, offset = base, torch.zeros_like(start)

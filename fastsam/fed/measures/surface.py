@@ -1,5 +1,4 @@
-"""The loss surface around the weights, in two random directions of the filters' own size (Li et al. 2018, as in the
-FedSAM paper)."""
+"""The loss surface around the weights in two random, filter-normalized directions (Li et al. 2018, FedSAM paper)."""
 
 from __future__ import annotations
 

@@ -30,12 +30,18 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **options: Any) -> nn.Module:
-    """A new model on the CPU whose initial weights are a function of `seed`; the caller's random numbers are untouched.
+    """Return a new model on the CPU whose initial weights are a function of `seed`. The caller's random state stays.
 
-    name: a name of `MODELS`, or the import path ("package.module:attribute", "file.py:attribute") of a class or
-    function that makes a module, or of a module (copied). `in_shape` (one sample) and `classes` are passed to what
-    has parameters of those names; `options` always.
-    Raises ValueError for an unknown name or options that the model does not take.
+    Args:
+        name: name in `MODELS`, or the import path ("package.module:attribute", "file.py:attribute") of a class or
+            function that makes a module, or of a module, which is copied.
+        in_shape: shape of one sample, passed to functions that have a parameter of this name.
+        classes: number of classes, passed in the same way.
+        seed: random seed.
+        **options: passed in any case.
+
+    Raises:
+        ValueError: the name is unknown, or the model does not take the options.
     """
     make: Any
     if name in MODELS:
@@ -60,7 +66,7 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, seed: int, **optio
             model = call_with_options(make, given | options, f"model_options of {name}")
         except TypeError as error:
             if name not in MODELS or not options:
-                raise  # of the user's own code: as it is
+                raise  # an error in the user's code is not changed
             raise ValueError(f"model_options of {name}: {options} makes no model ({error})") from error
     if not isinstance(model, nn.Module):
         raise ValueError(f"model: {name!r} must make a torch.nn.Module, got {type(model).__name__}")

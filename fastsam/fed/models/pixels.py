@@ -26,7 +26,7 @@ class Pixels(nn.Module):
         return self.model(self.normalised(x))
 
     def normalised(self, x: Tensor) -> Tensor:
-        """What the model gets: ``(x / 255 - mean) / std``, `[n, C, H, W]` in the type of its weights."""
+        """Return the model's input ``(x / 255 - mean) / std``, `[n, C, H, W]` in the dtype of the weights."""
         dtype = next(self.model.parameters()).dtype
         if (x.device, dtype) not in self._constants:  # once per device: a copy to a GPU would wait for it in each step
             shift, scale = (

@@ -13,7 +13,7 @@ _CHANNELS = (1, 3, 4)  # that images usually have
 
 
 def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str) -> tuple[int, int, int]:
-    """`in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError for what is no image or smaller than
+    """Return `in_shape` as (C, H, W); [H, W] has one channel. Raises ValueError if it is not an image or smaller than
     `least`."""
     shape = (1, *in_shape) if len(in_shape) == 2 else tuple(in_shape)
     if len(shape) != 3 or min(shape[1:]) < least:
@@ -27,8 +27,11 @@ def image_shape(model: str, in_shape: tuple[int, ...], least: int, instead: str)
 
 
 def as_images(x: Tensor, in_shape: tuple[int, int, int]) -> Tensor:
-    """x as [n, C, H, W]: images of that shape, of one channel without it, or flat. Raises ValueError for others with as
-    many numbers, such as images whose channels come last: they would be cut into something else."""
+    """Return x as [n, C, H, W]. It may be images of that shape, of one channel without a channel dimension, or flat.
+
+    Raises:
+        ValueError: x has a different shape with the same number of elements, such as images with channels last.
+    """
     shape = tuple(x.shape[1:])
     if shape == in_shape:
         return x

@@ -60,7 +60,7 @@ def _load(model: nn.Module, path: str, names: list[str]) -> None:
     wrong = [*foreign, *(k for k in missing if not k.startswith("heads."))]
     if wrong:
         raise ValueError(
-            f"weights: {path} is no state dictionary of torchvision's vit_b_32: {wrong[0]!r} is only in one"
+            f"weights: {path} is not a state dictionary of torchvision's vit_b_32: only one of the two has {wrong[0]!r}"
         )
 
 

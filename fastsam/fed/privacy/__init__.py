@@ -1,2 +1,1 @@
-"""Differential privacy of whole clients: displacements of bounded length, noise on their sum, and what the two
-guarantee (docs/privacy.md)."""
+"""Differential privacy of whole clients: clipped deltas, noise on their sum, and the guarantee (docs/privacy.md)."""

@@ -1,6 +1,7 @@
-"""Epsilon of the rounds that are done, by Google's package `dp-accounting`: which of its events a round is, by who
-takes part and who adds the noise. The package knows what an event costs; what is decided here is which one a sampler's
-rounds are.
+"""Epsilon of the rounds so far, by Google's package `dp-accounting`.
+
+This module decides which event of the package a round is, by the sampler and by who adds the noise. The package
+computes the cost of an event.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from fastsam.fed.clients import sampling
 
 _AT_ONCE = 64  # rounds whose epsilon is computed together: by itself, what is in no cache takes several times as long
-_AT = 16.0  # of a curve: epsilon is above zero there
-Events = list[tuple[Any, int]]  # of dp_accounting, and how often
+_AT = 16.0  # a value of a curve at which epsilon is above zero
+Events = list[tuple[Any, int]]  # events of dp_accounting with their counts
 
 NEIGHBOURS = {
     "ADD_OR_REMOVE_ONE": "one client is there or not",
@@ -30,10 +31,12 @@ NEIGHBOURS = {
 
 @dataclass(frozen=True)
 class Law:
-    """relation: between the two sets of clients that cannot be told apart, by its name in
-    `dp_accounting.NeighboringRelation`.
+    """The events of a run, for the accountant.
 
-    events: of so many rounds.
+    Args:
+        relation: name in `dp_accounting.NeighboringRelation` of the relation between two sets of clients that cannot be
+            told apart.
+        events: returns the events of a number of rounds.
     """
 
     relation: str
@@ -43,12 +46,19 @@ class Law:
 def law(
     noise: str, sampler: str, participation: float, clients: int, z: float, most: Callable[[int], int] | None = None
 ) -> Law:
-    """That of a run with noise multiplier z.
+    """Return the law of a run with noise multiplier z.
 
-    most: in how many of the first rounds the client took part that took part most often; of noise that the clients add.
+    A replaced client moves the sum by twice the clip, and `REPLACE_ONE` counts the noise in units of that movement: z /
+    2.
 
-    A client that is replaced by another one moves the sum by twice the clip, and `REPLACE_ONE` takes the noise over
-    that: z / 2.
+    Args:
+        noise: "central" or "local".
+        sampler: name of the sampler.
+        participation: share of the clients in a round.
+        clients: number of all clients.
+        z: noise multiplier.
+        most: with local noise, returns the largest number of rounds, of the first so many, in which one client took
+            part.
     """
     import dp_accounting as dp
 
@@ -84,15 +94,14 @@ class Accountant:
         # takes as long as a small round.
         added = [dp.rdp.compute_epsilon([order], [_AT], delta)[0] - _AT for order in self._orders.tolist()]
         self._added = np.array(added)
-        self._small = -math.log1p(-(delta**2))  # a curve that is below has another bound
+        self._small = -math.log1p(-(delta**2))  # a curve below this value has a different bound
 
     def epsilon(self, rounds: int) -> float:
-        """Of the first `rounds` rounds together, rounds >= 1: what `dp_accounting.rdp.RdpAccountant` has for their
-        events."""
+        """Return epsilon of the first `rounds` rounds together, rounds >= 1, as `dp_accounting.rdp.RdpAccountant`
+        computes
+        it."""
         if rounds not in self._known:
-            several = range(
-                rounds, rounds + min(rounds, _AT_ONCE)
-            )  # so a run of few rounds asks for no more than twice as many
+            several = range(rounds, rounds + min(rounds, _AT_ONCE))  # a short run computes at most twice its rounds
             self._known = dict(zip(several, self._epsilons(several), strict=True))
         return self._known[rounds]
 
@@ -123,7 +132,8 @@ class Accountant:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Of orders whose curve does not converge: they are infinite in it, and another one gives the least epsilon."""
+    """Silence warnings about orders whose curve does not converge. They are infinite, and another order gives
+    epsilon."""
     log = logging.getLogger("absl")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -134,7 +144,11 @@ def _without_warnings() -> Iterator[None]:
 
 
 class Participations:
-    """How often clients took part. draw: who takes part in a round, as often as it is asked."""
+    """Counter of the rounds in which clients took part.
+
+    Args:
+        draw: returns the clients of a round, the same in every call.
+    """
 
     def __init__(self, draw: Callable[[int], Sequence[int]]) -> None:
         self._draw = draw

@@ -19,7 +19,9 @@ _FINE = 1e-10, 1e16  # between these no square that counts is lost to float32's 
 
 
 def norms_of(rows: Tensor) -> list[float]:
-    """Of each of `rows` `[n, row_size]`, to `_OFF`; of a row alone the same bits as among others."""
+    """Return the norm of each of `rows` `[n, row_size]`, with a relative error up to `_OFF`. A row has the same norm
+    with
+    or without other rows."""
     norm_, table, hparams = _operands(len(rows), rows.shape[1], rows.dtype, rows.device)
     squares = hparams.new_empty(len(rows))
     norm_(squares, [rows], [], table, hparams)
@@ -41,12 +43,11 @@ def _operands(
 
 
 def shorten_(rows: Tensor, limit: float) -> list[float]:
-    """Scales those of `rows` `[n, row_size]` that are longer to the norm `limit`; returns the norms that they came
-    with. What is not finite stays so.
+    """Scale rows `[n, row_size]` that are longer than `limit` to that norm, and return the norms before.
 
-    No row is longer than `limit` afterwards, not by a rounding either: a norm that is too close to `limit` to tell, or
-    of squares that float32 does not hold, is taken in float64, and the factor is smaller by twice what the others may
-    be off. The rest keep their bits.
+    Rows that are not finite stay as they are. No row is longer than `limit` afterwards, not even by rounding: a norm
+    that is too close to `limit`, or whose squares float32 cannot hold, is computed in float64, and the factor is
+    smaller by twice the possible error of the norm. Shorter rows keep their bits.
     """
     norms = norms_of(rows)
     for i, norm in enumerate(norms):

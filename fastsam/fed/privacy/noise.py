@@ -1,8 +1,8 @@
-"""Gaussian noise as a function of what it is for, so that a resumed run has the noise that a whole one would have had.
+"""Gaussian noise as a function of its purpose, so that a resumed run has the same noise as an uninterrupted one.
 
-For simulation: who knows the seed can take the noise out again. A deployment draws it from a secret source, and in
-integers (floating-point noise has low bits that tell of the sum: Mironov, "On Significance of the Least Significant
-Bits for Differential Privacy", CCS 2012).
+It is for simulation: with the seed the noise can be removed again. A deployment draws noise from a secret source and in
+integers, because the low bits of floating-point noise reveal something of the sum (Mironov, "On Significance of the
+Least Significant Bits for Differential Privacy", CCS 2012).
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _drawer = _Drawer()
 
 
 def normals(n: int, *parts: int | str) -> Tensor:
-    """n standard normal numbers, float64 `[n]` on the CPU: those of a counter-based generator (Philox) from its counter
-    0, whose key is made of `parts`."""
+    """Return n standard normal numbers, float64 `[n]` on the CPU.
+
+    They are the numbers of a counter-based generator (Philox) from counter 0. Its key is made of `parts`.
+    """
     return torch.from_numpy(_drawer.normals(n, seeds.derive(*parts)))

@@ -82,7 +82,7 @@ def delta_of(privacy: Privacy, clients: int) -> float:
         return float(clients**-1.1) if clients > 1 else 1e-5
     if privacy.delta >= 1 / clients:
         raise ValueError(
-            f"delta must be in (0, 1/clients): who publishes the data of one client of {clients}, drawn at random, "
+            f"delta must be in (0, 1/clients): publishing the data of one random client of {clients} "
             f"keeps delta = "
             f"{1 / clients:.3g}; got {privacy.delta!r}. Use 1e-5, say, or leave it out for clients**-1.1 = "
             f"{clients**-1.1:.3g}"

@@ -1,14 +1,13 @@
 """The run directory: records, final model, and checkpoints from which a run continues after a kill at any instant.
 
     config.json  environment.json  metrics.jsonl  summary.json  model.safetensors
-    checkpoint/manifest.json                 what belongs together: files with their hashes, length of metrics.jsonl,
-    identity of the run checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12
-    rounds checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, and those that were
-    alone in an older file
+    checkpoint/manifest.json                 files with their hashes, length of metrics.jsonl, identity of the run
+    checkpoint/server-000012.safetensors     state of the server and the model's buffers after 12 rounds
+    checkpoint/clients-000012.safetensors    states of the clients that round 12 changed, and the rest of older files
 
-A checkpoint is new files first, then the manifest, replaced in one step; files that it no longer names are removed
-last. So whatever the manifest names is whole at any instant. Everything is safetensors or JSON: reading one executes no
-code.
+A checkpoint writes new files first, and then replaces the manifest in one step. Files that the manifest no longer names
+are removed last. So the files of the manifest are complete at any instant. All files are safetensors or JSON, and
+reading them executes no code.
 """
 
 from __future__ import annotations
@@ -44,20 +43,26 @@ from fastsam.fed.rundir.manifest import (
 from fastsam.fed.sums.ranks import Ranks
 
 log = logging.getLogger("fastsam.fed")
-_TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's own files
+_TENSORS = re.compile(r"(server|clients)-\d{6,}(-\d+)?\.safetensors(\.tmp)?")  # names of a checkpoint's files
 _FILES = ("config.json", "environment.json", "metrics.jsonl", "summary.json", "model.safetensors")
-_OURS = ("config.json", "environment.json", "checkpoint")  # what a kill before the first checkpoint can leave
+_OURS = ("config.json", "environment.json", "checkpoint")  # files that a kill before the first checkpoint can leave
 
 State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A run between two rounds, as this rank knows it. The tensors are never written in place, so a state stays valid
-    while the next one is made.
+    """A run between two rounds, as this rank knows it. Tensors are never written in place, so a state stays valid while
+    the next one is made.
 
-    history: one list for all states of a run, so its first `round` records are those of this one. Of several ranks the
-    first has them.
+    Attributes:
+        round: number of completed rounds.
+        server: state of the server.
+        buffers: buffers of the global model.
+        clients: states of the clients of this rank.
+        history: one list for all states of a run; its first `round` records belong to this state. Only rank 0 has
+            records.
+        homes: the rank of each client's state, with several ranks.
     """
 
     round: int  # completed
@@ -65,11 +70,11 @@ class RunState:
     buffers: list[Tensor]
     clients: dict[int, State] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    homes: dict[int, int] = field(default_factory=dict)  # the rank that holds a client's state, where there are several
+    homes: dict[int, int] = field(default_factory=dict)  # rank of each client's state
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what the server and the clients keep."""
+        """Bytes of the states of server and clients."""
         states = [self.server, *self.clients.values()]
         return sum(t.nbytes for state in states for t in state.values())
 
@@ -89,10 +94,10 @@ class RunDirectory:
         self.path, self.identity, self.device, self.ranks, self.adopt = path, dict(identity), device, ranks, adopt
         self.lock = lock
         self.saved_round = -1  # none yet
-        self._metrics = b""  # what metrics.jsonl holds
+        self._metrics = b""  # content of metrics.jsonl
         self._clients: dict[int, tuple[State, str]] = {}  # the state that is on disk, and its file
         self._hashes: dict[str, str] = {}
-        self._holdings = Holdings()  # of the files of clients' states
+        self._holdings = Holdings()  # usage of the files of clients' states
 
     @classmethod
     def open(
@@ -105,14 +110,21 @@ class RunDirectory:
         adopt: Callable[[Tensor], Tensor],
         lock: Lock,
     ) -> tuple[RunDirectory, RunState | None]:
-        """The directory, and the state to continue from, on `device` (None: a new run). Writes nothing.
+        """Return the directory, and the state to continue from on `device` (None for a new run). Write nothing.
 
-        adopt: makes a tensor of a client's state where the run keeps them out of one on the CPU. lock: takes the
-        directory.
+        Args:
+            path: the run directory.
+            resume: continue the run in it.
+            identity: the options that must not change.
+            device: device of the state.
+            ranks: the processes of the run.
+            adopt: moves a tensor of a client's state to the place where the run keeps it.
+            lock: locks the directory.
 
-        Raises RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is no
-        run directory; its run had another identity (the message names the key); a file of the checkpoint is missing,
-        cut or not ours.
+        Raises:
+            RunDirectoryError: another run works in it; the directory is not empty and `resume` is False; it is not a
+                run directory; its run had another identity (the message names the key); or a file of the checkpoint is
+                missing, cut or foreign.
         """
         directory = cls(Path(path), identity, device, ranks, adopt, lock)
         if directory.path.exists() and not directory.path.is_dir():
@@ -140,17 +152,19 @@ class RunDirectory:
         return directory, directory._load()
 
     def _check_places(self) -> None:
-        """Raises RunDirectoryError where something else has the name of a file of ours: found out now, not at the end
-        of the training."""
+        """Raise RunDirectoryError if something else has the name of a file of the run, before the training and not at
+        its
+        end."""
         for path in (self.path / name for name in _FILES):
             if (path.exists() or path.is_symlink()) and (path.is_symlink() or not path.is_file()):
                 raise RunDirectoryError(
-                    f"{path} is no regular file, and the run writes one there; move it away, or choose another run_dir"
+                    f"{path} is not a regular file, and the run writes one there. Move it away, or choose another "
+                    "run_dir"
                 )
         folder = self._manifest.parent
         if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
             raise RunDirectoryError(
-                f"{folder} is no directory of its own, but a link or a file, and the run replaces files there; move it "
+                f"{folder} is a link or a file, and the run needs a real directory there. Move it "
                 f"away, or choose another run_dir"
             )
 
@@ -189,10 +203,9 @@ class RunDirectory:
         self._metrics += line
 
     def save(self, state: RunState) -> None:
-        """Writes a checkpoint of `state`; the one before stays valid until the last instant.
+        """Write a checkpoint of `state`. The last one stays valid until the new one is complete.
 
-        With several ranks it is collective: each writes the states of its clients, and rank 0 the manifest when they
-        have.
+        It is collective with several ranks: each rank writes the states of its clients, and then rank 0 the manifest.
         """
         self._save_clients(state)
         own = {i: name for i, (_, name) in self._clients.items()}
@@ -205,8 +218,7 @@ class RunDirectory:
         self.saved_round = state.round
 
     def _save_manifest(self, state: RunState, clients: Mapping[int, str]) -> None:
-        """The server's file, the manifest that names it and the clients' files, and the end of those that no manifest
-        names."""
+        """Write the server's file and the manifest, and remove the files that no manifest names."""
         tensors = {f"server.{name}": t for name, t in state.server.items()} | {
             f"buffer.{i}": b for i, b in enumerate(state.buffers)
         }
@@ -233,7 +245,7 @@ class RunDirectory:
                 path.unlink()
 
     def _sync_metrics(self) -> None:
-        """metrics.jsonl safe on the disk; where somebody removed or changed it in the meantime, written anew."""
+        """Sync metrics.jsonl to the disk. Write it anew if it was removed or changed in the meantime."""
         path = self.path / "metrics.jsonl"
         found = b""
         if path.exists():
@@ -241,16 +253,17 @@ class RunDirectory:
                 os.fsync(file.fileno())
                 found = file.read()
         if found != self._metrics:
-            log.warning("%s was removed or changed by somebody else: it is written anew with all rounds", path)
+            log.warning("%s was removed or changed from outside. It is written anew with all rounds", path)
             write_bytes(path, self._metrics)
 
     def _save_clients(self, state: RunState) -> None:
-        """One file with the states that changed since the last checkpoint; a tensor that several share (a past w) is in
-        it once.
+        """Write one file with the states that changed since the last checkpoint. A tensor that several clients share
+        (an
+        old w) is in it once.
 
-        Who is long away keeps a file alive that is full of old states of others. So what is left in a file goes into
-        the new one when it is less than half of it: on the disk there is never more than the inverse of that times what
-        lives, and what moves is at most what died.
+        A client that is absent for long keeps a file that is otherwise full of old states. Therefore the live rest of a
+        file moves to the new file when it is less than half of the file. So the disk never holds more than twice the
+        live states, and at most as many bytes move as have died.
         """
         for i in [i for i, (own, _) in self._clients.items() if state.clients.get(i) is not own]:
             own, name = self._clients.pop(i)
@@ -293,7 +306,7 @@ class RunDirectory:
             state = self._assemble(manifest, stored)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
             raise RunDirectoryError(
-                f"{self._manifest} is not one of ours ({error!r}); the directory was left as it is"
+                f"{self._manifest} is not a valid manifest ({error!r}); the directory was left as it is"
             ) from error
         self.saved_round = state.round
         self._hashes = dict(manifest["files"])
@@ -316,7 +329,8 @@ class RunDirectory:
     def _adopt(
         self, files: Mapping[str, str], stored: Mapping[str, tuple[State, dict[str, str]]], homes: Mapping[int, int]
     ) -> dict[int, State]:
-        """The states of the clients whose home is this rank. What several of them share in a file they share here."""
+        """Return the states of the clients whose home is this rank. Tensors that are shared in a file are shared in
+        memory."""
         made: dict[tuple[str, str], Tensor] = {}
         held: set[str] = set()
         places = {name: json.loads(stored[name][1]["places"]) for name in set(files.values())}
@@ -342,10 +356,9 @@ class RunDirectory:
                 file.truncate(len(self._metrics))
 
     def rescue(self, state: RunState) -> None:
-        """A checkpoint when the run is being left early, also in the middle of `log`: metrics.jsonl is written anew as
-        a whole.
+        """Write a checkpoint when the run ends early, also in the middle of `log`. metrics.jsonl is written anew.
 
-        Of several ranks one may have died: then the last checkpoint stands.
+        With several ranks one of them may have died. Then the last checkpoint stays.
         """
         if self.ranks.size == 1 and state.round > self.saved_round >= 0:
             self._metrics = "".join(json.dumps(r) + "\n" for r in state.history[: state.round]).encode()

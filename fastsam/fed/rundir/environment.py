@@ -1,4 +1,4 @@
-"""What a run ran on, for the record in its directory."""
+"""The environment of a run, for the record in its directory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the files of clients' states hold, and how much of it still lives: counted as states come and go, so that nobody
-is looked at who rested."""
+"""Usage of the files of clients' states: their bytes, and how many of them are live. It is updated as states come and
+go,
+so that clients that did not take part need no look."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-_LIVE = 0.5  # of a file: with less its rest moves
+_LIVE = 0.5  # live share of a file, below which its rest moves
 
 
 class Holdings:
-    """By file: the bytes of all tensors in it, and of those that are some client's state. A tensor that several clients
-    share counts once."""
+    """By file: the bytes of all its tensors, and of the tensors that are in a client's state. A tensor that several
+    clients share counts once."""
 
     def __init__(self) -> None:
         self._whole: dict[str, int] = {}
         self._live: dict[str, int] = {}
-        self._owners: dict[str, dict[int, int]] = {}  # of each tensor, how many clients have it
-        self._touched: set[str] = set()  # those to be looked at
+        self._owners: dict[str, dict[int, int]] = {}  # number of clients by tensor
+        self._touched: set[str] = set()  # files that changed
 
     def made(self, file: str, nbytes: int) -> None:
-        """There is a file with tensors of so many bytes, nobody's yet."""
+        """Add a file with `nbytes` bytes of tensors that are in no state yet."""
         self._whole[file], self._live[file], self._owners[file] = nbytes, 0, {}
         self._touched.add(file)
 
@@ -45,7 +46,7 @@ class Holdings:
                 self._live[file] -= tensor.nbytes
 
     def sparse(self) -> set[str]:
-        """Files of which little lives; they are named until nothing does, and then forgotten."""
+        """Return the files with few live bytes. They are returned until nothing in them is live, and then forgotten."""
         for file in [file for file in self._touched if not self._owners[file]]:
             self._touched.remove(file)
             del self._whole[file], self._live[file], self._owners[file]
@@ -54,5 +55,5 @@ class Holdings:
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of all of them together."""
+    """Return the bytes of all tensors together."""
     return sum(t.nbytes for t in tensors)

@@ -15,7 +15,7 @@ log = logging.getLogger("fastsam.fed")
 
 
 class Lock:
-    """A context manager: what was taken is given back at its end."""
+    """A context manager that locks directories and releases them at its end."""
 
     def __init__(self) -> None:
         self._held: int | None = None

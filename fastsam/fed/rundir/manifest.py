@@ -27,7 +27,7 @@ _SINCE = {
     "delta": None,
     "accountant": "rdp",
     "compression": None,
-}  # keys of the identity that older directories lack, and what their runs did
+}  # keys of the identity that older directories lack, with the values of their runs
 
 _RENAMED = {"validation": "client_test_split", "personal": "local_parameters"}  # options, since version 0.1.0
 _RENAMED_OF = {  # options of algorithms
@@ -35,7 +35,7 @@ _RENAMED_OF = {  # options of algorithms
     for algorithm in ("fedlesam", "fedlesam_s", "fedlesam_d")
 }
 
-_MEANING = {  # of values of the identity that do not speak for themselves
+_MEANING = {  # notes on values of the identity
     "data": " (hashes of all clients' samples and of the test set: the split, the files or their order differ)",
     "numbers": " (what the bits depend on: executor, slots and the number of ranks must come to the same)",
 }
@@ -57,14 +57,14 @@ def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    """Of everything but itself; the same before and after JSON."""
+    """Return the checksum of the manifest without its checksum. It is the same before and after JSON."""
     names = {key: manifest[key] for key in _OF_NAMES if key in manifest}  # long, and the same after JSON as they are
     others = json.loads(json.dumps({key: v for key, v in manifest.items() if key != "checksum" and key not in names}))
     return digest_of(json.dumps({**others, **names}, sort_keys=True).encode())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest. Raises RunDirectoryError when it is none of ours, of another version, or not as it was written."""
+    """Return the manifest. Raises RunDirectoryError if it is foreign, of another version, or damaged."""
     try:
         manifest = read_json(path)
         missing = _KEYS - set(manifest)
@@ -78,7 +78,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(f"{path} has version {manifest.get('version')}, this fastsam reads version {VERSION}")
     if manifest.get("checksum") != _checksum(manifest):
         raise RunDirectoryError(
-            f"{path} is damaged or was changed (its checksum is not that of its contents); the directory was left as "
+            f"{path} is damaged or was changed (its checksum does not match its contents); the directory was left as "
             f"it is"
         )
     return manifest

@@ -1,4 +1,4 @@
-"""What a run returns."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ CLIENTS = (*(f"client_accuracy_{k}" for k in ("mean", "std", "min", "max")), "cl
 class Result:
     """A finished run.
 
-    model: a copy of the user's model with the final global weights. history: one dict per round, as in metrics.jsonl.
-    run_dir: where it was written, or None. settings: the options of the run.
+    Attributes:
+        model: a copy of the user's model with the final global weights.
+        history: one dict per round, as in metrics.jsonl.
+        run_dir: the run directory, or None.
+        settings: the options of the run.
     """
 
     def __init__(
@@ -38,19 +41,17 @@ class Result:
         self._facts, self._own = dict(facts), own
 
     def summary(self) -> dict[str, Any]:
-        """The run in numbers; accuracies in 0..1, None where nothing was measured.
+        """Return the run in numbers. Accuracies are in 0..1; None if nothing was measured.
 
-        stopped: why a callback ended the run before its last round. accuracy_last10: mean over the last ten evaluated
-        rounds. client_*: over clients, in the last evaluated round; client_worst and client_best are clients.
-        rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target,
-        megabytes_to_target: of those rounds, the former without evaluation. seconds_per_round: median, evaluation and
-        measures included; seconds_training: median, without them. megabytes: 1e6 bytes, both directions, all rounds.
-        privacy: of a run with noise: whom it hides (`neighbours`), epsilon at the end and delta; None for another run.
-        measures: each one's value in the last measured round. metrics: the values of the last evaluated round, over the
-        test set and over clients. state_megabytes: what server and clients keep between rounds at the end;
-        client_state: where the clients' part of it is, "device" or "host" memory.
-        client_megabytes: weights, one gradient and what else a local step of one client works with, as the algorithm
-        declares.
+        stopped: reason of a callback to end the run early. accuracy_last10: mean over the last ten evaluated rounds.
+        client_*: over the clients, in the last evaluated round; client_worst and client_best are client ids.
+        rounds_to_target: completed rounds when the test accuracy first reached the target; seconds_to_target and
+        megabytes_to_target of these rounds, the seconds without evaluation. seconds_per_round: median with evaluation
+        and measures; seconds_training: median without them. megabytes: 1e6 bytes, both directions, all rounds. privacy:
+        of a run with noise: the neighbouring sets (`neighbours`), epsilon at the end, and delta; else None. measures:
+        values of the last measured round. metrics: values of the last evaluated round, over the test set and over
+        clients. state_megabytes: states of server and clients at the end; client_state: place of the clients' states.
+        client_megabytes: weights, one gradient, and further memory of a local step, as the algorithm declares.
         """
         return summary(self.history, self._facts)
 
@@ -60,14 +61,17 @@ class Result:
         return self._own is not None
 
     def client_model(self, client: int) -> nn.Module:
-        """A copy of the client's own model: with its own parameters and buffers (`local_parameters`, FedBN, FedRep),
-        or all its own (Ditto, pFedMe, APFL).
+        """Return a copy of the client's own model.
 
-        Raises ValueError for a run in which clients have none, and for a client that the run does not have.
+        It has the client's own parameters and buffers (`local_parameters`, FedBN, FedRep), or is wholly its own (Ditto,
+        pFedMe, APFL).
+
+        Raises:
+            ValueError: the clients of the run have no own models, or the run does not have this client.
         """
         if self._own is None:
             raise ValueError(
-                "clients have models of their own if parameters stay with them: fed.run(..., local_parameters='head.*')"
+                "clients have their own models if parameters stay with them: fed.run(..., local_parameters='head.*')"
             )
         return self._own(client)
 
@@ -90,7 +94,7 @@ class Result:
 
 
 def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """See `Result.summary`. facts: what does not come from the history."""
+    """Return the summary (see `Result.summary`). facts: values that are not in the history."""
     evaluated = [r for r in history if r["test_loss"] is not None]
     accuracies = [r["test_accuracy"] for r in evaluated if r["test_accuracy"] is not None]
     last = evaluated[-1] if evaluated else {}
@@ -125,7 +129,9 @@ def summary(history: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> d
 
 
 def to_target(history: History, target: float | None) -> dict[str, Any]:
-    """What it took to reach the test accuracy `target` (0..1); None where it was not reached. See `Result.summary`."""
+    """Return rounds, seconds and megabytes until the test accuracy `target` (0..1) was reached, or None for each if it
+    was
+    not. See `Result.summary`."""
     evaluated = [r for r in history if r["test_accuracy"] is not None]
     reached = [r["round"] for r in evaluated if target is not None and r["test_accuracy"] >= target]
     first = min(reached, default=None)

@@ -23,7 +23,7 @@ class ClientUploads:
         server: the server's state at the start of the round.
         results: the results of the n clients.
         client: the states of the n clients at the start of the round, rows `[n, ...]`.
-        state: their new states. A stage may add an entry under a name of its own.
+        state: their new states. A stage may add an entry under its own name.
         mean: rows `[n, ...]` for the weighted means, by name.
         sum: rows `[n, ...]` for the plain sums, by name.
         scalars: n numbers under each name, for plain sums.
@@ -71,7 +71,7 @@ class Stage:
         """Change what n clients send, in place."""
 
     def after_sum(self, uploads: ClientUploads, problems: Problems) -> None:
-        """Read the uploads that have entered the sums: all but those with a problem, by index."""
+        """Read the uploads that have entered the sums. `problems` has the indices of the clients that have not."""
 
     def end_round(self, ranks: Ranks, round: Round) -> None:
         """Exchange with the other ranks what this stage keeps; collective, with more than one rank only."""

@@ -1,4 +1,4 @@
-"""Weights that an algorithm gives its clients in addition to those of the run: `Upload(weight=...)`."""
+"""Weights that an algorithm gives its clients in addition to the run's weights: `Upload(weight=...)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT = "weight of the client"  # the name under which weights enter the sums
 
 
 class ClientWeights(Stage):
-    """Multiply the uploads for weighted means by the weights that the algorithm sends, and divide the means by theirs.
+    """Multiply uploads by the weights that the algorithm sends, and divide the means by the mean weight.
 
     A product is float64, so it is rounded once before it enters the sums.
     """

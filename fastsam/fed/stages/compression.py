@@ -18,7 +18,7 @@ from fastsam.fed.step.model_copy import Replica
 
 DELTA = "delta"  # the upload that is compressed
 ERROR = "compression error"  # the name of the error in a client's state
-_INDEX_BYTES = 4  # of the position of an element that is sent
+_INDEX_BYTES = 4  # size of the index of an element that is sent
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Noise(Stage):
         self.options, self.mask, self.accountant = options, mask, accountant
         self.record_keys = () if accountant is None else ("epsilon", "delta")
         assert options.privacy.clip is not None
-        self.std = options.privacy.noise_multiplier * options.privacy.clip  # of the noise on a delta or on their sum
+        self.std = options.privacy.noise_multiplier * options.privacy.clip  # standard deviation of the noise
 
     def record(self, round: Round) -> dict[str, Any]:
         """Return epsilon and delta of all rounds up to this one, or nothing without an accountant."""
@@ -64,7 +64,7 @@ class CentralNoise(Noise):
     """Noise that the server adds to the sum of the clipped deltas. The server must not learn the cohort's size.
 
     Args:
-        cohort: expected number of clients in a round, or None if it is the number of those that came.
+        cohort: expected number of clients in a round, or None if the true number is used.
     """
 
     def __init__(self, options: RunOptions, mask: Tensor, accountant: Accountant | None, cohort: float | None) -> None:
@@ -116,7 +116,7 @@ class PrivateAggregate:
         return _expected_size(self._cohort)
 
     def mean(self, name: str) -> Tensor:
-        """Return the noisy mean of the deltas, float64 `[row_size]`. Raises ValueError for another name."""
+        """Return the noisy mean of the deltas, float64 `[row_size]`. Raises ValueError for any other name."""
         if name != DELTA:
             self._refuse(f"mean({name!r})")
         std = self._std / self._cohort
@@ -135,7 +135,7 @@ class PrivateAggregate:
     def _refuse(self, call: str) -> NoReturn:
         raise ValueError(
             f"with noise_multiplier the server has only the noisy mean of the deltas, aggregate.mean({DELTA!r}); "
-            f"it asked for aggregate.{call}"
+            f"it requested aggregate.{call}"
         )
 
 

@@ -56,8 +56,10 @@ class Robust(Stage):
 
 
 class RobustAggregate:
-    """The aggregate of a round whose means are made by a rule. Sums, scalars and the number of clients are those of all
-    clients that were not excluded."""
+    """The aggregate of a round whose means are made by a rule.
+
+    Sums, scalars and the number of clients are over all clients that were not excluded.
+    """
 
     def __init__(self, sums: FixedPointAggregate, rule: Rule) -> None:
         self.rule, self._sums = rule, sums

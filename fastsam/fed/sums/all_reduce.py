@@ -1,9 +1,9 @@
-"""The end of a round on several ranks: one buffer of integers holds every sum of it, and is added up by one all-reduce.
+"""The end of a round on several ranks: one buffer of integers holds all sums, and one all-reduce adds it up.
 
-The buffer holds the limbs of all sums (`fixed_point`), and counts. To add it up, the ranks must agree on what is where.
-They take what earlier rounds had, which is the same on all of them; a rank that has anything else says so in the
-buffer. Then all tell each other what they have, and a second all-reduce adds up what had no place. So it is in the
-first round, and where a client is the first to upload a name.
+The buffer holds the limbs of all sums (`fixed_point`) and some counts. The ranks must agree on the positions in it.
+They use the positions of earlier rounds, which are equal on all ranks. A rank that has a new sum says so in the buffer;
+then all ranks exchange what they have, and a second all-reduce adds up the new sums. That happens in the first round,
+and when a client is the first to upload a name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ _ALIGNED = 8  # integers: 64 bytes, as torch allocates
 
 
 class Exchange:
-    """What the ranks add up at the end of every round: `open` before it, `close_` when this rank's clients are in.
+    """The all-reduce of the sums at the end of every round: `open` before the round, `close_` after this rank's
+    clients.
 
-    For one rank alone there is nothing to do. shapes: of the sums that have their place in the buffer, the same on all
-    ranks.
+    With one rank it does nothing.
+
+    Args:
+        ranks: the processes of the run.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -47,9 +50,11 @@ class Exchange:
         }
 
     def close_(self, aggregate: FixedPointAggregate, counts: Sequence[int]) -> list[int]:
-        """Makes `sums` those of all ranks, and returns the sums of `counts`; collective.
+        """Make `aggregate` the sums of all ranks, and return the sums of `counts`; collective.
 
-        Raises ValueError when two ranks hold vectors of one name and different shapes, RankError when a rank has died.
+        Raises:
+            ValueError: two ranks hold vectors of one name and different shapes.
+            RankError: a rank has died.
         """
         own = aggregate.shapes(self.buffer)
         here = [own.get(key) == shape for key, shape in self.shapes.items()]
@@ -66,7 +71,7 @@ class Exchange:
         return rest[: len(counts)]
 
     def _settle(self, aggregate: FixedPointAggregate, own: Mapping[Key, Shape]) -> dict[Key, Shape]:
-        """Adds up the sums that had no place, and agrees on places for those of this round, which it returns."""
+        """Add up the sums that had no position, and return the positions for the sums of this round."""
         shapes: dict[Key, Shape] = {}
         for theirs in self.ranks.gather(own):
             for key, shape in theirs.items():

@@ -24,20 +24,23 @@ from fastsam import ops
 from fastsam.backends import Kernels
 from fastsam_kernels.conventions import HIGH_BITS, LOW_BITS
 
-LIMIT = 2.0**34  # of the sum: the high limb of it has 62 bits
+LIMIT = 2.0**34  # bound of a sum, whose high limb has 62 bits
 # Numbers are integers of Python in units of 2^-110: a loss may be a million, a squared norm 1e-12. Ranks add them up as
 # two elements, of which the second one has the last 60 bits.
 _UNIT_BITS, _FINE_BITS = HIGH_BITS + LOW_BITS + 30, 60
 
-Problems = dict[int, str]  # of n clients, by place, why one was left out
-Key = tuple[str, str]  # of a vector: "mean", "sum" or "scalar", and its name
+Problems = dict[int, str]  # reasons why clients were left out, by index
+Key = tuple[str, str]  # kind of a sum, "mean", "sum" or "scalar", and its name
 Shape = tuple[int, ...]
 
 
 class FixedPointSum:
-    """The sum of float vectors, order-independent. At most `terms` of them are added, each within `+-bound`.
+    """The sum of float vectors, independent of their order. At most `terms` vectors are added, each within `+-bound`.
 
-    place: zeros, int64 `[2, *shape]`, that take the limbs; by default memory of its own.
+    Args:
+        like: a vector with the shape and the device.
+        terms: largest number of vectors.
+        place: zeros, int64 `[2, *shape]`, for the limbs; by default new memory.
     """
 
     def __init__(self, like: Tensor, terms: int, place: Tensor | None = None) -> None:
@@ -63,11 +66,13 @@ class FixedPointSum:
         return f"is out of range (an element of size {largest:.3g}, at most {self.bound / factor:.3g} can be summed)"
 
     def add_(self, x: Tensor, factor: float, largest: Tensor | None = None) -> None:
-        """Adds `factor * x` of a vector x, or of every row of an x `[n, ...]`; with `-factor` the same call takes it
-        out again.
+        """Add `factor * x` of a vector x, or of every row of x `[n, ...]`. The same call with `-factor` removes it.
 
-        largest: float64 `[n]` (`[1]`), takes the size of each row's largest element, NaN where one is
-        not finite. A row whose `problem_of_size` is not None must be taken out.
+        Args:
+            x: vector or rows.
+            factor: multiple of the unit.
+            largest: float64 `[n]` (`[1]`), gets the largest absolute value of each row, NaN if a row is not finite. A
+                row whose `problem_of_size` is not None must be removed.
         """
         if x.dtype not in (torch.float32, torch.float64):
             x = x.float()
@@ -106,8 +111,9 @@ def _kernels(device: torch.device) -> Kernels:
 
 @dataclass(slots=True)
 class Term:
-    """Vectors of some clients, `[n, ...]`, that go into one sum with a factor. scale: of a unit of weight; None: no
-    weight."""
+    """Vectors of some clients, `[n, ...]`, that enter one sum with a factor. scale: value of a unit of weight, or None
+    for
+    a plain sum."""
 
     sum: FixedPointSum
     name: str
@@ -119,14 +125,14 @@ class Term:
 
 
 def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
-    """Adds all terms of n clients of one weight; of a client with a problem nothing stays."""
+    """Add all terms of n clients of one weight. Nothing of a client with a problem stays."""
     sizes = [torch.zeros(n, dtype=torch.float64, device=term.rows.device) for term in terms]
     for term, size in zip(terms, sizes, strict=True):
         term.sum.add_(term.rows, term.factor(weight), size)
     problems: Problems = {}
     for term, size in zip(terms, sizes, strict=True):
         factor, largest = term.factor(weight), size.tolist()
-        if not sum(largest) * factor <= term.sum.bound:  # at least one size alone; NaN is not either
+        if not sum(largest) * factor <= term.sum.bound:  # true also for NaN
             found = {i: term.sum.problem_of_size(x, factor) for i, x in enumerate(largest)}
             problems = {i: f"its {term.name!r} {problem}" for i, problem in found.items() if problem} | problems
     for i in problems:
@@ -136,10 +142,10 @@ def _add_(terms: Sequence[Term], weight: int, n: int) -> Problems:
 
 
 def _problems(numbers: Mapping[str, Sequence[float]], bound: float) -> Problems:
-    """Which of each client's numbers cannot be summed, and why."""
+    """Return the clients with a number that cannot be summed, and the reason."""
     problems: Problems = {}
     for name, values in numbers.items():
-        if sum(map(abs, values)) <= bound:  # of all together; with one that is not finite, the sum is not
+        if sum(map(abs, values)) <= bound:  # a single number that is not finite makes the sum not finite
             continue
         for i, value in enumerate(values):
             if not math.isfinite(value):
@@ -171,7 +177,7 @@ class FixedPointAggregate:
     def __init__(self, terms: int, heaviest: int, places: Mapping[Key, Tensor] | None = None) -> None:
         self.terms, self._unit = terms, 1.0 / (1 << (max(heaviest, 1) - 1).bit_length())
         self.num_clients, self.weight = 0, 0
-        self._largest = LIMIT * 2.0**30 / (1 << (max(terms, 1) - 1).bit_length())  # of a number
+        self._largest = LIMIT * 2.0**30 / (1 << (max(terms, 1) - 1).bit_length())  # bound of a number
         self._places = {} if places is None else places
         self._vectors: dict[Key, FixedPointSum] = {}
         self._numbers: dict[str, int] = {}  # their sums
@@ -179,10 +185,13 @@ class FixedPointAggregate:
     def add_(
         self, weight: int, mean: Mapping[str, Tensor], total: Mapping[str, Tensor], numbers: Mapping[str, float]
     ) -> str | None:
-        """Adds one client, or nothing of it. Returns why it was left out (a vector or number is not finite, or out of
-        range), else None.
+        """Add one client, or nothing of it.
 
-        Raises ValueError for a vector of another shape than the other clients'.
+        Returns:
+            The reason why the client was left out (a vector or number is not finite or out of range), or None.
+
+        Raises:
+            ValueError: a vector does not have the shape of the other clients' vectors.
         """
         means, totals = ({name: x[None] for name, x in vectors.items()} for vectors in (mean, total))
         return self.add_rows_([weight], means, totals, {name: [value] for name, value in numbers.items()}).get(0)
@@ -195,10 +204,16 @@ class FixedPointAggregate:
         numbers: Mapping[str, Sequence[float]],
         problems: Problems | None = None,
     ) -> Problems:
-        """As `add_` for n clients at once: vectors `[n, ...]`, n numbers each. problems: of clients that are left out
-        in any case.
+        """Add n clients at once, as `add_` does: vectors `[n, ...]`, n numbers under each name.
 
-        Returns who was left out, and why.
+        Args:
+            weights: the run's weights.
+            mean, total: vectors for the weighted means and for the plain sums.
+            numbers: n numbers under each name.
+            problems: clients that are left out in any case, by index.
+
+        Returns:
+            The clients that were left out, and the reasons.
         """
         problems = _problems(numbers, self._largest) | (problems or {})
         terms = [Term(self._sum("mean", name, x), name, x, self._unit) for name, x in mean.items()]
@@ -215,7 +230,7 @@ class FixedPointAggregate:
         return problems
 
     def shapes(self, like: Tensor) -> dict[Key, Shape]:
-        """Of all sums, those of the numbers too, which become vectors here. like: a tensor on the device."""
+        """Return the shapes of all sums. Sums of numbers become vectors. like: a tensor on the device."""
         for name, total in self._numbers.items():
             parts = total >> _FINE_BITS, total & (1 << _FINE_BITS) - 1
             limbs = [[x >> LOW_BITS for x in parts], [x & (1 << LOW_BITS) - 1 for x in parts]]
@@ -223,12 +238,17 @@ class FixedPointAggregate:
         return {key: tuple(one.high.shape) for key, one in self._vectors.items()}
 
     def limbs(self, key: Key, shape: Shape, like: Tensor) -> Tensor:
-        """Those of a sum, int64 `[2, *shape]`, to be added to; of zeros where this rank has none. like: a tensor on the
-        device."""
+        """Return the limbs of a sum, int64 `[2, *shape]`, zeros if this rank has none. They may be added to.
+
+        Args:
+            key: kind and name of the sum.
+            shape: its shape.
+            like: a tensor on the device.
+        """
         return self._sum(*key, like.new_empty((1, *shape))).both
 
     def become_(self, shapes: Mapping[Key, Shape], clients: int, weight: int, like: Tensor) -> None:
-        """The sums of several ranks, when the limbs of those with these `shapes` have been added up. like: a tensor on
+        """Take over the sums of several ranks after the limbs with these `shapes` have been added up. like: a tensor on
         the device."""
         for (kind, name), shape in shapes.items():
             found = self._sum(kind, name, like.new_empty((1, *shape)))
@@ -254,8 +274,8 @@ class FixedPointAggregate:
         return found
 
     def mean(self, name: str) -> Tensor:
-        """The weighted mean of an upload over the clients that were added, float64. Raises KeyError for a name nobody
-        sent."""
+        """Return the weighted mean of an upload over the added clients, float64. Raises KeyError for an unknown
+        name."""
         return self._get("mean", name).over(self.weight * self._unit)
 
     def share(self, name: str, divisor: float) -> Tensor:
@@ -264,8 +284,7 @@ class FixedPointAggregate:
         return self._get("mean", name).over(divisor * self._unit)
 
     def sum(self, name: str) -> Tensor:
-        """The plain sum of an upload over the clients that were added, float64. Raises KeyError for a name nobody
-        sent."""
+        """Return the plain sum of an upload over the added clients, float64. Raises KeyError for an unknown name."""
         return self._get("sum", name).value()
 
     def _get(self, kind: str, name: str) -> FixedPointSum:
@@ -276,6 +295,7 @@ class FixedPointAggregate:
             raise KeyError(f"no client sent {name!r} for a {kind}; sent: {sent}") from None
 
     def scalar(self, name: str) -> float:
-        """The sum of a number over the clients that were added, rounded once (each of them is taken to 2^-110); 0 when
-        nobody sent it."""
+        """Return the sum of a number over the added clients, rounded once, or 0 if no client sent it. Each number is
+        taken
+        to 2^-110."""
         return self._numbers.get(name, 0) / (1 << _UNIT_BITS)

@@ -1,10 +1,10 @@
-"""Several processes, one run: every cohort is dealt out to the ranks, and what they have summed is added once a round.
+"""Several processes for one run: each cohort is divided among the ranks, and their sums are added once a round.
 
     torchrun --nproc-per-node 2 -m fastsam run experiment.toml
 
-Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. Everybody samples the same cohort,
-deals it out by the same rule, and takes the same server step; rank 0 evaluates, writes and speaks. A client's state is
-kept by the rank that trained it last, its home, and goes over to another rank when the client does.
+Sums are integers (`aggregate`), so the bits do not depend on the number of ranks. All ranks sample the same cohort,
+divide it by the same rule, and take the same server step. Rank 0 evaluates, writes and logs. A client's state is kept
+by the rank that trained it last, its home. It moves when another rank trains the client.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 T = TypeVar("T")
 State = dict[str, Tensor]
 
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-# torchrun holds the store before it starts a rank: who does not find it has lost its launcher.
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+# torchrun opens the store before it starts a rank. A rank that does not find it has lost its launcher.
 _MEETING = timedelta(minutes=1)
-_TIMEOUT = timedelta(minutes=30)  # of a round: who waits longer for the slowest rank gives up
+_TIMEOUT = timedelta(minutes=30)  # longest wait for the slowest rank of a round
 
 
 class RankError(RuntimeError):
@@ -38,21 +38,22 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """The processes of a run; `Ranks()` is one alone, for which nothing here costs anything."""
+    """The processes of a run. `Ranks()` is a single process and costs nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 
     @property
     def first(self) -> bool:
-        """Whether this rank evaluates, writes and speaks."""
+        """True on rank 0, which evaluates, writes and logs."""
         return self.rank == 0
 
     def deal(self, active: Sequence[int], work: Mapping[int, int], homes: Mapping[int, int]) -> dict[int, int]:
-        """The rank of each active client: longest work first, to whoever has least; of several with least, the client's
-        home."""
+        """Return the rank of each client of a round. The longest work is assigned first, to the rank with the least
+        work,
+        and among equals to the client's home."""
         loads, dealt = [0] * self.size, {}
-        # A heap; what a rank had earlier stays in it until it comes up.
+        # A heap. Old entries of a rank stay in it until they come up.
         least = [(0, rank) for rank in range(self.size)]
         for i in sorted(active, key=lambda i: (-work[i], i)):
             while least[0][0] != loads[least[0][1]]:
@@ -99,7 +100,7 @@ class Ranks:
                 )
 
     def gather(self, value: T) -> list[T]:
-        """What each rank gave, by rank; collective. Raises RankError when one has died."""
+        """Return the values of all ranks, by rank; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -108,7 +109,7 @@ class Ranks:
         return found
 
     def share(self, value: T) -> T:
-        """What rank 0 gave; collective. Raises RankError when one has died."""
+        """Return the value of rank 0; collective. Raises RankError if a rank has died."""
         if self.size == 1:
             return value
         found = [value]
@@ -145,7 +146,7 @@ class Ranks:
 
     def _send(self, state: State, to: int) -> None:
         with _rank_errors():
-            # Copies: of a view, the whole of the memory would be sent.
+            # Copies, because for a view the whole storage would be sent.
             dist.send_object_list([{name: t.detach().to("cpu", copy=True) for name, t in state.items()}], dst=to)
 
     def _receive(self, source: int) -> State:
@@ -157,11 +158,9 @@ class Ranks:
 
 @contextmanager
 def join_ranks() -> Iterator[Ranks]:
-    """The ranks of this run: those of the process group that there is, or of the launcher (`torchrun`) that started
-    this process.
+    """Yield the ranks of this run: of the process group that exists, or of the launcher (`torchrun`) of this process.
 
-    A rank that leaves with an error takes the process group down with it, so that the others end too instead of
-    waiting.
+    A rank that leaves with an error destroys the process group, so that the other ranks end too and do not wait.
     """
     if not in_group():
         if launched_processes() == 1:
@@ -200,7 +199,7 @@ def _start() -> None:
         raise RankError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {', '.join(missing)} is not set; start the processes with "
             f"torchrun, "
-            "or unset WORLD_SIZE for one process alone"
+            "or unset WORLD_SIZE for a single process"
         )
     backend = "cpu:gloo"
     if local_device().index < torch.cuda.device_count():  # with fewer GPUs than ranks the run can be one on the CPU
@@ -224,8 +223,8 @@ def _start() -> None:
 
 
 def _end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks: they would train on, beside those of a run that is resumed. Here
-    the system ends them."""
+    """Let the system end this rank when its launcher dies. A launcher that is killed cannot end its ranks, which would
+    train on next to a resumed run."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -237,7 +236,7 @@ def _leave() -> None:
 
 @contextmanager
 def _rank_errors() -> Iterator[None]:
-    """What a collective raises, in words that a user can act on."""
+    """Raise errors of a collective with words that a user can act on."""
     try:
         yield
     except RuntimeError as error:

@@ -27,7 +27,7 @@ def median(algorithm=None, **options):
     # what names no rule is refused
     (lambda: rule_of("medain"), "aggregation must be one of .*'median'.*did you mean 'median'"),
     (lambda: rule_of("median:3"), "takes no number"),
-    (lambda: rule_of("krum:x"), "'krum:SHARE' takes a number behind the colon, got 'krum:x'"),
+    (lambda: rule_of("krum:x"), "'krum:SHARE' takes a number after the colon, got 'krum:x'"),
     (lambda: rule_of("trimmed_mean:0.6"), "share must be .*<= 0.5"),
     (lambda: rule_of("norm_filter:0.5"), "factor must be .*>= 1"),
     (lambda: rule_of("norm_filter:nan"), "factor must be a finite number"),

@@ -123,7 +123,7 @@ def test_what_stays_is_not_sent():
         (normalised, fed.Centralised_SGD(), {"buffers": "local"},
             "buffers='local' needs clients, but Centralised_SGD has none"),
         (normalised, fed.FedSAM(), {"buffers": "local", "measures": ["train"]},
-            "measures take .* buffers='local' changes them"),
+            "measures use .* buffers='local' changes them"),
     ],
     ids=["no layer", "kept", "robust", "centralised", "measures"],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.helpers.fed_refusals import refusals
     (lambda: EarlyStopping(patience=0), "patience must be an integer >= 1, got 0"),
     (lambda: EarlyStopping(min_delta=-1), "min_delta must be a finite number >= 0"),
     (lambda: EarlyStopping(5), "metric must be a key of a round's record such as 'test_accuracy', got 5"),
-    (lambda: SaveBest("."), "path must be that of a file such as best.safetensors, got a directory"),
+    (lambda: SaveBest("."), "path must be a file such as best.safetensors, got a directory"),
 )
 def test_refused(call, words, error):
     with pytest.raises(error, match=words):

@@ -102,7 +102,7 @@ def test_a_run_goes_on_with_the_same_test_sets_alone(tmp_path: Path) -> None:
             r"client 3 has samples x torch.float32 \[5\], .*client 0",
         ),
         ([*TESTS[:3], (torch.full((1, 4), torch.nan), torch.tensor([0]))], "test set of client 3: x holds NaN"),
-        ([*TESTS[:3], (torch.zeros(1, 4), torch.tensor([7]))], "the test set: labels must lie in 0..2"),
+        ([*TESTS[:3], (torch.zeros(1, 4), torch.tensor([7]))], "the test set: labels must be in 0..2"),
     ],
     ids=["dict", "nobody", "few", "number", "shape", "NaN", "labels"],
 )

@@ -361,7 +361,7 @@ def test_together_they_are_what_they_are_one_by_one(
         (lambda x, y: (x[:0], y[:0]), "client 1 has no samples"),
         (lambda x, y: (x.to_sparse(), y), "x of client 1 must be a dense real tensor"),
         (lambda x, y: x, "client 1 must be a pair"),
-        (lambda x, y: (x, y + 3), "client 1: labels must lie in 0..2 .*got 3"),
+        (lambda x, y: (x, y + 3), "client 1: labels must be in 0..2 .*got 3"),
     ],
 )
 def test_whose_fault_it_is_is_still_told(spoil, words: str) -> None:

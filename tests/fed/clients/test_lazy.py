@@ -74,10 +74,10 @@ def test_other_data_at_a_later_call_are_noticed() -> None:
         x, y = pairs()[i]
         return (x + 1e-3 * (calls > 2), y)
 
-    with pytest.raises(fed.ClientError, match=r"client 2 failed in round 3.*load\(2\) gives other data"):
+    with pytest.raises(fed.ClientError, match=r"client 2 failed in round 3.*load\(2\) returns different data"):
         run(fed.LazyClients(4, load), rounds=4)
     g = torch.Generator()
-    with pytest.raises(ValueError, match=r"client 0: load\(0\) gives other data than at its first call"):
+    with pytest.raises(ValueError, match=r"client 0: load\(0\) returns different data than in its first call"):
         run(fed.LazyClients(4, lambda i: (torch.randn(8, 6, generator=g), torch.arange(8) % 3)))
     with pytest.raises(ValueError, match="client 3.*: it has 13 samples, sizes says 14"):
         run(fed.LazyClients(4, pairs().__getitem__, [10, 11, 12, 14]))
@@ -98,7 +98,7 @@ def test_a_load_that_fails_names_the_client_or_leaves_it_out() -> None:
         assert "client 2" not in made.history[0]["excluded"][0]["reason"]
     with pytest.raises(ValueError, match=r"client 0: load\(0\) failed: ZeroDivisionError"):
         run(fed.LazyClients(4, lambda i: 1 / 0))
-    with pytest.raises(fed.ClientError, match="client 1 failed .*: a batch has .*that of client 0"):
+    with pytest.raises(fed.ClientError, match="client 1 failed .*: a batch has .*a batch of client 0"):
         run(fed.LazyClients(2, lambda i: pairs()[i] if i == 0 else (pairs()[i][0], pairs()[i][1].float())))
 
 

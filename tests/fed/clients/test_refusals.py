@@ -1,4 +1,4 @@
-"""What is no client, no cohort and no weight, and in which words."""
+"""What is not a client, no cohort and no weight, and in which words."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GOOD = pairs()[0]
 @refusals(
     # what it must not return
     (lambda: present(lambda t: [0, 5], 2, 5),
-     'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is no client'),
-    (lambda: present(lambda t: [-1], 2, 5), 'available must return client ids from .*-1 is no client'),
+     'client ids from 0 to 4, or a mask of 5 booleans; in round 3: 5 is not a client'),
+    (lambda: present(lambda t: [-1], 2, 5), 'available must return client ids from .*-1 is not a client'),
     (lambda: present(lambda t: [True, False], 2, 5), 'available must return client ids from .*a mask of 2'),
     (lambda: present(lambda t: [0.5], 2, 5),
      'available must return client ids from .*a client id must be an integer, got 0.5'),
@@ -35,9 +35,9 @@ GOOD = pairs()[0]
      "available must return client ids from .*TypeError: 'NoneType' object is not iterable"),
     # a sampler that chooses by itself
     (lambda: start_small(sampler="simulator", available=lambda t: [0]),
-     "available says among whom sampler='bernoulli' or 'fixed' draws"),
+     "available restricts sampler='bernoulli' or 'fixed'"),
     (lambda: start_small(sampler=lambda t, g: [0], available=lambda t: [0]),
-     "available says among whom sampler='bernoulli' or 'fixed' draws"),
+     "available restricts sampler='bernoulli' or 'fixed'"),
     # bad weights
     (lambda: start_small(weighting=[1, 2]), 'weighting must have one weight for each of the 1 clients, got 2'),
     (lambda: start_small(weighting=[2 ** 53 + 1]),
@@ -74,7 +74,7 @@ GOOD = pairs()[0]
     (lambda: run([Rows(*GOOD)], collate=lambda items: torch.ones(3)), 'client 0 must be a pair .*got Tensor'),
     (lambda: run([GOOD], test=[{"x": 1.0}] * 2), 'the test set must be a pair'),
     (lambda: run([DataLoader(Rows(*GOOD), sampler=WeightedRandomSampler([1.0] * 10, 5))]),
-     r"client 0 is a DataLoader with a sampler of its own .*WeightedRandomSampler.*Subset\(dataset, indices\)"),
+     r"client 0 is a DataLoader with its own sampler .*WeightedRandomSampler.*Subset\(dataset, indices\)"),
     (lambda: run([{1: 2}.keys()]), 'client 0 must be a pair .*got dict_keys'),
     # bad ones
     (lambda: fed.LazyClients(4, pairs().__getitem__, ahead=-1), 'LazyClients: ahead must be an integer >= 0'),
@@ -90,8 +90,8 @@ GOOD = pairs()[0]
      'sharpness .*batch by batch'),
     # what a sampler must not return
     (lambda: start_small(sampler=lambda t, g: []), 'nobody'),
-    (lambda: start_small(sampler=lambda t, g: [5]), '5, which is no client'),
-    (lambda: start_small(sampler=lambda t, g: [-1]), '-1, which is no client'),
+    (lambda: start_small(sampler=lambda t, g: [5]), '5, which is not a client'),
+    (lambda: start_small(sampler=lambda t, g: [-1]), '-1, which is not a client'),
     (lambda: start_small(sampler=lambda t, g: [0, 0]), 'a client twice'),
     (lambda: start_small(sampler=lambda t, g: [0.5]), r"round 1 it returned \[0.5\]"),
     (lambda: start_small(sampler=lambda t, g: ["0"]), r"returned \['0'\]"),

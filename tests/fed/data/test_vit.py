@@ -185,7 +185,7 @@ def test_its_weights_from_a_file(tmp_path: Path, two_layers: None) -> None:
         assert name.startswith("heads.") or torch.equal(value, model.state_dict()[name]), name
     assert loaded(torch.zeros(1, 3, 64, 64)).shape == (1, 65)
     torch.save({"conv_proj.weight": model.conv_proj.weight}, tmp_path / "part.pth")
-    with pytest.raises(ValueError, match="is no state dictionary of torchvision's vit_b_32"):
+    with pytest.raises(ValueError, match="is not a state dictionary of torchvision's vit_b_32"):
         models.build("vit_b_32", (3, 64, 64), 65, 1, weights=str(tmp_path / "part.pth"))
     with pytest.raises(ValueError, match="(?s)own.pth does not fit the model: .*pos_embedding"):
         models.build("vit_b_32", (3, 32, 32), 65, 1, weights=str(tmp_path / "own.pth"))

@@ -69,7 +69,10 @@ def _noise(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     ids=["narrow", "short", "double", "nothing"],
 )
 def test_an_augmentation_of_another_shape_in_a_later_round(executor: str, bad: Any, came: str) -> None:
-    with pytest.raises(ClientError, match=f"client .* in round 2.*augment must return a batch like the one .*{came}"):
+    with pytest.raises(
+        ClientError,
+        match=f"client .* in round 2.*augment must return a batch with the shape and dtype of its input, .*{came}",
+    ):
         start(executor, augment=Later(_noise, bad, 1 + len(SIZES)))
 
 

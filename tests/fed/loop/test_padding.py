@@ -92,7 +92,7 @@ def test_the_padding_of_a_row_is_what_no_parameter_has():
 
 
 class Mixing(fed.Algorithm):
-    """FedAvg with one thing that is no client's own, given by name."""
+    """FedAvg with one thing that is not a client's own, given by name."""
 
     def __init__(self, how: str) -> None:
         self.how, self.calls = how, [0]

@@ -144,7 +144,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: start(clients=[(X, Y), (X, Y[:4])]), 'client 1: x has 6 samples and y 4'),
     (lambda: start(clients=[(X, Y), (X[:0], Y[:0])]), 'client 1 has no samples'),
     (lambda: start(clients=[(X, Y), (X, Y + 1)]),
-     r"client 1: labels must lie in 0..2 \(the model has 3 outputs\), got 3"),
+     r"client 1: labels must be in 0..2 \(the model has 3 outputs\), got 3"),
     (lambda: start(clients=[(X, Y), (X, Y - 1)]), 'client 1: labels.*got -1'),
     (lambda: start(clients=[(X, Y), (X / 0, Y)]), 'client 1: x holds NaN or infinity'),
     (lambda: start(clients=[(X, Y), ("pictures", Y)]),
@@ -165,7 +165,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     # test sets
     (lambda: start(test=(X, Y[:3])), 'the test set: x has 6 samples and y 3'),
     (lambda: start(test=(X[:0], Y[:0])), 'the test set has no samples'),
-    (lambda: start(test=(X, Y + 3)), 'the test set: labels must lie in 0..2'),
+    (lambda: start(test=(X, Y + 3)), 'the test set: labels must be in 0..2'),
     (lambda: start(test=X), 'the test set must be a pair'),
     (lambda: start(test=(X, torch.where(Y == 1, -100, Y))), 'the test set: labels are -100, which the loss ignores'),
     (lambda: start(test=(X, Y.float())), r"but not on the test set \(.*y torch.float32 \[6\]\): RuntimeError"),
@@ -228,7 +228,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: start_small(local_parameters="2", algorithm=fed.FedNTD()),
      'needs an algorithm without a teacher, .* but FedNTD has one'),
     # a run without them has no models of clients
-    (lambda: start_small().client_model(0), 'clients have models of their own if parameters stay with them'),
+    (lambda: start_small().client_model(0), 'clients have their own models if parameters stay with them'),
     # a client that the run does not have
     (lambda: start_small(local_parameters="0").client_model(99), 'client must be'),
     (lambda: start_small(local_parameters="0").client_model(-1), 'client must be'),
@@ -251,7 +251,7 @@ MASKED = np.ma.masked_array(X.numpy(), mask=X.numpy() > 1)
     (lambda: Settings(lr=fed.TorchSchedule(0.1, ReduceLROnPlateau)), 'lr failed in round 1: TypeError'),
     # an augmentation that returns something else
     (lambda: augmented(lambda x, g: x[:2]),
-     r"like the one that it was given, torch.float32 \[6, 6\], got torch.float32 \[2, 6\] on cpu"),
+     r"with the shape and dtype of its input, torch.float32 \[6, 6\], got torch.float32 \[2, 6\] on cpu"),
     (lambda: augmented(lambda x, g: x.double()), 'got torch.float64'),
     (lambda: augmented(lambda x, g: None), 'got NoneType'),
     (lambda: augmented(lambda x: x),

@@ -23,7 +23,7 @@ NUMBERS = torch.randn(9, 6).double(), torch.randn(9, 3).double()
     (lambda: run(measures=["sharpness"], measure_options={"rho": 0}), 'rho'),
     (lambda: run(measures=["sharpness"], measure_options={"every": 0}), 'every'),
     (lambda: run(measures=["sharpness"], measure_options={"samples": 0}), 'samples'),
-    (lambda: run(measures=["sharpness"], buffers="average"), "use buffers='keep' or GroupNorm"),
+    (lambda: run(measures=["sharpness"], buffers="average"), "Use buffers='keep' or GroupNorm"),
     # the margin needs classes
     (lambda: run(measures=["margin"], clients=[NUMBERS], loss=F.mse_loss, test=NUMBERS), 'needs class labels'),
     # options of no measure are an error

@@ -304,7 +304,7 @@ def test_records_damaged_in_mid_run_are_written_anew(tmp_path, how, caplog):
 
     whole = start(tmp_path / "run", rounds=4, progress=progress)
     assert [json.loads(line) for line in path.read_text().splitlines()] == whole.history
-    assert "metrics.jsonl was removed or changed by somebody else" in caplog.text
+    assert "metrics.jsonl was removed or changed from outside" in caplog.text
     start(tmp_path / "run", rounds=5, resume=True)
 
 

@@ -63,7 +63,7 @@ def test_a_pipe_is_refused_instead_of_waited_for(tmp_path, name):
     path = tmp_path / "run" / name
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(fed.RunDirectoryError, match=r"no regular file"):
+    with pytest.raises(fed.RunDirectoryError, match=r"not a regular file"):
         start(tmp_path / "run", rounds=2, resume=True)
 
 
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_training(tmp_path, nam
     else:
         path.symlink_to(tmp_path / "elsewhere")
     before = snapshot(tmp_path / "run")
-    with pytest.raises(fed.RunDirectoryError, match=rf"{name} is no regular file.*choose another run_dir"):
+    with pytest.raises(fed.RunDirectoryError, match=rf"{name} is not a regular file.*choose another run_dir"):
         start(tmp_path / "run", rounds=2, resume=True)
     assert snapshot(tmp_path / "run") == before and not (tmp_path / "elsewhere").exists()
 
@@ -106,7 +106,7 @@ def test_a_link_in_place_of_the_checkpoints_folder_is_not_followed(tmp_path, res
     (tmp_path / "run" / "checkpoint").symlink_to(victim)
     (victim / "server-000000.safetensors").write_text("precious")
     before = snapshot(victim)
-    with pytest.raises(fed.RunDirectoryError, match=r"checkpoint is no directory of its own.*choose another run_dir"):
+    with pytest.raises(fed.RunDirectoryError, match=r"checkpoint is a link or a file.*choose another run_dir"):
         start(tmp_path / "run", rounds=2, resume=True)
     assert snapshot(victim) == before
 
