@@ -18,10 +18,10 @@ from fastsam_kernels import reference
 # where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
 # holds these
 MAX_SETS = 64
-SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
+SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # standard deviations, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
-# Of an element: a handful of float32 operations on operands of the tensor's scale. Of a sum: partial sums in float32,
-# added up in float64.
+# Tolerance of an element: a handful of float32 operations on operands of the tensor's scale. Tolerance of a sum:
+# partial sums in float32, added up in float64.
 ELEMENT, SUM = 8 * EPS, 2e-5
 
 
@@ -51,7 +51,7 @@ class Operator:
                 field = self._random((rows, self.layout.row_size), name, generator)
                 found[name] = [field] if listed else field
         if "params" not in found:
-            # asked for by the schema, never read
+            # required by the schema, never read
             found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])
         per_row = sum(case.size.lengths)
         double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}

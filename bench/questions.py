@@ -18,11 +18,11 @@ from bench.problem import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
-CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # of rounds
+CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # time limit of a case's rounds
 TO = ("copied", "flat", "foreach", "compiled")
-STEPS_LAST = {"30m": 1, "100m": 2}  # of many large tensors, in this order: the torch.compile of the last takes longest
+STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile takes longest on the last
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
-COPIED_TENSORS = 400  # from so many on the copied class is left out: it has some ten launches per tensor and step
+COPIED_TENSORS = 400  # number of tensors from which on the copied class, ten launches per tensor and step, is left out
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
 VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
                  "cuda": [KERNEL_SIZES[n] for n in ("50k", "resnet18", "100m")]}  # fmt: skip

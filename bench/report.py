@@ -119,7 +119,7 @@ def case_table(case: Record) -> Table:
 
 
 def shown(case: Record) -> Sequence[Row]:
-    """Return the rows to show, without variants that were removed since; those of our steps with their peer's row."""
+    """Return the rows to show, without variants that were removed since; a variant's row has its peer's row in it."""
     if case["part"] == "accuracy":
         return [row for row in case["rows"] if row["name"] in contenders()]
     if case["part"] != "variants":

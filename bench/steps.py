@@ -93,7 +93,8 @@ class Fleet:
 
 
 def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
-    """Measure contenders on one size and return the case; see `_measure`. threads: of torch, named in the title."""
+    """Measure contenders on one size and return the case; see `_measure`. threads: number of torch's threads,
+    which the title names."""
     if threads is None:
         return _measure(*arguments, **options)
     with intra_op_threads(threads):
@@ -118,10 +119,10 @@ def _measure(
     Args:
         most (float): seconds after which no round begins.
         steps (int): number of steps of a sample.
-        rotate (bool): use as many steppers as keep their operands out of the caches.
+        rotate (bool): use enough steppers to keep their operands out of the caches.
         to: names of contenders with whose times all others are compared.
-        counts: what is measured besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and "replays"
-            with the host's time.
+        counts: further measurements besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and
+            "replays" with the host's time.
     """
     wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
     weights = initial_weights(size.shapes, device=machine.device)

@@ -1,4 +1,4 @@
-"""What one writes without a library: a loop over clients, a loop over batches."""
+"""The loops that one writes without a library: over clients, and over batches."""
 
 from __future__ import annotations
 
