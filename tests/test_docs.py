@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from fastsam import fed
 from tests.helpers.pages import AFTER_THE_FIRST, IN_TURN, PAGES, Block, blocks, indented, says
+from tools import quoted_code
 
 MOST_ROUNDS = 2  # of a federated run: it is the code that is tried, not what comes of it
-PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python"]
+PYTHON = [block for page in PAGES for block in blocks(page) if block.language == "python" and not block.quoted]
 
 
 def cases() -> Iterator[tuple[str, list[Block]]]:
@@ -97,6 +98,13 @@ def test_every_block_of_a_page_in_turn_can_run() -> None:
         if says(page, IN_TURN):
             own = [block for block in PYTHON if block.page == page]
             assert not [str(block) for block in own if block.left_out or missing(block.code)], "what follows cannot run"
+
+
+def test_quoted_code_is_the_package_s() -> None:
+    pages = quoted_code.pages()
+    assert {path.name for path in pages} >= {"design.md", "own_algorithm.md"}
+    old = [path.name for path, text in pages.items() if quoted_code.page(text) != text]
+    assert not old, f"{old} quote old code; write it again: python tools/quoted_code.py"
 
 
 def test_python_is_fenced() -> None:

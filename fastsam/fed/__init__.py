@@ -35,9 +35,9 @@ from fastsam.fed.step.teacher import Teacher, divergence
 from fastsam.fed.sums.ranks import RankError
 
 if TYPE_CHECKING:
-    from fastsam.fed.data import FederatedData, digits, dirichlet, iid
+    from fastsam.fed.data import FederatedData, digits, dirichlet, iid, split
 
-_DATA = ("FederatedData", "digits", "dirichlet", "iid")
+_DATA = ("FederatedData", "digits", "dirichlet", "iid", "split")
 
 __all__ = [
     "AlgorithmError",
@@ -69,6 +69,7 @@ __all__ = [
     "iid",
     "lr_sum",
     "run",
+    "split",
     *algorithms.__all__,
 ]
 

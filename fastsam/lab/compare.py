@@ -238,7 +238,8 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
     between swept values of the data has a line for each, with the value in its name."""
     config = plan.configs[0]
     swept = {axis.key for axis in plan.sweep}
-    keys = ("rounds", "participation", "local_epochs", "batch_size", "model", "client_test_split")
+    share = "participation" if config.cohort is None else "cohort"
+    keys = ("rounds", share, "local_epochs", "batch_size", "model", "client_test_split")
     firsts = {short_name(c.algorithm): c for c in reversed(plan.configs)}
     configs = {data_key(c): c for c in reversed(plan.configs)}
     told = {

@@ -90,6 +90,7 @@ class RunConfig(Settings, ModelKeys, DataKeys):
 
     def __post_init__(self) -> None:
         check(self)
+        self.name_sampler()
 
     def record(self) -> dict[str, Any]:
         """What config.json holds: every key with a meaning in this run, and the table of the algorithm's options.

@@ -18,18 +18,21 @@ AFTER_THE_FIRST = "The other Python blocks of this page run after this one."
 IN_TURN = "The Python blocks of this page go on from each other."
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})\s*(\S*)")
 _NOT_RUN = re.compile(r"<!-- not run: (.+?) -->")
+_QUOTED = re.compile(r"<!-- code:.+? -->")
 _PROGRAMS = ("fastsam", "make", "pip", "python", "torchrun")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its first line of code, from 1. left_out: why the page says that it is not run."""
+    """A fenced block. line: of its first line of code, from 1. left_out: why the page says that it is not run. quoted:
+    whether it is quoted from the package (tools/quoted_code.py), where it is tested."""
 
     page: str
     line: int
     language: str
     code: str
     left_out: str | None = None
+    quoted: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -53,7 +56,7 @@ def blocks(page: str) -> Iterator[Block]:
     """The fenced blocks, in the order of the page."""
     opened: tuple[str, str, str, int] | None = None
     code: list[str] = []
-    reason = None
+    reason, quoted = None, False
     for number, line in enumerate(text_of(page).splitlines(), 1):
         fence = _FENCE.match(line)
         if opened is None:
@@ -62,10 +65,11 @@ def blocks(page: str) -> Iterator[Block]:
             elif line.strip():
                 found = _NOT_RUN.fullmatch(line.strip())
                 reason = found[1] if found else None
+                quoted = _QUOTED.fullmatch(line.strip()) is not None
         elif fence and fence[2].startswith(opened[1]) and not fence[3]:
             made = textwrap.dedent("\n".join(code)) + "\n"
-            yield Block(page, opened[3], opened[2], made, reason)
-            opened = reason = None
+            yield Block(page, opened[3], opened[2], made, reason, quoted)
+            opened, reason, quoted = None, None, False
         else:
             code.append(line)
 

@@ -23,7 +23,7 @@ NAMES = ("bernoulli", "fixed", "shuffled", "simulator")
 _MAX_REDRAWS, _SIMULATOR_SEED = 100, 20
 
 
-def make(sampler: str | Sampler, clients: int, participation: float, redraws: bool = True) -> Sampler:
+def make(sampler: str | Sampler | None, clients: int, participation: float, redraws: bool = True) -> Sampler:
     """Return the sampler of that name over `clients` clients, or the callable itself.
 
     "bernoulli": each client takes part with probability `participation`, independently. If no client does, it is drawn
@@ -133,7 +133,7 @@ def draw(sampler: Sampler, round: int, clients: int, seed: int, nobody: bool = F
     return ordered
 
 
-def check_available(available: Any, sampler: str | Sampler) -> None:
+def check_available(available: Any, sampler: str | Sampler | None) -> None:
     """Raise ValueError unless `available` is None, or a function or mask next to a sampler that can use it."""
     if available is None:
         return
@@ -173,15 +173,20 @@ def present(available: Available, round: int, clients: int) -> list[int]:
 
 
 def draw_present(
-    sampler: str, participation: float, available: Available, round: int, clients: int, seed: int
+    sampler: str, share_of: Callable[[int], float], available: Available, round: int, clients: int, seed: int
 ) -> list[int]:
-    """Return the clients of a round drawn from those that can take part, in ascending order, perhaps none."""
+    """Draw from the clients that can take part in the round, as `draw` does from all; return none if none can.
+
+    share_of: the share of so many clients that takes part.
+    """
     here = present(available, round, clients)
-    return [here[i] for i in draw(make(sampler, len(here), participation), round, len(here), seed)] if here else []
+    if not here:
+        return []
+    return [here[i] for i in draw(make(sampler, len(here), share_of(len(here))), round, len(here), seed)]
 
 
-def likely(sampler: str | Sampler, clients: int, participation: float) -> int:
-    """Return the largest likely number of clients of a round; for a callable the number of all clients."""
+def likely(sampler: str | Sampler | None, clients: int, participation: float) -> int:
+    """How many clients a round has at most, in all but a few rounds: all of them for a callable."""
     if callable(sampler):
         return clients
     mean = participation * clients

@@ -14,6 +14,7 @@ from fastsam.fed.data.images import cifar10, cifar100, emnist
 from fastsam.fed.data.lists import own
 from fastsam.fed.data.partition import SPLITS, dirichlet, iid, pathological
 from fastsam.fed.data.per_class import dirichlet_per_class
+from fastsam.fed.data.subsets import split
 
 SETS: dict[str, Callable[..., FederatedData]] = {
     "digits": digits,
@@ -52,6 +53,7 @@ __all__ = [
     "own",
     "pathological",
     "read_domains",
+    "split",
     "split_data",
     "stratified_test",
 ]

@@ -1,9 +1,9 @@
 """CIFAR and EMNIST through torchvision's data sets, which know the published addresses and checksums and read the
 files.
 
-What is added: an archive may lie in the data directory as it was published; what is downloaded or unpacked is made in a
-folder aside and moved when it is whole, so that an interrupted attempt leaves nothing that a second one stumbles over;
-a download gives up when nothing comes; and an error says which file is wrong and what would be right.
+This module adds four things. A published archive may be in the data directory. Downloads and unpacked files are made in
+a separate folder and moved when they are complete, so that an interrupted attempt leaves nothing behind. A download
+stops when no data come. An error names the wrong file and the right one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastsam.fed.common.import_paths import vision
 
 PATIENCE = 60.0  # seconds without a byte after which a download has failed; torchvision itself waits for ever
 
-# What torchvision and the readers under it raise for a file that is cut or something else.
+# Errors of torchvision and its readers for a file that is cut or has other content.
 _UNREADABLE = (
     RuntimeError, OSError, ValueError, LookupError, TypeError, AssertionError, EOFError,
     pickle.PickleError, tarfile.TarError, zipfile.BadZipFile, zlib.error,
@@ -42,9 +42,12 @@ class ArchiveError(ValueError):
 class Archive:
     """A published file and the class of `torchvision.datasets` that reads it.
 
-    data: our name of the data set. reader: the class; its `url` and the attribute named `checksum` (MD5, in hex) say
-    what is expected.
-    name: of the file. folder: what torchvision unpacks it to. place: where in a directory torchvision looks for it.
+    Attributes:
+        data: name of the data set.
+        reader: the class. Its `url` and the attribute named `checksum` (MD5, in hex) describe the expected file.
+        name: name of the file.
+        folder: folder that torchvision unpacks it to.
+        place: place in a directory where torchvision looks for it.
     """
 
     data: str

@@ -1,5 +1,4 @@
-"""Augmentation of image batches where they are, on the device, all samples at once; a function of the generator
-alone."""
+"""Augmentation of image batches on their device, all samples at once. It is a function of the generator only."""
 
 from __future__ import annotations
 
@@ -35,10 +34,10 @@ class FlipCrop:
         number("crop (a probability)", self.crop, at_least=0, at_most=1)
 
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
-        """x: images [n, H, W] or [n, C, H, W]; a new tensor. Four draws per sample from `generator`, on the generator's
-        device.
+        """Return a new tensor of augmented images x [n, H, W] or [n, C, H, W].
 
-        A generator on the CPU gives the same images on every device. Raises ValueError for x that are no images.
+        Four numbers per sample are drawn from `generator`, on its device. A generator on the CPU gives the same images
+        on every device. Raises ValueError if x are not images.
         """
         if x.dim() not in (3, 4):
             raise ValueError(f"FlipCrop takes images [n, H, W] or [n, C, H, W], got the shape {list(x.shape)}")

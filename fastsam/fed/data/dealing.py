@@ -1,5 +1,5 @@
-"""What all splits share: their result, their checks, and the simulators' dealing, which fills slots by each client's
-prior."""
+"""Common parts of all splits: their result, their checks, and the simulators' procedure, which fills slots by
+priors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 from fastsam.fed.common.checks import choice, integer
 
 EXHAUSTED = ("reset", "redraw")
-MOST_CLASSES = 2**20  # that a data set is believed to have when nobody says how many
+MOST_CLASSES = 2**20  # largest number of classes that is inferred from labels
 
-# So many uniform numbers may name a class without samples before one slot is filled from the renormalised prior
+# Number of uniform draws of a class without samples before one slot is filled from the renormalised prior
 # instead. Rejection and renormalising have the same distribution; rejection keeps the simulators' stream of random
 # numbers, but may need 1e20 draws for one sample.
 _MAX_REJECTIONS = 1000
@@ -24,7 +24,7 @@ _MAX_REJECTIONS = 1000
 
 @dataclass(frozen=True)
 class Partition:
-    """Who holds what: `indices[i]` are the positions in the training set of client i's samples, in stored order, int64.
+    """A split: `indices[i]` are the indices in the training set of client i's samples, in stored order, int64.
 
     `priors` is [clients, classes] float64: the class distribution from which each client was drawn.
     """
@@ -69,10 +69,11 @@ def equal_sizes(samples: int, clients: int) -> np.ndarray:
 
 
 def check_labels(labels: Any, classes: int | None = None, what: str = "labels") -> tuple[np.ndarray, int]:
-    """Labels as an int64 vector, and the number of classes (`max + 1` when `classes` is None).
+    """Return labels as an int64 vector, and the number of classes (`max + 1` if `classes` is None).
 
-    Raises ValueError for a wrong shape, for labels that are no integers, for labels outside 0..classes-1, and without
-    `classes` for one that can be no class number.
+    Raises:
+        ValueError: a wrong shape, labels that are not integers or are outside 0..classes-1, or, without `classes`, a
+            label that is too large for a class number.
     """
     labels = np.asarray(labels)
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -117,7 +118,7 @@ class Words:
     """
 
     _BLOCK = 4096
-    _FEW, _MANY = 64, 1024  # words that are looked at one by one; all at once, where none of those will do
+    _FEW, _MANY = 64, 1024  # words that are tried one by one, and then all at once
 
     def __init__(self, rng: np.random.RandomState) -> None:
         self.rng, self._begin, self._used, self._at = rng, rng.get_state(), 0, 0
@@ -156,7 +157,7 @@ class Words:
         return ((self._next() >> 5) * 67108864.0 + (self._next() >> 6)) / 9007199254740992.0
 
     def close(self) -> None:
-        """Leaves the generator behind the words that were used."""
+        """Advance the generator by the words that were used."""
         self.rng.set_state(self._begin)
         if used := self._used + self._at:
             self.rng.randint(0, 2**32, used, np.uint32)
@@ -174,7 +175,7 @@ class Words:
 
 
 def flags(slots: Sequence[int]) -> bytearray:
-    """A byte for each client, 1 where it has slots, and zeros behind them up to a power of two."""
+    """Return a byte for each client, 1 if it has slots, with zeros up to a power of two."""
     n = len(slots)
     return bytearray(bool(count) for count in slots) + bytearray((1 << (n - 1).bit_length()) - n)
 
@@ -182,20 +183,26 @@ def flags(slots: Sequence[int]) -> bytearray:
 def draw(
     labels: np.ndarray, priors: np.ndarray, sizes: np.ndarray, rng: np.random.RandomState, exhausted: str = "reset"
 ) -> list[np.ndarray]:
-    """Fill `sizes[i]` slots of each client i with samples whose classes follow its prior; positions in `labels`, in
-    stored order.
+    """Fill `sizes[i]` slots of each client i with samples whose classes follow its prior, and return indices in stored
+    order.
 
-    Until all slots are full: a client uniformly (``randint``; skipped when full), a class by inverse CDF of its prior
-    (``uniform``), the next sample from the end of that class's list; a client's slots fill from the last to the
-    first. When a class has run out:
+    Until all slots are full: draw a client uniformly (``randint``; skip it when full), a class by the inverse CDF of
+    its prior (``uniform``), and take the next sample from the end of that class's list. A client's slots fill from the
+    last to the first. When a class has run out:
 
     - ``exhausted="reset"`` (FL-Simulator, FedLESAM): its list starts anew and the class is drawn again, so later draws
-      repeat samples;
-    - ``exhausted="redraw"`` (FedDyn): only the class is drawn again, so no sample is used twice. When a client's
-      classes are all used up, it takes from what is left, in proportion (FedDyn's loop would not end).
+    repeat samples; - ``exhausted="redraw"`` (FedDyn): only the class is drawn again, so no sample is used twice. When a
+    client's classes are all used up, it takes from the remaining samples in proportion (FedDyn's loop would not end).
 
-    labels: [samples] integers >= 0. priors: [clients, classes]. sizes: [clients] integers >= 0. rng: advanced in place.
-    Raises ValueError for shapes that do not fit, a prior that is none, and slots that cannot be filled.
+    Args:
+        labels: [samples] integers >= 0.
+        priors: [clients, classes].
+        sizes: [clients] integers >= 0.
+        rng: random generator, advanced in place.
+        exhausted: see above.
+
+    Raises:
+        ValueError: shapes do not fit, a prior is invalid, or slots cannot be filled.
     """
     labels, _ = check_labels(labels, priors.shape[1])
     sizes = np.asarray(sizes)
@@ -232,7 +239,8 @@ def draw(
 
 
 def _renormalised(prior: np.ndarray, available: list[int], u: float) -> int:
-    """A class among those with samples available, by `prior`; by their numbers when the prior has no mass there."""
+    """Return a class among those with samples available, by `prior`, or by their numbers if the prior has no mass
+    there."""
     counts = np.asarray(available, dtype=np.float64)
     weights = prior * (counts > 0)
     weights = weights if weights.sum() > 0 else counts

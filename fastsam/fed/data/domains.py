@@ -1,5 +1,4 @@
-"""Domains as clients: each domain's samples on clients of its own, one domain left out for the test; and the digits as
-domains."""
+"""Domains as clients: each domain has its own clients, one domain may be the test set; and the digits as domains."""
 
 from __future__ import annotations
 
@@ -33,12 +32,22 @@ def by_domain(
     name: str = "domains",
     **more: Any,
 ) -> FederatedData:
-    """One client per domain, or several with equal parts of it (IID; the remainder goes to the domain's first client).
+    """Return a federated data set with one client per domain, or several clients with equal parts of it (IID; the
+    remainder goes to the domain's first client).
 
-    domains: by name, x [n, *shape] and y [n] int64. held_out: the domain that is the test set and trains nobody; None:
-    the test set is a stratified `test_fraction` of every domain. seed: random seed of the split of each domain. more:
-    fields of `FederatedData`. Raises ValueError for a domain that is not there, no domain left to train on, and more
-    clients than a domain has samples.
+    Args:
+        domains: by name, x [n, *shape] and y [n] int64.
+        held_out: the domain that is the test set and is not trained on. None: the test set is a stratified
+            `test_fraction` of every domain.
+        clients_per_domain: number of clients of each domain.
+        seed: random seed of the split of each domain.
+        test_fraction: see `held_out`.
+        classes: number of classes.
+        name: name for reports.
+        **more: fields of `FederatedData`.
+
+    Raises:
+        ValueError: a domain does not exist, no domain is left for training, or a domain has fewer samples than clients.
     """
     each = integer("clients_per_domain", clients_per_domain, at_least=1)
     training = _training(domains, held_out, name)
@@ -82,13 +91,19 @@ def digits_domains(
     test_fraction: float = 0.2,
     augment: str = "auto",
 ) -> FederatedData:
-    """The handwritten digits, a part of equal size under each transform: a small stand-in for data sets with domains.
+    """Return the handwritten digits in equal parts, each under a transform: a small stand-in for data sets with
+    domains.
 
-    domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples of
-    90 exact), "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the name), or several,
-    "rot30+noise0.5". No image is in two domains; each domain has the classes of the whole. x [n, 1, 8, 8] float32, mean
-    0 and standard deviation 1 before the transform. Otherwise as `by_domain`. Raises ValueError for another transform
-    and for a domain named twice.
+    No image is in two domains. Each domain has the class frequencies of the whole. x [n, 1, 8, 8] float32 has mean 0
+    and standard deviation 1 before the transform. The other arguments are those of `by_domain`.
+
+    Args:
+        domains: transforms, also their names: "rot30" (degrees counter-clockwise about the centre, bilinear; multiples
+            of 90 are exact), "noise0.5" (Gaussian, in standard deviations of the pixels, fixed by the name), or
+            several, "rot30+noise0.5".
+
+    Raises:
+        ValueError: a transform is unknown, or a domain is named twice.
     """
     if isinstance(domains, str) or not domains or len(set(domains)) < len(domains):
         raise ValueError(f"domains must be a list of different transforms such as ['rot0', 'rot30'], got {domains!r}")
@@ -124,8 +139,7 @@ def _transformed(x: Tensor, name: str) -> Tensor:
 
 
 def _rotated(x: Tensor, angle: float) -> Tensor:
-    """Counter-clockwise about the centre; what comes in from outside is background (the least value of the image
-    set)."""
+    """Rotate images counter-clockwise about the centre. The background is the least value of the image set."""
     low, cos, sin = x.min(), math.cos(angle), math.sin(angle)
     grid = F.affine_grid(torch.tensor([[[cos, -sin, 0.0], [sin, cos, 0.0]]]).expand(len(x), 2, 3), list(x.shape), False)
     return F.grid_sample(x - low, grid, "bilinear", "zeros", False) + low

@@ -1,4 +1,4 @@
-"""FederatedData: every client's samples, the common test set, and what is known of the split."""
+"""FederatedData: the clients' samples, the common test set, and the facts of the split."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from fastsam.fed.data.augment import Augment
 class FederatedData:
     """A federated data set: ``len(data)`` clients, ``data[i]`` is ``(x, y)`` of client i.
 
-    clients: pairs of tensors, x [n_i, *shape] and y [n_i] int64 (class numbers). test: such a pair, the common test
-    set.
-    classes: number of classes. name: for reports. priors: [clients, classes] float64 class distribution from which
-    the split drew each client, or None when no split made the clients. domains: the domain of each client, where
-    clients belong to domains; held_out: the domain of the test set, where training left one out.
+    Args:
+        clients: pairs of tensors, x [n_i, *shape] and y [n_i] int64 (class numbers).
+        test: such a pair, the common test set.
+        classes: number of classes.
+        name: name for reports.
+        priors: [clients, classes] float64 class distribution from which the split drew each client, or None.
+        domains: the domain of each client, if clients belong to domains.
+        held_out: the domain of the test set, if training left one out.
+        augment: function of a batch of training inputs (never in evaluation), or None.
+        pixels: for uint8 images [n, C, H, W], mean and standard deviation of each channel in 0..1. The model should get
+            ``(x / 255 - mean) / std``, which `fastsam.fed.models.Pixels` around it computes.
 
-    augment: what training does to a batch of inputs (never evaluation), or None. pixels: for x of bytes (uint8 images
-    [n, C, H, W], kept so because they take a quarter of the memory) the mean and standard deviation of each channel in
-    0..1: the model is meant to get ``(x / 255 - mean) / std``, which `fastsam.fed.models.Pixels` around it does.
-
-    Raises ValueError when there is no client, when x and y differ in length, for a client without samples, and for
-    labels outside the classes.
+    Raises:
+        ValueError: there is no client, x and y differ in length, a client has no samples, or a label is outside the
+            classes.
     """
 
     clients: Sequence[tuple[Tensor, Tensor]]
@@ -78,8 +81,7 @@ class FederatedData:
 
 
 def _all_good(clients: Sequence[Any], classes: int) -> bool:
-    """Whether nothing is wrong with any client, looked at together; the look at one after the other says whose fault
-    something is."""
+    """Return True if all clients are valid, checked together. A check of one after the other finds the wrong client."""
     if not all(len(pair) == 2 and all(isinstance(t, Tensor) and t.dim() for t in pair) for pair in clients):
         return False
     if not all(y.dtype == torch.int64 and y.dim() == 1 and 0 < y.shape[0] == x.shape[0] for x, y in clients):
@@ -91,7 +93,7 @@ def _all_good(clients: Sequence[Any], classes: int) -> bool:
 def _check_pair(pair: Any, classes: int, who: str) -> None:
     if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
         raise ValueError(
-            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}; fastsam.fed.data.as_tensors makes one "
+            f"{who} must be a pair (x, y) of tensors, got {type(pair).__name__}. fastsam.fed.data.as_tensors makes one "
             f"from arrays"
         )
     x, y = pair
@@ -159,11 +161,12 @@ def split_data(
 
 
 def stratified_test(labels: np.ndarray, fraction: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the training and of the test samples (ascending), the classes in the test set as in the whole.
+    """Return the indices of training and test samples (ascending), with the class frequencies of the whole in the test
+    set.
 
-    The test set has ``ceil(fraction * n)`` samples: each class gives the whole part of its share and the largest
-    remainders one more (ties: the lower class). Which samples is a function of `seed` alone, so the test set does not
-    move when the split over clients does.
+    The test set has ``ceil(fraction * n)`` samples. Each class gives the integer part of its share, and the largest
+    remainders one more (ties: the lower class). The choice depends only on `seed`, so the test set does not change with
+    the split over clients.
     """
     if not isinstance(fraction, Real) or not 0 < fraction < 1:
         raise ValueError(f"test_fraction must lie between 0 and 1, got {fraction!r}")

@@ -67,10 +67,13 @@ def from_client_files(pattern: str, test_path: str | Path, classes: int | None =
 
 
 def from_function(path: str, options: dict[str, Any]) -> FederatedData:
-    """What the user's function returns: a `FederatedData`, or ``(clients, test)`` with clients a sequence of (x, y) and
-    test one (x, y).
+    """Return the value of a user's function: a `FederatedData`, or ``(clients, test)`` with a sequence of (x, y) and
+    one
+    (x, y).
 
-    path: "package.module:function" or "file.py:function". options: its keyword arguments.
+    Args:
+        path: "package.module:function" or "file.py:function".
+        options: keyword arguments of the function.
     """
     made = call_with_options(import_object(path, "data"), options, f"data_options of {path}")
     if isinstance(made, FederatedData):
@@ -103,10 +106,11 @@ def _read(path: str | Path) -> dict[str, np.ndarray]:
     except FileNotFoundError:
         raise FileNotFoundError(f"no data file {path} (looked in {Path.cwd()})") from None
     except (zipfile.BadZipFile, EOFError, ValueError) as error:
-        # What is no file of numpy's, it takes for a pickle, and says how to load that.
+        # numpy takes any other file for a pickle, and its message explains how to load one.
         reason = error if "pickle" not in str(error) or zipfile.is_zipfile(path) else "it is no file of numpy's"
         raise ValueError(
-            f"{path} is no complete .npz file of plain arrays ({reason}); write it with numpy.savez(path, x=..., y=...)"
+            f"{path} is not a complete .npz file of plain arrays ({reason}). Write it with numpy.savez(path, x=..., "
+            "y=...)"
         ) from error
 
 

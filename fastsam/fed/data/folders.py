@@ -39,8 +39,9 @@ _PURPOSE = "a data set of image folders"
 class FolderSet:
     """A published data set of image folders ``<folder>/<domain>/<class>/<image>``.
 
-    folders: what the directory may be called. archives: the names of the zip files, and the folder that each has at its
-    top.
+    Attributes:
+        folders: possible names of the directory.
+        archives: the names of the zip files, and the folder at the top of each.
     """
 
     name: str
@@ -152,7 +153,7 @@ def _root(folder_set: FolderSet, data_dir: Path) -> Path:
 
 
 def _unpack(archive: Path, folder: str, folder_set: FolderSet) -> None:
-    """The folder at the top of a zip file, beside it; it has its name when it is whole."""
+    """Unpack the folder at the top of a zip file next to it. It gets its name when it is complete."""
     utils = vision("torchvision.datasets.utils", _PURPOSE)
     make_directory(archive.parent, f"unpack {archive.name} yourself, or put it into another data_dir")
     with TemporaryDirectory(prefix=".fastsam-", dir=archive.parent) as aside:
@@ -178,12 +179,18 @@ def _named(root: Path, domain: str) -> Path | None:
 
 
 def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[dict[str, Pair], list[str]]:
-    """Images ``root/<domain>/<class>/<image>`` of the named domains, and the names of the classes (sorted; in some
-    domain).
+    """Return the images ``root/<domain>/<class>/<image>`` of the named domains, and the names of all classes, sorted.
 
-    The values are x uint8 [n, 3, size, size], a file mapped into memory, and y int64 [n]. size: of a side, in pixels,
-    >= 8. Raises FileNotFoundError for a domain without folder; ValueError for one without images, and for a file that
-    is no whole image.
+    The values are x uint8 [n, 3, size, size], a memory-mapped file, and y int64 [n].
+
+    Args:
+        root: directory of the domains.
+        domains: names of the domains.
+        size: side in pixels, >= 8.
+
+    Raises:
+        FileNotFoundError: a domain has no folder.
+        ValueError: a domain has no images, or a file is not a complete image.
     """
     integer("size", size, at_least=8)
     found = {domain: _named(root, domain) for domain in domains}
@@ -203,8 +210,8 @@ def read_domains(root: Path, domains: Sequence[str], size: int = 224) -> tuple[d
 
 
 def _samples(domain: Path) -> list[tuple[str, Path]]:
-    """Class and file of each image, in the order of torchvision's `ImageFolder`; a folder without images is no
-    class."""
+    """Return class and file of each image, in the order of torchvision's `ImageFolder`. Folders without images are no
+    classes."""
     library = vision("torchvision.datasets", _PURPOSE)
     try:
         found = library.ImageFolder(domain, allow_empty=True)
@@ -246,7 +253,7 @@ def _image(path: Path, size: int) -> Any:
     transforms = vision("torchvision.transforms.functional", _PURPOSE)
     try:
         picture = folder.default_loader(path)
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for files that are cut or no images
-        raise ValueError(f"{path} is no complete image: {error}") from error
+    except (OSError, SyntaxError, ValueError) as error:  # errors of Pillow for cut files and other content
+        raise ValueError(f"{path} is not a complete image: {error}") from error
     picture = transforms.center_crop(transforms.resize(picture, round(size * 256 / 224)), [size, size])
     return transforms.pil_to_tensor(picture).numpy()

@@ -68,8 +68,8 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def _read() -> tuple[np.ndarray, Tensor]:
-    """Pixels [1797, 64] float64 of 0 to 16, and labels. Importing scikit-learn takes longer than many a run: its file
-    is read where it lies."""
+    """Return pixels [1797, 64] float64 from 0 to 16, and labels. The file of scikit-learn is read directly, because
+    importing scikit-learn takes longer than many runs."""
     package = find_spec("sklearn")
     file = (
         Path(package.submodule_search_locations[0]) / FILE if package and package.submodule_search_locations else None

@@ -15,7 +15,7 @@ from fastsam.fed.data.archives import ArchiveError
 from fastsam.fed.data.federated import FederatedData, split_data
 from fastsam.fed.data.partition import SPLITS, options_of
 
-# Of the three channels, in 0..1: FL-Simulator's and FedLESAM's.
+# Mean and standard deviation of the three channels, in 0..1, of FL-Simulator and FedLESAM.
 CIFAR10_STATISTICS = ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))
 CIFAR100_STATISTICS = ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761))
 
@@ -110,13 +110,13 @@ def _emnist_part(part: Any, what: str, fraction: float) -> tuple[np.ndarray, np.
     images, labels = _checked(part, part.data.numpy(), part.targets.numpy(), (28, 28))
     taken = int(fraction * len(labels))
     if taken == 0:
-        raise ValueError(f"fraction={fraction!r} of the {len(labels)} {what} images of EMNIST is none; take more")
+        raise ValueError(f"fraction={fraction!r} of the {len(labels)} {what} images of EMNIST has no image. Take more")
     chosen = np.sort(np.random.RandomState(20).permutation(len(labels))[:taken])
     return images[chosen].transpose(0, 2, 1)[:, None], labels[chosen]
 
 
 def _checked(part: Any, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """What torchvision does not compare."""
+    """Check what torchvision does not compare."""
     if x.dtype != np.uint8 or x.shape[1:] != shape or y.shape != (len(x),):
         raise ArchiveError(
             f"{type(part).__name__} in {part.root}: expected bytes of {list(shape)} with a label each, "
@@ -152,7 +152,7 @@ def _dealt(
     alpha: float,
     **options: Any,
 ) -> FederatedData:
-    """Training and test pair as clients. usual: what "auto" means for this data set."""
+    """Return training and test pair as clients. usual: meaning of "auto" for this data set."""
     (x, y), test = pair
     for what, (_, labels) in (("training", (x, y)), ("test", test)):
         if len(labels) == 0 or int(labels.min()) < 0 or int(labels.max()) >= classes:

@@ -20,13 +20,22 @@ def own(
     duplicates: bool = False,
     classes: int | None = None,
 ) -> Partition:
-    """A split that a user has: for each client the positions of its samples in the training set, in that order.
+    """Return the user's split: for each client the indices of its samples in the training set, in that order.
 
-    indices: a list of integer lists, or a JSON file that holds one. clients: how many lists are expected, None for as
-    many as there are. duplicates: a sample may be named more than once (by one client or by several). Samples that
-    nobody names are left out. `priors` are the clients' class frequencies. seed: without effect; nothing is drawn.
-    Raises ValueError for no list, an empty list, positions that are no integers or outside the training set, and for a
-    sample named twice unless `duplicates`; FileNotFoundError.
+    Samples that no client names are left out. `priors` are the clients' class frequencies.
+
+    Args:
+        labels: labels of the training set.
+        clients: expected number of lists, or None for any number.
+        seed: has no effect, because nothing is drawn.
+        indices: a list of integer lists, or a JSON file with one.
+        duplicates: a sample may be named more than once.
+        classes: number of classes.
+
+    Raises:
+        ValueError: it is not a list, a list is empty, an index is not an integer or outside the training set, or a
+            sample is named twice without `duplicates`.
+        FileNotFoundError: the file does not exist.
     """
     labels, classes = check_labels(labels, classes)
     lists = _read_lists(indices) if isinstance(indices, (str, Path)) else indices

@@ -1,9 +1,9 @@
-"""Splits of one labelled training set over clients: who holds which samples.
+"""Splits of one labelled training set over clients.
 
-A split is a function ``(labels, clients, seed, ...) -> Partition`` with an entry in `SPLITS`; adding one is adding
-one function and its entry. The random splits of the FedSAM and FedLESAM experiments (`dirichlet`, `pathological`,
-`iid`) draw from numpy's legacy ``RandomState`` in the order of the public simulators (woodenchild95/FL-Simulator and
-MediaBrain-SJTU/FedLESAM, ``dataset.py``), so that a split can be compared with theirs sample by sample.
+A split is a function ``(labels, clients, seed, ...) -> Partition`` with an entry in `SPLITS`. The random splits of the
+FedSAM and FedLESAM experiments (`dirichlet`, `pathological`, `iid`) draw from numpy's legacy ``RandomState`` in the
+order of the public simulators (woodenchild95/FL-Simulator and MediaBrain-SJTU/FedLESAM, ``dataset.py``), so that a
+split can be compared with theirs sample by sample.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ SPLITS: dict[str, Callable[..., Partition]] = {
 def make(
     split: str, labels: Any, clients: int | None, seed: int, classes: int | None = None, **options: Any
 ) -> Partition:
-    """The split of that name with its own options. Raises ValueError for an unknown split and for another split's
-    option."""
+    """Return the split of that name with its options. Raises ValueError for an unknown split or an option of another
+    split."""
     choice("split", split, tuple(SPLITS))
     foreign = set(options) - options_of(split)
     if foreign:
@@ -165,5 +165,5 @@ def make(
 
 
 def options_of(split: str) -> set[str]:
-    """The names of the options that belong to this split alone, e.g. {"alpha", "exhausted"}."""
+    """Return the names of the options of this split only, e.g. {"alpha", "exhausted"}."""
     return set(inspect.signature(SPLITS[split]).parameters) - {"labels", "clients", "seed", "classes"}

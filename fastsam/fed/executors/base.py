@@ -257,8 +257,8 @@ class Task:
         return self._sizes(self.samples)
 
     def _sizes(self, samples: int) -> list[int]:
-        whole, rest = divided(samples, self.batch_size, self.work.drop_last)
-        return [self.batch_size] * whole + [rest] * (rest > 0)
+        whole, rest = divided(samples, self.work.batch_size, self.work.drop_last)
+        return [self.work.batch_size] * whole + [rest] * (rest > 0)
 
     @property
     def seen(self) -> int:
@@ -278,10 +278,10 @@ class Task:
             return
         for epoch in range(self.begun, self.begun + self.epochs):
             for number, (x, y) in enumerate(self._blocks(epoch)):
-                if self.augment is not None:
+                if self.work.augment is not None:
                     generator = torch.Generator(x.device)
                     generator.manual_seed(seeds.derive(self.seed, "augment", epoch, number))
-                    x = augmented(self.augment, x, generator)
+                    x = augmented(self.work.augment, x, generator)
                 sizes = self._sizes(len(y))  # `split` by one size goes through Python
                 yield from zip(x.split_with_sizes(sizes), y.split_with_sizes(sizes), strict=True)
 
@@ -318,8 +318,8 @@ class Task:
 
     def _blocks(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """An epoch's samples in their order, `BLOCK` batches at a time."""
-        size, kept = BLOCK * self.batch_size, sum(self.epoch_sizes()) if self.work.drop_last else None
-        if not self.shuffle:
+        size, kept = BLOCK * self.work.batch_size, sum(self.epoch_sizes()) if self.work.drop_last else None
+        if not self.work.shuffle:
             x, y = (self.x, self.y) if kept is None else (self.x[:kept], self.y[:kept])
             yield from zip(x.split(size), y.split(size), strict=True)
             return

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Setup
 from fastsam.fed.executors.randomness import NoRandomness
+from fastsam.fed.step.constants import VECTORS
 from fastsam.fed.step.input_map import InputMap
-from fastsam.fed.step.local_update import VECTORS, ClientResults, LocalUpdate
+from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
 
 class CaptureError(RuntimeError):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,82 +17,12 @@ from fastsam.fed.executors.base import LocalOptions, Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
 from fastsam.fed.step.local_update import NU, Direction, LocalUpdate
 from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.step.variant import StepVariant
 from fastsam.step import perturbation, weigh_
 from fastsam_kernels.columns import WIDTH, HParam
 from fastsam_kernels.rules import sgd
 
 _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not moved is not perturbed
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What of a LocalUpdate decides which kernels are called: rows of one kind share their calls. Numbers stand in
-    `hparams`, row by row; those that torch's own operations are given stand here."""
-
-    direction: Direction
-    has_q: bool
-    has_phi: bool
-    keeps_first: bool
-    surrogate: bool
-    paced: bool = False  # the learning rate or the radius is another in every step
-    drift: float = 0.0
-    remembers: bool = False
-    pull: float = 0.0
-    piloted: bool = False  # the radius is found at the start
-    scaled: bool = False  # the radius is another in every weight
-
-    @classmethod
-    def of(cls, step: LocalUpdate) -> Kind:
-        surrogate, paced = bool(step.surrogate_gap), step.lr_end_factor != 1 or step.rho_end_factor != 1
-        given = step.gradient_offset is not None, bool(step.proximal_coefficient), step.keeps_first, surrogate, paced
-        return cls(
-            step.direction,
-            *given,
-            step.drift,
-            step.remembers,
-            step.pull,
-            step.pilot is not None,
-            step.rho_scale is not None,
-        )
-
-    @property
-    def rewrites(self) -> bool:
-        """Whether something else writes into the numbers: they are not those that were written last."""
-        return self.surrogate or self.paced or self.piloted
-
-    @cached_property
-    def two_passes(self) -> bool:
-        """Whether a first gradient finds the perturbation."""
-        return self.direction.backward_passes == 2
-
-    @property
-    def constant(self) -> bool:
-        return self.direction is Direction.CONSTANT
-
-    @property
-    def walks(self) -> bool:
-        """Whether every step has a perturbation of its own that no gradient finds."""
-        return self.direction is Direction.PATH
-
-    @property
-    def vectors(self) -> tuple[str, ...]:
-        """Names of the vectors that its steps only read, besides q and s."""
-        given = {
-            "direction_vector": self.direction in (Direction.PATH, Direction.GRADIENT_PLUS),
-            "anchor": self.pull > 0,
-            "rho_scale": self.scaled,
-        }
-        return tuple(name for name, there in given.items() if there)
-
-    @property
-    def returns(self) -> bool:
-        """Whether its steps look back at where the round began."""
-        return bool(self.drift) or self.direction is Direction.GRADIENT_BY_DRIFT
-
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """Names of the fields that a step leaves to the next one, zero at the start."""
-        return ("path",) if self.walks else ("last",) if self.remembers else ()
 
 
 class Rows:
@@ -120,7 +49,7 @@ class Rows:
     def numbers(self, step: LocalUpdate, lr: float) -> tuple[float, ...]:
         """A row of `hparams`."""
         values = self._common.copy()
-        for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.mix.columns()):
+        for column, value in (*perturbation(step.direction, step.rho, step.eta, NU), *step.constants.mix.columns()):
             values[column] = value
         values[HParam.PENALTY] = step.penalty
         values[HParam.LR] = lr
@@ -144,7 +73,7 @@ class Form:
     z: `[rows, row_size]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a
     gradient.
     q, shift, s: what the kernels read beside them, `[rows, row_size]` (of s all rows may be one). vectors: others by
-    name (`Kind.vectors`), in the same way.
+    name (`StepVariant.vectors`), in the same way.
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -154,11 +83,9 @@ class Form:
         self.sumsq, self.inner = rows.sumsq[part], rows.inner[part]
         self.momentum = self.field("momentum") if rows.options.momentum else None
         self.sumsq_v = None if rows.sumsq_v is None else rows.sumsq_v[part]
-        self.kind = Kind(Direction.NONE, False, False, False, False)
-        self.w: Tensor | None = None
-        self.q: Tensor | None = None
         self.s: Tensor | None = None
         self.vectors: dict[str, Tensor] = {}
+        self._select(LocalUpdate().constants.variant)
 
     def field(self, name: str) -> Tensor:
         return self.rows.field(name)[self.part]
@@ -168,12 +95,26 @@ class Form:
         """One view `[rows, *shape]` per parameter, for autograd."""
         return [view.detach().requires_grad_() for view in self.layout.views(self.z)]
 
-    def arrange(self, kind: Kind) -> None:
-        """Takes the fields that steps of `kind` work on. `q` is then the field of that name; an owner may put another
-        tensor there."""
+    def arrange(self, kind: StepVariant) -> None:
+        """Take the fields that steps of `kind` work on, if the last steps were of another one.
+
+        `q` is then the field of that name; an owner may put another tensor there.
+        """
+        if kind is not self.kind:
+            self._select(kind)
+
+    def _select(self, kind: StepVariant) -> None:
+        """Select the fields and the calls of steps of `kind`, so that a step makes no decisions."""
         self.kind = kind
-        self.w = self.field("w") if kind.two_passes or kind.walks else None
-        self.q = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
+        self.w: Tensor | None = self.field("w") if kind.two_passes or kind.walks else None
+        self.q: Tensor | None = self.field("gradient_offset") if kind.has_q or (kind.constant and self.folds) else None
+        shift = self.shift
+        self._shift = {} if shift is None else {"shift": shift}
+        starts = [self.z, self.w, self.field("origin") if kind.returns else None]
+        self._starts = [field for field in starts if field is not None]
+        zeros = [self.momentum, *map(self.field, kind.memory)]
+        self._zeros = [field for field in zeros if field is not None]
+        self._prepares = self.w is not None or self.sumsq_v is not None
 
     @property
     def folds(self) -> bool:
@@ -193,15 +134,10 @@ class Form:
 
     def begin_(self, start: Tensor) -> None:
         """The weights of the start (`[row_size]`, or `[rows, row_size]`) in every row, and no momentum."""
-        self.z.copy_(start)
-        if self.w is not None:
-            self.w.copy_(start)
-        if self.momentum is not None:
-            self.momentum.zero_()
-        if self.kind.returns:
-            self.field("origin").copy_(start)
-        for name in self.kind.memory:
-            self.field(name).zero_()
+        for field in self._starts:
+            field.copy_(start)
+        for field in self._zeros:
+            field.zero_()
 
     def shift_(self, e: Tensor) -> None:
         """Starts at `w^t + p` with `p = rho*e/(||e|| + nu)`, e: `[row_size]`, or `[rows, row_size]`."""
@@ -315,7 +251,16 @@ class Form:
         return [views[i].view_as(g) for i, g in zip(grads.slots, grads.tensors, strict=True)]
 
     def update_(self, grads: Gradients, first: Gradients | None) -> None:
-        """The step itself: `z`, and `w` where there is one."""
+        """Update `z`, and `w` if the steps have it."""
+        g1 = self._prepare_update(grads, first) if self._prepares else None
+        self.kernels.update_(
+            [self.z], self.w, grads.tensors, grads.table, self.hparams, "sgd", [self.momentum],
+            g1=g1, sumsq_v=self.sumsq_v, keep=self.w is not None, q=self.q, **self._shift,
+        )  # fmt: skip
+
+    def _prepare_update(self, grads: Gradients, first: Gradients | None) -> list[Tensor] | None:
+        """Return the first gradients if the update reads them. Restore what only the first pass used, and compute what
+        clipping and a surrogate gap need."""
         if self.kind.walks or self.kind.pull:
             if self.w is not None and len(grads.slots) < len(self.layout.segments):
                 self.z.copy_(self.w)  # what the pass did not use was moved too, and must not stay so
@@ -333,17 +278,4 @@ class Form:
             self.kernels.update_norm_(
                 self.sumsq_v, [self.z], self.w, grads.tensors, grads.table, self.hparams, g1=g1, q=self.q
             )
-        options = {"q": self.q} if self.shift is None else {"q": self.q, "shift": self.shift}
-        self.kernels.update_(
-            [self.z],
-            self.w,
-            grads.tensors,
-            grads.table,
-            self.hparams,
-            "sgd",
-            [self.momentum],
-            g1=g1,
-            sumsq_v=self.sumsq_v,
-            keep=self.w is not None,
-            **options,
-        )
+        return g1

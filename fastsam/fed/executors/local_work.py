@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Task, divided
 from fastsam.fed.executors.batches import Batch, Feed
-from fastsam.fed.executors.kernel_calls import Form, Kind
+from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.step.local_update import ClientResults, Snapshot
 from fastsam.fed.step.model_copy import buffer_displacement
 from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.step.variant import StepVariant
 
 Shared = tuple[Tensor, Tensor, float]  # a batch, and its share in a mean
 
@@ -38,7 +39,7 @@ class Crew:
     tasks: Sequence[Task]
     slot: int
     end: int
-    kind: Kind
+    kind: StepVariant
     epoch: int
     shapes: tuple[object, object]
     steps: int
@@ -103,7 +104,7 @@ class Crew:
             raise client_error([self], error) from error
 
 
-def crew_of(tasks: Sequence[Task], slot: int, kind: Kind, shapes: dict[tuple[object, ...], int]) -> Crew:
+def crew_of(tasks: Sequence[Task], slot: int, kind: StepVariant, shapes: dict[tuple[object, ...], int]) -> Crew:
     """Tasks of one key (see `feed_keys`), from this slot on. shapes: a number for each shape of a step that was seen so
     far; new ones are added."""
     first = tasks[0]

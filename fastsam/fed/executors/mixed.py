@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import Setup, to_device
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
+from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.mixture import Mixture
 from fastsam_kernels.columns import HParam
@@ -24,7 +24,7 @@ class Beside:
     def __init__(self, setup: Setup) -> None:
         self.rows = Rows(setup, 1)
         self.form = Form(self.rows, slice(0, 1))
-        self.form.arrange(Kind.of(_PLAIN))
+        self.form.arrange(_PLAIN.constants.variant)
 
     def begin_(self, start: Tensor, mixture: Mixture, row: int) -> None:
         """start: `[row_size]`, v. row: the client's in alpha."""

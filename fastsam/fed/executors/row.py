@@ -3,7 +3,7 @@ steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fastsam.fed.executors.base import ClientError, Setup, Task, to_device
 from fastsam.fed.executors.gradient_passes import Gradients, Passes
-from fastsam.fed.executors.kernel_calls import Form, Kind, Rows
+from fastsam.fed.executors.kernel_calls import Form, Rows
 from fastsam.fed.executors.mixed import Beside
 from fastsam.fed.executors.phases import repeated, together
 from fastsam.fed.executors.randomness import PassRandomness
 from fastsam.fed.executors.step_vectors import check_vectors
 from fastsam.fed.executors.taught import Taught
+from fastsam.fed.step.constants import Constants
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.local_update import ClientResults, Direction, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica, buffer_displacement
@@ -38,6 +39,19 @@ class Row:
     Use: `open_(task, ...)`, then `step_()` until it returns False, then `close()`.
     """
 
+    task: Task
+    given: Task  # the task of all phases, with its samples opened
+    carried: ClientResults | None  # the results of phases before, from which this one goes on
+    done: tuple[ClientResults, ...]  # the results of other models
+    losses: list[Tensor]
+    snapshots: dict[int, Snapshot]
+    eps: Tensor | None
+    gradient: Tensor | None
+    norms: Tensor | None
+    map: InputMap | None
+    beside: Beside | None
+    batches: Iterator[tuple[Any, Any]]
+
     def __init__(self, setup: Setup, random: PassRandomness | None = None) -> None:
         self.setup, self.rows = setup, Rows(setup, 1)
         self.form = Form(self.rows, slice(0, 1))
@@ -48,8 +62,10 @@ class Row:
         self._run = self._run_perturbed = self.passes.run
         self._teacher = Taught(setup, self.form, self.replica)
         self._filled: tuple[float, ...] = ()
-        self._known: tuple[LocalUpdate | None, float] = None, 0.0
+        self._known: tuple[Constants | None, float] = None, 0.0
+        self._checked: LocalUpdate | None = None
         self._kind = self.form.kind
+        self._step: Callable[[int, Any, Any], Tensor] = self._plain_step
         self._sized: tuple[int | None, ...] = ()
         self._only: tuple[int, ...] | None = None
         self._beside: Beside | None = None
@@ -61,41 +77,43 @@ class Row:
         """Begins a task from the weights `start` (`[row_size]`; its step may have its own) and the model's `buffers`.
 
         Raises ValueError for vectors that do not fit."""
-        if task.step is not self._known[0]:
-            check_vectors(task.step, start)
-        own, buffers = None if task.step.start is None else task.vector("start"), task.buffers(buffers)
-        self.task, self.start, self.buffers = task, start if own is None else own, buffers
-        self.carried: ClientResults | None = None  # what phases before this one left, from which it goes on
-        self.done: tuple[ClientResults, ...] = ()  # what other models have left
-        self.k, self.extra_backward_passes, self.losses = 0, 0, list[Tensor]()
-        self.snapshots: dict[int, Snapshot] = {}
-        self.eps: Tensor | None = None
+        step = task.step
+        if step is not self._checked:
+            check_vectors(step, start)
+            self._checked = step
+        own, buffers = None if step.start is None else task.vector("start"), task.buffers(buffers)
+        self.task = self.given = task
+        self.start, self.buffers = start if own is None else own, buffers
+        self.k, self.extra_backward_passes, self.losses, self.snapshots, self.done = 0, 0, [], {}, ()
+        self.carried = self.eps = self.gradient = self.norms = self.map = self.beside = None
         if task.work.samples is not None:
             with self.client_errors():
                 task.open_()
-        self.given = task  # whose samples are at hand, for all phases
-        if task.step.epochs is not None:
-            self.task = task = replace(task.phase(task.step), snapshots=task.snapshots)
         for own, new in zip(self.replica.buffers, buffers, strict=True):
             own.copy_(new)
-        self._begin(task.step)
-        self.gradient: Tensor | None = None
-        self.norms: Tensor | None = None
-        if task.step.full_gradient or task.step.pilot is not None:
-            with self.client_errors():
-                self._first_gradient()
-        if task.step.pilot is not None:
-            assert self.gradient is not None and self.norms is not None  # found just now
-            self.form.radius_(task.step.pilot, self.norms, self.gradient)
-        map = task.step.input_map
-        self.map: InputMap | None = (
-            None if map is None else map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
-        )
+        self._begin(step)
+        if not step.constants.is_plain:
+            self._begin_extras(step)
         if self.form.kind.constant and (e := task.vector("direction_vector")) is not None:
             self.form.shift_(e)
-        self._measure(task)
-        self.batches: Iterator[tuple[Any, Any]] = self._batches(task)
+        self._measure(self.task)
+        self.batches = self._batches(self.task)
         self.random.begin(task.pass_seed(0))
+
+    def _begin_extras(self, step: LocalUpdate) -> None:
+        """Begin the parts of a local update that are not steps: its number of epochs, gradients at the start, a map of
+        the inputs."""
+        if step.epochs is not None:
+            self.task = replace(self.task.phase(step), snapshots=self.task.snapshots)
+        if step.full_gradient or step.pilot is not None:
+            with self.client_errors():
+                self._first_gradient()
+        if step.pilot is not None:
+            assert self.gradient is not None and self.norms is not None  # found just now
+            self.form.radius_(step.pilot, self.norms, self.gradient)
+        if step.input_map is not None:
+            task = self.task
+            self.map = step.input_map.of_row(task.row).begin(self.passes.mappable(task.x[:1]))
 
     def step_(self) -> bool:
         """One local step. False when there was none left. Raises ClientError when the model or the loss raises."""
@@ -136,27 +154,38 @@ class Row:
         return results
 
     def _ends(self) -> ClientResults:
-        """Of this model so far."""
+        """Return the results of this model so far."""
         task, step = self.task, self.task.step
-        ascents = 0 if self.map is None else self.map.steps - 1
-        envelope = step.envelope
         results = ClientResults(
             client_ids=(task.client,),
             delta=self.z - (self.form.field("begin") if step.direction is Direction.CONSTANT else self.start),
             num_steps=(self.k,),
-            backward_passes=(self.k * (step.backward_passes + ascents) + self.extra_backward_passes,),
+            backward_passes=(self.k * step.backward_passes + self.extra_backward_passes,),
             losses=(torch.stack(self.losses) * self.sizes).sum(0, keepdim=True),  # the product is float64: sizes are
-            num_samples=(task.seen * (1 if envelope is None else envelope.steps),),
+            num_samples=(task.seen,),
             buffers=buffer_displacement(self.replica.buffers, self.buffers)[None] if self.replica.buffers else None,
-            dual=None if step.dual is None else self.form.field("dual").clone(),
-            eps=None if self.eps is None else self.eps.clone(),
-            gradient=self.gradient,
-            norms=self.norms,
-            input_map=None if self.map is None else self.map.as_row(),
             snapshots=(self.snapshots,),
         )
+        if step.dual is not None:
+            eps = None if self.eps is None else self.eps.clone()
+            results = replace(results, dual=self.form.field("dual").clone(), eps=eps)
+        return results if step.constants.is_plain and self.carried is None else self._with_extras(results)
+
+    def _with_extras(self, results: ClientResults) -> ClientResults:
+        """Add the results of the parts that are not steps, of a second model, and of the phases before."""
+        results = replace(results, gradient=self.gradient, norms=self.norms)
+        if self.map is not None:
+            ascents = self.k * (self.map.steps - 1)
+            passes = (results.backward_passes[0] + ascents,)
+            results = replace(results, input_map=self.map.as_row(), backward_passes=passes)
+        envelope = self.task.step.envelope
         if envelope is not None:
-            results = replace(results, delta=self.form.field("anchor") - self.start, inner=results.delta)
+            results = replace(
+                results,
+                delta=self.form.field("anchor") - self.start,
+                inner=results.delta,
+                num_samples=(self.task.seen * envelope.steps,),
+            )
         if self.beside is not None:
             inner = self.beside.form.z - self.beside.start
             results = replace(results, backward_passes=(2 * self.k,), inner=inner, alpha=self.beside.alpha)
@@ -185,15 +214,19 @@ class Row:
     # --- its beginning ---
 
     def _begin(self, step: LocalUpdate) -> None:
-        """The numbers and vectors of the step, where its kernels read them; those that are only read stay where they
-        are."""
-        form = self.form
-        if self._known[0] is not step or self._known[1] != self.task.lr or self._kind.rewrites:
-            self._fill(step, self.task.lr)
+        """Write the numbers of the step, and let its kernels read its vectors."""
+        if self._known[0] is not step.constants or self._known[1] != self.task.work.lr or self._kind.rewrites:
+            self._fill(step, self.task.work.lr)
         if step.teacher is not None:
             self._teacher.listen_(step.teacher, self.task, self.buffers)
-        form.arrange(self._kind)
-        form.begin_(self.start)
+        self.form.arrange(self._kind)
+        self.form.begin_(self.start)
+        if step.constants.vectors:
+            self._read_vectors(step)
+
+    def _read_vectors(self, step: LocalUpdate) -> None:
+        """Put the vectors of the step where its kernels read them; vectors that are only read stay where they are."""
+        form = self.form
         q, mu, s = (self.task.vector(name) for name in ("gradient_offset", "dual", "server_perturbation"))
         if q is not None:
             form.q = q[None]
@@ -214,11 +247,17 @@ class Row:
         numbers = self.rows.numbers(step, lr)
         if self._filled != numbers:
             self.rows.hparams[0, 0] = to_device(torch.tensor(numbers, dtype=torch.float64), self.z.device)
-        self._known, self._kind = (step, lr), Kind.of(step)
+        self._known, self._kind = (step.constants, lr), step.constants.variant
         self._filled = () if self._kind.rewrites else numbers
         self._run = self.passes.run if step.teacher is None else self._run_taught
         untaught = step.teacher is None or step.teacher.perturbs
         self._run_perturbed = self.passes.run if untaught else self._run_taught
+        if self._kind.two_passes:
+            self._step = self._sharp_step
+        elif step.mixture is not None:
+            self._step = self._mixed_step
+        else:
+            self._step = self._walking_step if self._kind.walks else self._plain_step
         if step.only is not self._only:
             self._only = step.only
             for place, p in enumerate(self.replica.parameters):
@@ -234,7 +273,7 @@ class Row:
         work, envelope = task.work, task.step.envelope
         times = 1 if envelope is None else envelope.steps
         # What else there is is one for all clients of a run.
-        shape = (task.samples, task.batch_size, task.epochs, work.steps, times)
+        shape = (task.samples, work.batch_size, task.epochs, work.steps, times)
         if self._sized != shape:
             self._sized, sizes = shape, [n for n in task.batch_sizes() for _ in range(times)]
             self.last, self.sizes = len(sizes) - 1, to_device(torch.tensor(sizes, dtype=torch.float64), self.z.device)
@@ -259,29 +298,28 @@ class Row:
     def _take(self, k: int, x: Any, y: Any) -> None:
         if k in self.task.snapshots:
             self._keep(k)
-        if self.form.kind.two_passes:
-            loss = self._sharp_step(k, x, y)
-        else:
-            if self.form.kind.walks:
-                self._walk(k)
-            if self.beside is not None:
-                self._mixed_step(self.beside, k, x, y)
-            loss, gradients = self._pass(k, x, y)
-            self.form.update_(gradients, None)
-        self.losses.append(loss)
+        self.losses.append(self._step(k, x, y))
 
-    def _mixed_step(self, beside: Beside, k: int, x: Any, y: Any) -> None:
-        # The statistics that a model keeps (BatchNorm) are those of the shared weights.
+    def _plain_step(self, k: int, x: Any, y: Any) -> Tensor:
+        loss, gradients = self._pass(k, x, y)
+        self.form.update_(gradients, None)
+        return loss
+
+    def _mixed_step(self, k: int, x: Any, y: Any) -> Tensor:
+        # BatchNorm's statistics are updated only in the pass at the shared weights.
         kept = self.replica.copy_of_buffers()
-        beside.step_(k == 0, self.form, lambda: self._pass(k, x, y)[1])
+        assert self.beside is not None  # _read_vectors() saw to it
+        self.beside.step_(k == 0, self.form, lambda: self._pass(k, x, y)[1])
         for buffer, value in zip(self.replica.buffers, kept, strict=True):
             buffer.copy_(value)
+        return self._plain_step(k, x, y)
 
-    def _walk(self, k: int) -> None:
+    def _walking_step(self, k: int, x: Any, y: Any) -> Tensor:
         self.form.walk_()
         if k in self.task.snapshots:
             w = self.snapshots[k].w
             self.snapshots[k] = Snapshot(w, self.z[0] - w)
+        return self._plain_step(k, x, y)
 
     def _pass(self, k: int, x: Any, y: Any, perturbed: bool = False) -> tuple[Tensor, Gradients]:
         """One forward and backward pass (with a map of the inputs: its ascent too). perturbed: the second one of a

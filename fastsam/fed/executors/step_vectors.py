@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.executors.base import Task
-from fastsam.fed.step.local_update import VECTORS, LocalUpdate
+from fastsam.fed.step.local_update import LocalUpdate
 
 
 def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
@@ -23,10 +23,8 @@ def vectors_of(tasks: Sequence[Task], name: str) -> Tensor | None:
 
 def check_vectors(step: LocalUpdate, start: Tensor) -> None:
     """Raises ValueError for a vector of a LocalUpdate, or several of them, that are not like the weights `start`."""
-    for name in VECTORS:
+    for name in step.constants.vectors:
         v = getattr(step, name)
-        if v is None:
-            continue
         if v.dim() > 2 or v.shape[-1:] != start.shape or v.dtype != start.dtype or v.device != start.device:
             raise ValueError(
                 f"LocalUpdate.{name} must be {start.dtype} [{len(start)}] on {start.device} (like the server's w), "

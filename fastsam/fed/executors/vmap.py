@@ -14,7 +14,7 @@ from fastsam.fed.executors import epochs, stacked
 from fastsam.fed.executors.base import ClientError, Ends, Executor, Setup, Task
 from fastsam.fed.executors.batches import feed_keys
 from fastsam.fed.executors.gradient_passes import Gradients
-from fastsam.fed.executors.kernel_calls import Form, Kind
+from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.local_work import (
     Crew,
     Shared,
@@ -33,6 +33,7 @@ from fastsam.fed.executors.step_vectors import check_vectors, vectors_of
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate, Snapshot
 from fastsam.fed.step.model_copy import Replica
 from fastsam.fed.step.pilot import Pilot
+from fastsam.fed.step.variant import StepVariant
 
 _SLOT = attrgetter("slot")
 Kept = tuple[int, dict[int, Snapshot], int]  # see `rows_to_keep`
@@ -63,7 +64,6 @@ class Vmap(Executor):
         self.passes = stacked.StackedPasses(self.replica, setup.layout, setup)
         self.random = NoRandomness(setup.device)
         self.epochs = None if setup.excludes_errors else epochs.epochs_of(setup)  # a capture that fails is the end
-        self._kinds: dict[Kind, Kind] = {}
         self._shapes: dict[tuple[object, ...], int] = {}
         self.replica.module.train()
 
@@ -111,7 +111,7 @@ class Vmap(Executor):
             opened += crews
         return opened
 
-    def _kind(self, step: LocalUpdate) -> Kind:
+    def _kind(self, step: LocalUpdate) -> StepVariant:
         """Raises ValueError for a step that stacked rows cannot take."""
         check_vectors(step, self.start)
         if step.input_map is not None:
@@ -120,8 +120,7 @@ class Vmap(Executor):
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.TAUGHT}. Use executor='sequential'")
         if step.phased:
             raise ValueError(f"executor 'vmap' cannot serve here: {stacked.PHASED}. Use executor='sequential'")
-        kind = Kind.of(step)
-        return self._kinds.setdefault(kind, kind)
+        return step.constants.variant
 
     def _first_gradients(self, crews: list[Crew], pilot: Pilot | None) -> None:
         """Each client's mean gradient over all its samples, or a pilot's batches, in evaluation mode, into the field

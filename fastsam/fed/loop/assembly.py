@@ -15,13 +15,8 @@ from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Loss, Population
 from fastsam.fed.clients.weights import own_weights
 from fastsam.fed.loop import client_state, trial_step
-from fastsam.fed.loop.contract import (
-    asked,
-    check_begin,
-    check_client,
-    check_server,
-    check_steps,
-)
+from fastsam.fed.loop.algorithm_calls import Contract, contract_of
+from fastsam.fed.loop.contract import asked, check_begin
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.loop import Loop
 from fastsam.fed.loop.options import Settings
@@ -68,11 +63,16 @@ def assemble(
     )
     if metrics:
         evaluator(view.module)  # what a metric cannot work on is told before the first round
+    clients = len(population.sizes)
+    if settings.cohort is not None and settings.cohort > clients:
+        raise ValueError(
+            f"cohort={settings.cohort} needs as many clients, but there are {clients}. Use a smaller cohort"
+        )
     facts = Facts(
         settings,
         algorithm,
         ranks.size,
-        sampling.likely(settings.sampler, len(population.sizes), settings.participation),
+        sampling.likely(settings.sampler, clients, settings.share_of(clients)),
         tried.changed_buffers,
         sized=population.sized,
         batched=population.batched,
@@ -87,17 +87,18 @@ def assemble(
     )
     algorithm = cast(Algorithm, personal) if isinstance(personal, Personal) else algorithm
     w0 = view.row.clone()
-    server = check_server(asked(algorithm, "init_server", (w0,), None), w0, "init_server")
-    check_begin(server, "init_server")
+    contract = contract_of(algorithm)
+    server = check_begin(contract.init_server(w0), "init_server")
     noise = noise_of(settings, parameter_layout, len(population.sizes), place)
     state = RunState(0, server, view.copy_of_buffers())
     weights = own_weights(settings.weighting, len(population.sizes))
     if getattr(algorithm, "pools_data", False):
         weights = None
-        population = pooled(population, settings.participation, settings.seed)
+        population = pooled(population, settings.share_of(len(population.sizes)), settings.seed)
         settings = replace(settings, sampler=in_turn(len(population.sizes)), available=None)
-    cohort = sampling.likely(settings.sampler, len(population.sizes), settings.participation)
-    step = _try(algorithm, population, settings, state, parameter_layout)
+    clients = len(population.sizes)
+    cohort = sampling.likely(settings.sampler, clients, settings.share_of(clients))
+    step = _try(contract, population, settings, state, parameter_layout)
     check(replace(facts, update=step))
     if step.teacher is not None and tried.example is not None:
         w = step.teacher.rows[0]
@@ -128,26 +129,24 @@ def assemble(
         numel=layout.numel,
     )
     run = Loop(
-        population, algorithm, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,
+        population, contract, settings, chosen, evaluator, view, states, ranks, parameter_layout, stages, weights,
         personal,
     )  # fmt: skip
     return run, state
 
 
 def _try(
-    algorithm: Algorithm, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
+    contract: Contract, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
 ) -> LocalUpdate:
     """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
     written."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip
-    client = check_client(asked(algorithm, "init_client", (state.server,), None), "init_client")
-    check_begin(client, "init_client")
-    made = asked(algorithm, "local_update", (state.server, client_state.rows([client]), about), None)
-    step = check_steps(made, state.server["w"], 1)[0][0]
-    if getattr(algorithm, "own_models", False):
-        own, w = asked(algorithm, "own_model", (state.server, client), None), state.server["w"]
+    client = contract.init_client(state.server)
+    step = contract.local_updates(state.server, client_state.rows([client]), 1, about)[0][0]
+    if getattr(contract.algorithm, "own_models", False):
+        own, w = asked(contract.algorithm, "own_model", (state.server, client), None), state.server["w"]
         if not isinstance(own, Tensor) or (own.shape, own.dtype, own.device) != (w.shape, w.dtype, w.device):
             got = f"{own.dtype} {list(own.shape)} on {own.device}" if isinstance(own, Tensor) else type(own).__name__
             raise ValueError(

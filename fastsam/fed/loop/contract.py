@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fastsam.fed.algorithms.base import State, Upload
-from fastsam.fed.step.local_update import VECTORS, LocalUpdate
+from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.sums.fixed_point import Problems
 
 
@@ -147,10 +147,8 @@ def check_steps(made: object, w: Tensor, n: int) -> list[tuple[LocalUpdate, int]
 
 
 def _check_step(step: LocalUpdate, w: Tensor, n: int) -> LocalUpdate:
-    for name in VECTORS:
+    for name in step.constants.vectors:
         v = getattr(step, name)
-        if v is None:
-            continue
         if (
             not isinstance(v, Tensor)
             or (v.shape != w.shape and v.shape != (n, *w.shape))

@@ -20,14 +20,13 @@ from fastsam.fed.algorithms.base import Aggregate, Algorithm, Round
 from fastsam.fed.clients import sampling
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import Choice
-from fastsam.fed.loop import row_contract
+from fastsam.fed.loop.algorithm_calls import Contract
 from fastsam.fed.loop.client_state import ClientStates
-from fastsam.fed.loop.contract import asked, check_finite, check_server
+from fastsam.fed.loop.contract import check_finite
 from fastsam.fed.loop.evaluate import Evaluator
 from fastsam.fed.loop.listeners import Listeners
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import warn
-from fastsam.fed.loop.padding import check_padding
 from fastsam.fed.loop.personal import ClientModels
 from fastsam.fed.loop.round import Cohort
 from fastsam.fed.rundir.checkpoint import RunDirectory, RunState
@@ -48,6 +47,7 @@ class Loop:
     """The parts of a run, and its rounds. It knows neither what an algorithm does nor how an executor trains.
 
     Args:
+        contract: calls the algorithm.
         view: the replica on which the global model is evaluated.
         states: the store of the clients' states.
         layout: the parameters of a row.
@@ -57,7 +57,7 @@ class Loop:
     """
 
     population: Population
-    algorithm: Algorithm
+    contract: Contract
     settings: Settings
     chosen: Choice
     evaluator: Evaluator
@@ -106,11 +106,17 @@ class Loop:
             return None
         return [*_KEYS, *self.evaluator.nothing(), *(key for keys in of_stages for key in keys or ())]
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm of the run."""
+        return self.contract.algorithm
+
     @cached_property
     def sampler(self) -> sampling.Sampler:
         """The sampler of the clients of a round."""
         settings = self.settings
-        return sampling.make(settings.sampler, len(self.population.sizes), settings.participation, not self._may_empty)
+        clients = len(self.population.sizes)
+        return sampling.make(settings.sampler, clients, settings.share_of(clients), not self._may_empty)
 
     @cached_property
     def _may_empty(self) -> bool:
@@ -124,7 +130,6 @@ class Loop:
         round, visible = self._rounds_of(t, len(client_ids))
         if not client_ids:
             return self._skipped(state, round, visible, began)
-        attributes = row_contract.attributes(self.algorithm) if t == 0 else None
         state, mine = self._assigned(state, client_ids)
         cohort = Cohort(self, state, round, visible, client_ids, mine, exchange)
         executor = self.chosen.executor
@@ -134,10 +139,6 @@ class Loop:
         cohort.all_reduce()
         cohort.check()
         server, buffers = self._server_step(state, cohort.sums, round, visible)
-        if t == 0:
-            check_padding({"w": server["w"]}, self.layout, "the state that step_server returns")
-            row_contract.warn_changed(self.algorithm, attributes or {})
-        cohort.lent.check()
         trained = time.perf_counter() - began
         after = RunState(t + 1, server, buffers, cohort.clients, state.history, cohort.homes)
         if self.ranks.first:
@@ -151,17 +152,9 @@ class Loop:
         """Return round t, and the same as the algorithm may see it."""
         settings = self.settings
         round = visible = Round(
-            t,
-            settings.lr_of(t),
-            settings.local_epochs,
-            len(self.population.sizes),
-            cohort_size,
-            settings.server_lr_of(t),
-            settings.lr_of(0),
-            self.layout,
-            settings.momentum,
-            settings.seed,
-        )
+            t, settings.lr_of(t), settings.local_epochs, len(self.population.sizes), cohort_size,
+            settings.server_lr_of(t), settings.lr_of(0), self.layout, settings.momentum, settings.seed,
+        )  # fmt: skip
         for stage in self.stages:
             visible = stage.visible_round(visible)
         return round, visible
@@ -183,8 +176,7 @@ class Loop:
         for stage in self.stages:
             aggregate = stage.process_aggregate(aggregate, state.server, round)
         assert aggregate is not None  # a round without clients has a server step only if a stage makes its aggregate
-        server = asked(self.algorithm, "step_server", (state.server, aggregate, visible), round.index)
-        server = check_server(server, state.server["w"], "step_server")
+        server = self.contract.step_server(state.server, aggregate, visible)
         check_finite(server, state.server, round.index + 1, round.server_lr)
         buffers = state.buffers
         for stage in self.stages:
@@ -199,7 +191,7 @@ class Loop:
         else:
             assert isinstance(settings.sampler, str) and callable(settings.available)  # the options have been checked
             client_ids = sampling.draw_present(
-                settings.sampler, settings.participation, settings.available, t, num_clients, settings.seed
+                settings.sampler, settings.share_of, settings.available, t, num_clients, settings.seed
             )
         if callable(settings.sampler) or settings.available:  # a user's function may draw differently on each rank
             client_ids = self.ranks.cohort(client_ids, num_clients, state.server["w"])

@@ -55,12 +55,14 @@ class Settings:
         above=0, formula=check_formula)
     lr_decay: float = option(1.0, "factor on the learning rate after each round, where lr is a number", above=0)
     participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
-    sampler: str | Sampler = option("bernoulli",
+    cohort: int | None = option(None, "number of clients that are active in a round, in place of participation",
+        at_least=1)
+    sampler: str | Sampler | None = option(None,
         "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without "
         "replacement), "
         "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), "
         "or a callable "
-        "(round, generator) -> client ids, in a config its import path")
+        "(round, generator) -> client ids, in a config its import path; none: 'fixed' with cohort, else 'bernoulli'")
     available: str | Available | None = option(None,
         "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the "
         "sampler draws; a round with "
@@ -139,6 +141,7 @@ class Settings:
                 f"local_parameters must be a parameter's name or a pattern such as 'head.*', or a list of them; "
                 f"got {names!r}"
             )
+        self.name_sampler()
         sampling.make(self.sampler, 1, self.participation)
         check_available(self.available, self.sampler)
         object.__setattr__(self, "weighting", checked_weighting(self.weighting))
@@ -165,6 +168,15 @@ class Settings:
     def aggregation_name(self) -> str:
         """The name of the rule or function in place of the mean, or "mean"."""
         return self.aggregation if isinstance(self.aggregation, str) else FunctionRule(self.aggregation).name
+
+    def name_sampler(self) -> None:
+        """Put the name of the default sampler in place of None."""
+        if self.sampler is None:
+            object.__setattr__(self, "sampler", "bernoulli" if self.cohort is None else "fixed")
+
+    def share_of(self, clients: int) -> float:
+        """Return the share of `clients` clients that is active in a round, in (0, 1]."""
+        return self.participation if self.cohort is None else min(1.0, self.cohort / clients)
 
     def steps_of(self, samples: int) -> int:
         """The local steps that a client with so many samples takes in a round."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fastsam.fed.step.local_update import VECTORS, LocalUpdate
+from fastsam.fed.step.local_update import LocalUpdate
 from fastsam.fed.step.parameter_layout import ParameterLayout
 
 
@@ -32,7 +32,7 @@ def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: 
 
 def check_padding_of_step(step: LocalUpdate, layout: ParameterLayout) -> None:
     """As `check_padding`, of the vectors of a LocalUpdate."""
-    vectors = {name: x for name in VECTORS if (x := getattr(step, name)) is not None}
+    vectors = {name: getattr(step, name) for name in step.constants.vectors}
     check_padding(vectors, layout, "the LocalUpdate of local_update")
     if step.then is not None:
         check_padding_of_step(step.then, layout)

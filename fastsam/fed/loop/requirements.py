@@ -218,6 +218,10 @@ REQUIREMENTS = (
                 lambda f: None if f.settings.local_epochs == 1
                 else f"the run has local_epochs={f.settings.local_epochs}",
                 "Name one of the two"),
+    Requirement(_value("cohort", None), "participation at its default",
+                lambda f: None if f.settings.participation == 0.2
+                else f"the run has participation={f.settings.participation:g}",
+                "Name one of the two"),
     Requirement(lambda f: None if f.settings.lr_decay == 1 else f"lr_decay={f.settings.lr_decay:g}",
                 "a learning rate that is a number",
                 lambda f: None if isinstance(f.settings.lr, float) else f"the run has lr={f.settings.lr!r}",

@@ -11,20 +11,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fastsam.fed.algorithms.base import Algorithm, Round, State
+from fastsam.fed.algorithms.base import Round, State
 from fastsam.fed.clients.population import Population
 from fastsam.fed.executors import ClientError, Ends, Executor, Task, Work
-from fastsam.fed.loop import row_contract
+from fastsam.fed.loop.algorithm_calls import Constants, Contract
 from fastsam.fed.loop.client_state import ClientStates, alike, rows
-from fastsam.fed.loop.contract import Unwritten, asked, check_client, check_closed, check_steps, not_finite
+from fastsam.fed.loop.contract import not_finite
 from fastsam.fed.loop.options import Settings
 from fastsam.fed.loop.outliers import outliers
-from fastsam.fed.loop.padding import check_padding
-from fastsam.fed.loop.row_contract import COMPARED
 from fastsam.fed.rundir.checkpoint import RunState
 from fastsam.fed.stages.base import ClientUploads, Stage
 from fastsam.fed.stages.client_weights import own_weights_of
-from fastsam.fed.step.local_update import ClientResults, LocalUpdate
+from fastsam.fed.step.local_update import ClientResults
 from fastsam.fed.sums.all_reduce import Exchange
 from fastsam.fed.sums.fixed_point import FixedPointAggregate, Problems
 
@@ -40,7 +38,7 @@ class Run(Protocol):
     """The parts of a run that its cohorts need (see `Loop`)."""
 
     @property
-    def algorithm(self) -> Algorithm: ...
+    def contract(self) -> Contract: ...
     @property
     def population(self) -> Population: ...
     @property
@@ -78,7 +76,7 @@ class Cohort:
         mine: Sequence[int],
         exchange: Exchange,
     ) -> None:
-        self.algorithm, self.population, self.settings = run.algorithm, run.population, run.settings
+        self.contract, self.population, self.settings = run.contract, run.population, run.settings
         self.stages, self.states = run.stages, run.states
         self.before, self.round, self.visible, self.client_ids, self.mine = before, round, visible, client_ids, mine
         sizes = self.population.sizes
@@ -88,10 +86,6 @@ class Cohort:
             self.weights = {i: sizes[i] if by_samples else 1 for i in client_ids}
         else:
             self.weights = {i: run.weights[i] for i in client_ids}
-        self.sends_weights = bool(getattr(self.algorithm, "sends_weights", False))
-        self._looked = round.index > 0  # at what the algorithm makes of rows
-        own = round.index == 0 and row_contract.is_own(self.algorithm)
-        self._second = row_contract.copied(self.algorithm) if own else None  # whose rows are compared
         self.exchange = exchange
         places = self.exchange.open(_COUNTS + 2 * len(client_ids), before.server["w"])
         self.sums = FixedPointAggregate(len(client_ids), max(self.weights.values()), places)
@@ -100,9 +94,7 @@ class Cohort:
         self.norms: dict[int, float] = {}  # of the deltas that enter the sums
         self.steps = self.backward_passes = 0
         self._open: dict[int, State] = {}  # the states that are not empty, of clients that train
-        self._first: tuple[State, tuple[LocalUpdate, int]] | None = None
-        self.lent = Unwritten()
-        self.lent.lend("server", before.server)
+        self._first: tuple[State, Constants] | None = None
         for stage in self.stages:
             stage.begin_round(self.sums)
 
@@ -137,7 +129,7 @@ class Cohort:
                 kept = self._snapshots(i) if self.stages else _NOTHING
                 yield Task(i, work, step, row, kept, orders.pop(i, None))
 
-    def _steps(self, clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
+    def _steps(self, clients: Sequence[int]) -> list[Constants]:
         """Return for each client its LocalUpdate and the index of its row in it.
 
         Clients that take part for the first time share one state, and therefore one LocalUpdate.
@@ -147,14 +139,13 @@ class Cohort:
         self._open |= known
         if len(known) < len(clients) and self._first is None:
             new = [i for i in clients if i not in known]
-            state = check_client(asked(self.algorithm, "init_client", (server,), self.round.index, new), "init_client")
-            self.lent.lend("client", state)
+            state = self.contract.init_client(server, self.visible, new)
             self._first = state, self._constants([state], new[:1])[0]
-            if len(clients) > 1 and self._second is not None:
-                row_contract.check_local_update(self._second, server, state, self.visible)
         if self._first is not None and self._first[0]:
             self._open |= {i: self._first[0] for i in clients if i not in known}
-        found: dict[int, tuple[LocalUpdate, int]] = {}
+        if self._first is not None and not known:
+            return [self._first[1]] * len(clients)
+        found: dict[int, Constants] = {}
         ids, states = list(known), list(known.values())
         for places in alike(states):
             those = [ids[place] for place in places]
@@ -162,11 +153,9 @@ class Cohort:
         first = None if self._first is None else self._first[1]
         return [step for i in clients if (step := found.get(i, first)) is not None]
 
-    def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[tuple[LocalUpdate, int]]:
-        """Those of clients whose states are alike."""
-        server, index = self.before.server, self.round.index
-        made = asked(self.algorithm, "local_update", (server, rows(states), self.visible), index, clients)
-        return check_steps(made, server["w"], len(states))
+    def _constants(self, states: Sequence[State], clients: Sequence[int]) -> list[Constants]:
+        """Return the constants of clients whose states are alike."""
+        return self.contract.local_updates(self.before.server, rows(states), len(states), self.visible, clients)
 
     def _order(self, clients: Sequence[int], longest_first: bool) -> Sequence[int]:
         sizes = self.population.sizes
@@ -203,22 +192,11 @@ class Cohort:
 
     def _close(self, states: Sequence[State], results: ClientResults) -> None:
         """Of clients whose states are alike."""
-        server, client, lent = self.before.server, rows(states), Unwritten()
-        lent.lend("client", client)
-        alone = []
-        if len(states) > 1 and self._second is not None:  # copies, because the ends may be written into
-            alone = [(server, rows([s]), results.take([i]), self.visible) for i, s in enumerate(states[:COMPARED])]
-        given = (server, dict(client), results, self.visible)
-        closed = asked(self.algorithm, "finish_client", given, self.round.index, results.client_ids)
-        lent.check()
-        state, upload = check_closed(closed, server, len(states))
-        if alone:
-            row_contract.check_rows(self._second, "finish_client", closed, alone, len(states))
-            self._second = None
-        if not self._looked:
-            self._looked = True
-            check_padding({**upload.mean, **upload.sum}, self.round.layout, "the Upload of finish_client")
-        own_weights = own_weights_of(upload, self.sends_weights, len(states), server["w"].device)
+        server, client = self.before.server, rows(states)
+        state, upload = self.contract.finish_clients(server, states, client, results, self.visible)
+        own_weights = None
+        if self.contract.sends_weights or upload.weight is not None:
+            own_weights = own_weights_of(upload, self.contract.sends_weights, len(states), server["w"].device)
         scalars: dict[str, Sequence[float]] = {"loss": results.losses.tolist(), "samples": results.num_samples}
         weights = [self.weights[i] for i in results.client_ids]
         uploads = ClientUploads(

@@ -1,7 +1,7 @@
 """The first round's look at an algorithm of the user's: each client's results come from its own row, and `self` stays.
 
-`Cohort` (see `fastsam.fed.loop.round`) calls `check_rows` for the first block of several clients. Without it the
-results of an algorithm that mixes rows would depend on the executor.
+`CheckedContract` (see `fastsam.fed.loop.algorithm_calls`) calls `check_rows` for the first block of several clients.
+Without it the results of an algorithm that mixes rows would depend on the executor.
 """
 
 from __future__ import annotations

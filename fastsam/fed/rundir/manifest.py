@@ -19,6 +19,7 @@ _WITHOUT_CHECKSUM = 1  # a version: an earlier one, read as ever; no flip of one
 _KEYS = {"round", "metrics_bytes", "metrics_hash", "server", "clients", "files", "identity"}
 _OF_NAMES = ("clients", "files")  # from names to names
 _SINCE = {
+    "cohort": None,
     "memory_format": "preserve",
     "aggregation": "mean",
     "drop_last": False,

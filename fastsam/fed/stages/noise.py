@@ -159,7 +159,7 @@ def noise_of(options: RunOptions, layout: ParameterLayout, num_clients: int, dev
     if options.privacy.noise == "local":
         return LocalNoise(options, mask, accountant)
     sampled = options.available is None
-    cohort = sampling.expected(options.sampler, options.participation, num_clients) if sampled else None
+    cohort = sampling.expected(options.sampler, options.share_of(num_clients), num_clients) if sampled else None
     return CentralNoise(options, mask, accountant, cohort)
 
 
@@ -175,9 +175,10 @@ def _accountant(options: RunOptions, num_clients: int) -> Accountant | None:
             f"epsilon is computed by the package dp-accounting, which is not installed: {install_command('privacy')}, "
             "or fed.Privacy(accountant=None): noise, and no guarantee"
         ) from error
-    draws = sampling.make(options.sampler, num_clients, options.participation)
+    share = options.share_of(num_clients)
+    draws = sampling.make(options.sampler, num_clients, share)
     taken = Participations(lambda t: sampling.draw(draws, t, num_clients, options.seed))
     return Accountant(
-        law(privacy.noise, options.sampler, options.participation, num_clients, privacy.noise_multiplier, taken.most),
+        law(privacy.noise, options.sampler, share, num_clients, privacy.noise_multiplier, taken.most),
         delta,
     )

@@ -32,31 +32,14 @@ import torch
 from torch import Tensor
 
 from fastsam.fed.common.checks import integer, number
+from fastsam.fed.step.constants import NUMBERS, OBJECTS, Constants, Values, constants_of
 from fastsam.fed.step.input_map import InputMap
 from fastsam.fed.step.mixture import Mixture
 from fastsam.fed.step.pilot import Pilot
 from fastsam.fed.step.teacher import Teacher
-from fastsam.step import Direction, Mix
+from fastsam.step import Direction
 
 NU = 1e-7  # added to the norm of a direction; the papers add nothing, their simulators this
-
-
-VECTORS = (
-    "gradient_offset",
-    "direction_vector",
-    "dual",
-    "server_perturbation",
-    "start",
-    "anchor",
-    "beside",
-    "rho_scale",
-)
-_ALONG = (Direction.PATH, Direction.GRADIENT_PLUS)  # what is known of the way so far is in the direction
-_NEEDS = {
-    Direction.GRADIENT_MINUS_DUAL: ("dual", "server_perturbation"),
-    Direction.CONSTANT: ("direction_vector",),
-    **dict.fromkeys(_ALONG, ("direction_vector",)),
-}
 
 
 @dataclass(frozen=True)
@@ -149,120 +132,20 @@ class LocalUpdate:
     envelope: Envelope | None = None
     beside: Tensor | None = None
     mixture: Mixture | None = None
-    mix: Mix = field(init=False, repr=False, compare=False)  # of a, b and surrogate_gap
+    constants: Constants = field(init=False, repr=False, compare=False)  # made of these, once for all equal ones
 
     def __post_init__(self) -> None:
-        number("rho", self.rho, at_least=0)
-        number("eta", self.eta, at_least=0)
-        number("penalty", self.penalty, above=0)
-        number("lr_end_factor", self.lr_end_factor, at_least=0)
-        number("rho_end_factor", self.rho_end_factor, at_least=0)
-        if self.rho_end_factor != 1 and self.direction in (Direction.NONE, Direction.CONSTANT):
-            raise ValueError(
-                "LocalUpdate: rho_end_factor belongs to directions with a perturbation of every step; the direction is "
-                f"{self.direction.value!r}, with rho_end_factor={self.rho_end_factor!r}"
-            )
-        if self.rho_scale is not None and self.direction in (Direction.NONE, Direction.GRADIENT_MINUS_DUAL):
-            raise ValueError(
-                f"LocalUpdate: rho_scale belongs to a perturbation without a dual; the direction is "
-                f"{self.direction.value!r}"
-            )
-        number("pull", self.pull, at_least=0, at_most=1)
-        for name in ("perturbed_weight", "clean_weight", "proximal_coefficient", "surrogate_gap", "drift"):
-            number(name, getattr(self, name))
-        needed = _NEEDS.get(self.direction, ())
-        for name in ("direction_vector", "dual", "server_perturbation"):
-            if (getattr(self, name) is not None) != (name in needed):
-                raise ValueError(
-                    f"LocalUpdate: the direction {self.direction.value!r} takes {', '.join(needed) or 'none'} of the "
-                    f"vectors direction_vector, dual, server_perturbation; "
-                    f"{name} was {'not given' if name in needed else 'given'}"
-                )
-        if (self.drift and self.direction not in _ALONG) or (
-            self.remembers and self.direction is not Direction.GRADIENT_PLUS
-        ):
-            raise ValueError(
-                f"LocalUpdate: drift belongs to the directions 'path' and 'gradient plus', remembers to 'gradient "
-                f"plus'; the direction is {self.direction.value!r}, with drift={self.drift!r} and "
-                f"remembers={self.remembers!r}"
-            )
-        if (self.anchor is None) == (self.pull > 0) or (self.pull and self.backward_passes == 1):
-            raise ValueError(
-                "LocalUpdate: an anchor and a pull > 0 go together, in a step whose perturbation is found by a first "
-                "gradient; got "
-                f"pull={self.pull!r}, {'no' if self.anchor is None else 'an'} anchor, and the direction "
-                f"{self.direction.value!r}"
-            )
-        if self.teacher is not None and self.input_map is not None:
-            raise ValueError("LocalUpdate: a step has a teacher or a map of the inputs, not both")
-        if self.teacher is not None and self.teacher.perturbs and self.backward_passes == 1:
-            raise ValueError(
-                "LocalUpdate: a teacher with perturbs=True gives the first gradient of a step with two; the direction "
-                f"{self.direction.value!r} has one gradient only"
-            )
-        if (self.clean_weight or self.surrogate_gap) and self.backward_passes == 1:
-            raise ValueError(
-                "LocalUpdate: clean_weight and surrogate_gap combine the gradients at the unperturbed and at the "
-                f"perturbed weights; the direction {self.direction.value!r} has one gradient only"
-            )
-        if self.pilot is not None and (self.direction is Direction.NONE or self.full_gradient):
-            raise ValueError(
-                "LocalUpdate: a pilot finds the radius of a perturbation, by gradients that take the place of the full "
-                "one; got the direction "
-                f"{self.direction.value!r} and full_gradient={self.full_gradient!r}"
-            )
-        if self.pilot is not None and self.rho_end_factor != 1:
-            raise ValueError(
-                f"LocalUpdate: a pilot finds one radius for the whole round; got rho_end_factor={self.rho_end_factor!r}"
-            )
-        if self.epochs is not None:
-            integer("epochs", self.epochs, at_least=1)
-        if self.only is not None and not (isinstance(self.only, tuple) and all(type(i) is int for i in self.only)):
-            raise ValueError(
-                "LocalUpdate: only must be a tuple of places, as ParameterLayout.places(...) returns them, got "
-                f"{type(self.only).__name__}"
-            )
-        if self.only is not None and not self.only:
-            raise ValueError("LocalUpdate: only=() trains nothing; leave the phase out")
-        if self.then is not None and not (self.chains and self.then.chains):
-            raise ValueError(
-                "LocalUpdate: a step with a further phase, and that phase, have no dual, constant direction, full "
-                "gradient, pilot or map of the inputs"
-            )
-        if self.envelope is not None and not (
-            self.chains and self.then is None and self.proximal_coefficient and self.gradient_offset is not None
-        ):
-            raise ValueError(
-                "LocalUpdate: an envelope needs a proximal term (proximal_coefficient > 0 and gradient_offset = "
-                "-proximal_coefficient * start), in a step of one phase without a dual, constant direction, full "
-                "gradient, pilot or map of the inputs"
-            )
-        if (self.beside is None) != (self.mixture is None) or (self.mixture is not None and not self.mixes):
-            raise ValueError(
-                "LocalUpdate: beside and mixture are one model and how it learns, next to plain steps of one phase, "
-                "without a direction, teacher, "
-                f"full gradient or map of the inputs; got the direction {self.direction.value!r}, "
-                f"{'no' if self.beside is None else 'a'} vector "
-                f"beside and {'no' if self.mixture is None else 'a'} mixture"
-            )
-        object.__setattr__(self, "mix", Mix(self.perturbed_weight, self.clean_weight, self.surrogate_gap))
+        numbers = [getattr(self, name) for name in NUMBERS]
+        given = tuple([name for name in OBJECTS if getattr(self, name) is not None])
+        teacher_perturbs = self.teacher is not None and self.teacher.perturbs
+        next_phase_chains = self.then is not None and self.then.constants.chains
+        values = Values._make((*numbers, given, teacher_perturbs, next_phase_chains))
+        object.__setattr__(self, "constants", constants_of(values))
 
     @property
     def backward_passes(self) -> int:
         """Back-propagations of one step: a second one when the direction is found by the first."""
         return self.direction.backward_passes
-
-    @property
-    def chains(self) -> bool:
-        """Whether it can be one of several phases: what it leaves behind is a displacement alone."""
-        alone = self.direction not in _NEEDS and not self.full_gradient
-        return alone and self.pilot is None and self.input_map is None
-
-    @property
-    def mixes(self) -> bool:
-        """Whether a second model can be trained in lock step with it."""
-        plain = self.direction is Direction.NONE and self.teacher is None
-        return plain and self.chains and self.then is None and self.envelope is None
 
     def pace(self, k: int, steps: int) -> float:
         """The learning rate of step k of `steps`, over that of the round."""
@@ -281,8 +164,8 @@ class LocalUpdate:
 
     @property
     def keeps_first(self) -> bool:
-        """Whether the update reads the first gradient too."""
-        return self.mix.keeps_first
+        """True if the update reads the first gradient too."""
+        return self.constants.mix.keeps_first
 
 
 def lr_sum(lr_end_factor: float, steps: int) -> float:

@@ -14,6 +14,7 @@ from fastsam import fed
 from fastsam.fed.common.import_paths import import_object
 from fastsam.lab import config
 from tests.helpers.fed_watch import Watched
+from tests.helpers.pages import blocks
 from tests.helpers.places import ROOT
 
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -118,11 +119,9 @@ def test_the_schedules_of_the_page_are_understood():
 
 
 def test_the_examples_of_own_algorithms_are_what_they_say():
-    page = (ROOT / "docs" / "own_algorithm.md").read_text()
-    example, *others = re.findall(r"```python\n(.*?)```", page, re.S)
     names = {"__name__": "own"}
-    for block in (example, *others):
-        exec(compile(block, "docs/own_algorithm.md", "exec", dont_inherit=True), names)
+    for block in (b for b in blocks("docs/own_algorithm.md") if b.language == "python" and not b.quoted):
+        block.run(names)
         assert len(names["result"].history) == 10
     torch.manual_seed(0)
     model = torch.nn.Sequential(OrderedDict(hidden=torch.nn.Linear(3, 3), out=torch.nn.Linear(3, 2)))

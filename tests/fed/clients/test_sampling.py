@@ -214,12 +214,41 @@ def test_only_those_that_are_there_take_part(available, tmp_path):
 
 
 def test_the_share_is_one_of_those_that_are_there():
-    cohorts = [draw_present("fixed", 0.5, lambda t: range(t, 10), t, 10, 0) for t in range(9)]
+    cohorts = [draw_present("fixed", lambda clients: 0.5, lambda t: range(t, 10), t, 10, 0) for t in range(9)]
     assert [len(cohort) for cohort in cohorts] == [5, 5, 4, 4, 3, 3, 2, 2, 1]
     assert all(min(cohort) >= t and cohort == sorted({*cohort}) for t, cohort in enumerate(cohorts))
-    draws = [draw_present("bernoulli", 0.3, lambda t: range(0, 100, 2), t, 100, 0) for t in range(200)]
+    draws = [draw_present("bernoulli", lambda clients: 0.3, lambda t: range(0, 100, 2), t, 100, 0) for t in range(200)]
     assert all(i % 2 == 0 for cohort in draws for i in cohort)
     assert sum(map(len, draws)) / 200 == pytest.approx(15, abs=1)
+
+
+def test_a_cohort_is_a_number_of_clients(tmp_path):
+    counted = start(tmp_path / "a", cohort=2, participation=0.2)
+    assert [record["clients"] for record in counted.history] == [2] * len(counted.history)
+    named = start(tmp_path / "b", participation=2 / 5, sampler="fixed")
+    assert same_bits(counted.model, named.model) and records(tmp_path / "a") == records(tmp_path / "b")
+    for sampler, sizes in {"shuffled": {2, 1}, "bernoulli": {1, 2, 3, 4, 5}}.items():
+        history = start(tmp_path / sampler, cohort=2, participation=0.2, sampler=sampler).history
+        assert {record["clients"] for record in history} <= sizes
+    present = start(tmp_path / "c", cohort=2, participation=0.2, available=lambda t: range(t + 1)).history
+    assert [record["clients"] for record in present] == [min(2, t + 1) for t in range(len(present))]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"cohort": 6, "participation": 0.2}, "cohort=6 needs as many clients, but there are 5"),
+        ({"cohort": 0, "participation": 0.2}, "cohort.*must be an integer >= 1, got 0"),
+        (
+            {"cohort": 2, "participation": 0.5},
+            "cohort=2 needs participation at its default, but the run has participation=0.5",
+        ),
+    ],
+)
+def test_a_cohort_that_cannot_be(options, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        start(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_round_with_nobody_is_skipped_and_says_so(tmp_path):

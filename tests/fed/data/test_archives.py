@@ -195,7 +195,7 @@ def test_emnist_subset_is_a_tenth_of_each_part_and_does_not_move(
     assert sum(len(y) for _, y in a) == 20 and len(a.test[1]) == 5
     assert torch.equal(a.test[0], b.test[0])
     assert sorted(torch.cat([y for _, y in a]).tolist()) == sorted(torch.cat([y for _, y in b]).tolist())
-    with pytest.raises(ValueError, match="of the 50 test images of EMNIST is none"):
+    with pytest.raises(ValueError, match="of the 50 test images of EMNIST has no image"):
         emnist(tmp_path, fraction=0.01)
     with pytest.raises(ValueError, match="fraction must be a finite number > 0 and <= 1"):
         emnist(tmp_path, fraction=1.5)

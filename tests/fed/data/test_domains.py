@@ -201,7 +201,7 @@ def test_bad_image_folders(tmp_path: Path) -> None:
         officehome(tmp_path, folder_set=SMALL, size=4)
     cut = root / "Product" / "class_2" / "1.jpg"
     cut.write_bytes(cut.read_bytes()[:300])
-    with pytest.raises(ValueError, match="1.jpg is no complete image"):
+    with pytest.raises(ValueError, match="1.jpg is not a complete image"):
         officehome(tmp_path, folder_set=SMALL, size=16)
     assert not list(root.glob(".fastsam-16/*.part")) and not (root / ".fastsam-16" / "Product.json").exists()
     with pytest.raises(FileNotFoundError, match="no DomainNet"):

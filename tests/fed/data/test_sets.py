@@ -159,7 +159,7 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path) -> None:
         from_npz(file, clients=2, split="iid")
     np.savez(file, **pooled())
     file.write_bytes(file.read_bytes()[:200])
-    with pytest.raises(ValueError, match="no complete .npz file of plain arrays"):
+    with pytest.raises(ValueError, match="not a complete .npz file of plain arrays"):
         from_npz(file, clients=2, split="iid")
     np.savez(file, x=np.zeros((3, 2)), y=np.array([0, 1]))
     with pytest.raises(ValueError, match="x has 3 samples and y 2 labels"):

@@ -114,7 +114,7 @@ def test_digits_are_learnt(name):
     assert 0 < made["client_accuracy_std"] < 0.3 and made["backprops"] == (1 if name == "fedavg" else 2) * sum(
         r["steps"] for r in result.history
     )
-    assert seen == result.history and [list(r) for r in seen] == [KEYS] * 25
+    assert seen == result.history and all(sorted(r) == sorted(KEYS) for r in seen)
     assert json.loads(json.dumps(made)) == made
 
 

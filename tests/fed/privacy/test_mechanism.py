@@ -76,6 +76,43 @@ def test_nobody_in_a_round_is_noise_alone() -> None:
     assert plain["clients"] == 1  # as ever where there is no noise
 
 
+class ClientDeltas:
+    """Measures that keep, for every round in which they are called, the clients' deltas and the mean of the round."""
+
+    def __init__(self) -> None:
+        self.deltas: dict[int, list[torch.Tensor]] = {}
+        self.means: dict[int, torch.Tensor] = {}
+
+    def snapshots(self, round: int, steps: int) -> tuple[int, ...]:
+        return ()
+
+    def clients(self, before: Any, results: Any, about: Any) -> dict[str, list[float]]:
+        self.deltas.setdefault(about.index, []).extend(results.delta.double())
+        return {"one": [1.0] * len(results.delta)}
+
+    def round(self, before: Any, after: Any, aggregate: Any, about: Any) -> dict[str, float | None]:
+        self.means[about.index] = aggregate.mean("delta")
+        return {"measured_clients": aggregate.scalar("one")}
+
+
+def test_measures_read_what_has_no_noise_and_a_round_without_clients_has_no_measures() -> None:
+    options: dict[str, Any] = {"rounds": 8, "participation": 0.15, "lr": 0.5}
+    measures = ClientDeltas()
+    result = checks.run(measures=measures, **options)
+    cohorts = [record["clients"] for record in result.history]
+    assert 0 in cohorts and max(cohorts) > 1
+    assert [t for t, size in enumerate(cohorts) if size] == sorted(measures.means) == sorted(measures.deltas)
+    for t, mean in measures.means.items():
+        assert len(measures.deltas[t]) == result.history[t]["measured_clients"] == cohorts[t]
+        true = torch.stack(measures.deltas[t]).mean(0)
+        assert true.norm() > 0.01 and (mean - true).norm() < 1e-12
+    assert all(("measured_clients" in record) == (record["clients"] > 0) for record in result.history)
+    for named in ((), ["sharpness", "consistency"]):  # other measures, or none: the same run
+        same = checks.run(measures=named, **options)
+        assert torch.equal(checks.moved(same, 6), checks.moved(result, 6))
+        assert all(("consistency" in r) == (bool(named) and r["clients"] > 0) for r in same.history)
+
+
 def test_the_padding_of_a_row_stays_zero() -> None:
     """A model of 6 * 8 + 8 parameters in a row of 256: the loop refuses a first step with numbers in between."""
     for kind in KINDS.values():

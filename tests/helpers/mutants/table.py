@@ -217,7 +217,7 @@ algorithms.fedtoga FedTOGA.step_server: {**super().step_server(server, aggregate
     (-aggregate.mean('delta')).to(server['D'].dtype)} => {**super().step_server(server, aggregate, round), 'D':
     aggregate.mean('delta').to(server['D'].dtype)} @ fedtoga
 algorithms.fedtoga FedTOGA.local_update: rho=rho => rho=0.0 @ fedtoga
-executors.kernel_calls Form.begin_: self.field(name).zero_() => pass @ fedtoga
+executors.kernel_calls Form._select: map(self.field, kind.memory) => () @ fedtoga
 # FedGF
 algorithms.fedgf FedGF.local_update: max(1, min(round.index, self.window)) => self.window @ fedgf
 algorithms.fedgf FedGF.local_update: min(round.index, self.window) => round.index @ fedgf-window
@@ -329,7 +329,7 @@ fastsam_kernels.reference update_: torch.where(full, 0.0, h[HParam.PHI]) => 0.0 
 fastsam_kernels.reference update_: w if shift_ is None else w - shift_ => w @ fedlesam clip-linear
 fastsam_kernels.reference update_: torch.where(decoupled, 0.0, decay) => 0.0 * decay @ fedavg
 fastsam_kernels.rules.sgd step: h[DAMPENING] => mu @ fedavg momentum
-executors.kernel_calls Form.begin_: self.momentum.zero_() => pass @ fedavg momentum
+executors.kernel_calls Form._select: [self.momentum, *map(self.field, kind.memory)] => [] @ fedavg momentum
 executors.kernel_calls Rows.numbers: perturbation(step.direction, step.rho, step.eta, NU) =>
     perturbation(step.direction, step.rho, step.eta, 0.0) @ fedsam
 """)
@@ -360,7 +360,7 @@ algorithms.pfedme pFedMe.finish_client: server['w'] + results.inner => server['w
 algorithms.pfedme pFedMe.local_update: self.K => 1 @ pfedme
 executors.phases repeated: torch.mul(anchor, -task.step.proximal_coefficient, out=q) => pass @ pfedme
 executors.phases repeated: anchor.lerp_(form.z, envelope.rate) => anchor.copy_(form.z) @ pfedme
-executors.row Row._begin: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
+executors.row Row._read_vectors: form.field('anchor').copy_(self.start) => form.field('anchor').zero_() @ pfedme
 algorithms.apfl APFL.finish_client: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.local_update: client['v_i'] => server['w'] @ apfl
 algorithms.apfl APFL.finish_client: results.alpha[:, None] => client['alpha'] @ apfl

@@ -1,0 +1,86 @@
+"""The variant of a local step: which kernels it calls, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fastsam.step import Direction
+
+ALONG_THE_WAY = (Direction.PATH, Direction.GRADIENT_PLUS)  # directions that know the way so far
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """The part of a LocalUpdate that decides which kernels are called.
+
+    Rows of one variant share their calls. Numbers are in `hparams`, row by row, except the numbers that torch's own
+    operations are given, which are here. Variants are made once for all equal constants (`LocalUpdate.constants`), so
+    their properties are computed once.
+
+    Args:
+        direction: direction of the perturbation.
+        has_q: a constant is added to the gradient.
+        has_phi: there is a proximal term.
+        keeps_first: the update reads the first gradient too.
+        surrogate: the weight of g2 is computed on the device (GSAM).
+        paced: the learning rate or the radius is different in every step.
+        drift: weight of `w - w^t` in the direction.
+        remembers: the gradient of the step before is in the direction.
+        pull: share by which the perturbed point is pulled towards the anchor.
+        piloted: gradients at the start find the radius.
+        scaled: the radius is different in every weight.
+    """
+
+    direction: Direction
+    has_q: bool
+    has_phi: bool
+    keeps_first: bool
+    surrogate: bool
+    paced: bool = False
+    drift: float = 0.0
+    remembers: bool = False
+    pull: float = 0.0
+    piloted: bool = False
+    scaled: bool = False
+
+    @cached_property
+    def rewrites(self) -> bool:
+        """True if the device or a schedule changes `hparams` after they were written."""
+        return self.surrogate or self.paced or self.piloted
+
+    @cached_property
+    def two_passes(self) -> bool:
+        """True if a first gradient finds the perturbation."""
+        return self.direction.backward_passes == 2
+
+    @cached_property
+    def constant(self) -> bool:
+        """True if one perturbation serves the whole round."""
+        return self.direction is Direction.CONSTANT
+
+    @cached_property
+    def walks(self) -> bool:
+        """True if every step has another perturbation, found without a gradient."""
+        return self.direction is Direction.PATH
+
+    @cached_property
+    def vectors(self) -> tuple[str, ...]:
+        """Names of the vectors that the steps only read, in addition to the gradient offset and the server's
+        perturbation."""
+        given = {
+            "direction_vector": self.direction in ALONG_THE_WAY,
+            "anchor": self.pull > 0,
+            "rho_scale": self.scaled,
+        }
+        return tuple(name for name, is_given in given.items() if is_given)
+
+    @cached_property
+    def returns(self) -> bool:
+        """True if the steps read the weights with which the round began."""
+        return bool(self.drift) or self.direction is Direction.GRADIENT_BY_DRIFT
+
+    @cached_property
+    def memory(self) -> tuple[str, ...]:
+        """Names of the fields that a step leaves to the next one, zero at the start."""
+        return ("path",) if self.walks else ("last",) if self.remembers else ()

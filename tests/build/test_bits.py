@@ -1,0 +1,45 @@
+"""The comparison of two trees (tools/bits.py): it names the cases that differ, and only these."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.places import ROOT
+from tools import bits, bits_fed
+
+
+@pytest.mark.slow
+def test_a_changed_tree_differs_in_the_cases_that_it_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "fastsam", tree / "fastsam")
+    shutil.copytree(ROOT / "kernels", tree / "kernels")
+    (tree / "csrc").symlink_to(ROOT / "csrc")
+    path = tree / "fastsam/fed/algorithms/fedavgm.py"
+    path.write_text(path.read_text().replace("beta: float = 0.9", "beta: float = 0.8"))
+    here, there = bits.Worker(ROOT, tmp_path / "here"), bits.Worker(tree, tmp_path / "there")
+    assert bits.compare_bits(here, there, "FedAvg") > 0
+    named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedAvgM ")]
+    assert named == ["FedAvgM sequential", "FedAvgM vmap", "FedAvgM threads resumed"]
+    assert bits.compare_bits(here, there, "FedSAM sequential") == 0
+    for worker in (here, there):
+        worker.stop()
+
+
+def test_hashes_follow_weights_states_and_records() -> None:
+    cases = dict(bits_fed.cases())
+    hashes = {name: cases[name]().split() for name in ("FedAvg sequential", "FedAvgM sequential", "FedNova sequential")}
+    assert cases["FedAvg sequential"]().split() == hashes["FedAvg sequential"]
+    for position, part in enumerate(("weights", "states", "records")):
+        found = {of_case[position] for of_case in hashes.values()}
+        assert len(found) == 3
+        assert all(value.startswith(f"{part}=") for value in found)
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    names = [name for name, _ in bits_fed.cases()]
+    assert len(set(names)) == len(names) > 200

@@ -1,0 +1,50 @@
+"""The algorithms of fastsam keep to the contract that the algorithms of users are held to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fastsam import fed
+from fastsam.fed.loop.algorithm_calls import CheckedContract, Contract, contract_of
+from fastsam.fed.loop.personal import Personal
+from tests.helpers import fed_cases as cases
+from tests.helpers.fed_runs import FIRST, digest, run
+
+NOT_STACKED = ("APFL", "Ditto", "FedBN", "FedGMT", "FedNTD", "FedRep", "FedRobust", "FedSOL", "MOON", "pFedMe")
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def as_a_users(algorithm: fed.Algorithm) -> fed.Algorithm:
+    """Return the same algorithm of a class that is not one of fastsam's, under the same name."""
+    cls = type(algorithm)
+    users = type(cls.__name__, (cls,), {"__module__": "a_user"})
+    made = users.__new__(users)
+    made.__dict__.update(algorithm.__dict__)
+    return made
+
+
+@pytest.mark.parametrize("name", fed.algorithms.registry)
+def test_checked_calls_give_the_same_bits(name: str) -> None:
+    cls = fed.algorithms.registry[name]
+    algorithm = cases.ours(FIRST[cls.__name__]) if cls.__name__ in FIRST else cls()
+    checked = as_a_users(algorithm)
+    assert type(contract_of(algorithm)) is Contract and type(contract_of(checked)) is CheckedContract
+    options = {"model": normed(), "sizes": (8, 16, 8, 12), "batch_size": 4} if name == "fedbn" else {}
+    for executor in ["sequential"] if cls.__name__ in NOT_STACKED else ["sequential", "vmap"]:
+        assert digest(run(algorithm, executor, 3, **options)) == digest(run(checked, executor, 3, **options))
+
+
+def test_a_wrapped_algorithm_of_a_user_is_checked_too() -> None:
+    class Own(fed.FedAvg):
+        pass
+
+    for inner, kind in ((Own(), CheckedContract), (fed.FedAvg(), Contract)):
+        wrapped = Personal.__new__(Personal)
+        wrapped.inner = inner
+        assert type(contract_of(wrapped)) is kind  # type: ignore[arg-type]

@@ -1,0 +1,43 @@
+"""FedAvg and FedSAM of `fed.run` next to the fifty lines of plain torch in `fastsam.fed.plain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fastsam import fed
+from fastsam.fed import plain
+from tests.helpers import oracle
+
+OPTIONS: dict[str, Any] = {"rounds": 4, "local_epochs": 2, "batch_size": 5, "lr": 0.1, "seed": 3}
+
+
+def trained(rho: float, dtype: torch.dtype, executor: str = "sequential") -> tuple[Tensor, Tensor]:
+    """Return the final weights of `fed.run` and of plain torch."""
+    model, clients = oracle.smooth_model(dtype), oracle.ragged_clients(dtype)
+    algorithm = fed.FedSAM(rho=rho) if rho else fed.FedAvg()
+    ours = fed.run(model, clients, algorithm, executor=executor, participation=0.6, sampler="fixed", **OPTIONS).model
+    theirs = plain.train(model, clients, rho, cohort=3, **OPTIONS)
+    assert oracle.movement(model, theirs) > 0.1
+    return vector(ours), vector(theirs)
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
+def test_float64_agrees_to_rounding(rho: float) -> None:
+    ours, theirs = trained(rho, torch.float64)
+    assert float((ours - theirs).abs().max()) < 1e-15
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.2], ids=["FedAvg", "FedSAM"])
+def test_float32_agrees_bit_for_bit(rho: float) -> None:
+    ours, theirs = trained(rho, torch.float32)
+    assert float((ours - theirs).abs().max()) < 1e-6
+    if not torch.equal(ours, theirs):
+        pytest.skip("torch's matrix products depend on where the weights lie in memory on this processor")

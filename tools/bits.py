@@ -1,0 +1,168 @@
+"""Comparison of two commits on one machine: weights and records bit by bit, and the time of a round.
+
+    python tools/bits.py --against main             every case of tools/bits_*.py; exit code 1 if one differs
+    python tools/bits.py --against main --only vmap  the cases with this text in their names
+    python tools/bits.py --against main --time       the time of the timed cases, this tree relative to the other
+
+The other commit is checked out into a temporary git worktree. Each tree has one process, in which the scripts of this
+tree run the cases on the package of that tree. A module `tools/bits_NAME.py` offers `cases()`, which yields the name
+of a case and a function that returns its hashes as a string. It may offer `timings()`, which yields a name and a
+function that returns seconds.
+
+No hash is stored, because the bits of float32 depend on the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+TURNS = 15  # pairs of measurements in a timed comparison
+
+
+class Worker:
+    """A process that runs the cases of this tree's scripts on the package of `tree`."""
+
+    def __init__(self, tree: Path, links: Path) -> None:
+        links.mkdir()
+        (links / "fastsam").symlink_to(tree / "fastsam")
+        (links / "fastsam_kernels").symlink_to(tree / "kernels")
+        self.environment = {**os.environ, "PYTHONPATH": str(links)}
+        _provide_kernels(tree, self.environment)
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE), "--worker"], env=self.environment, cwd=links, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self.names: dict[str, list[str]] = self.receive()
+
+    def send(self, kind: str, name: str) -> None:
+        """Request the case or the timing `name`."""
+        assert self.process.stdin is not None
+        print(json.dumps([kind, name]), file=self.process.stdin, flush=True)
+
+    def receive(self) -> Any:
+        """Return the answer to the last request. Raises SystemExit if the process has died."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a worker ended with code {self.process.wait()}; its messages are above")
+        return json.loads(line)
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def _provide_kernels(tree: Path, environment: dict[str, str]) -> None:
+    """Copy the compiled kernels of this tree into `tree`, or compile them there if its C++ sources differ."""
+    if tree != ROOT:
+        for path in (*(ROOT / "kernels").glob("*.so"), ROOT / "kernels" / "native.json"):
+            shutil.copy2(path, tree / "kernels")
+    check = "import sys; from fastsam_kernels import build; sys.exit(not build.installed().paths)"
+    if subprocess.run([sys.executable, "-c", check], env=environment, cwd=tree).returncode:
+        print(f"compiling the kernels in {tree}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "fastsam_kernels.build"], env=environment, cwd=tree, check=True)
+
+
+@contextmanager
+def checked_out(revision: str, folder: Path) -> Iterator[Path]:
+    """Check `revision` out into a worktree in `folder` for the duration of the context."""
+    tree = folder / "tree"
+    subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], cwd=ROOT, check=True)
+    try:
+        yield tree
+    finally:
+        subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def compare_bits(new: Worker, old: Worker, only: str) -> int:
+    """Print every case that differs between the two trees; return the number of them."""
+    names = [name for name in new.names["case"] if only in name]
+    differences = 0
+    for name in names:
+        for worker in (new, old):
+            worker.send("case", name)
+        ours, theirs = new.receive(), old.receive()
+        if ours != theirs:
+            differences += 1
+            print(f"{name}\n    here   {ours}\n    there  {theirs}", flush=True)
+        elif ours.startswith("raised"):
+            print(f"{name}: both trees {ours}", flush=True)
+    print(f"{len(names)} cases, {differences} with differences")
+    return differences
+
+
+def compare_times(new: Worker, old: Worker, only: str) -> None:
+    """Print for every timed case the median time in both trees and the quartiles of their ratio, taken in turns."""
+    print(f"{'':40s} {'here':>10s} {'there':>10s}   here / there (quartiles)")
+    for name in (name for name in new.names["time"] if only in name):
+        times: list[tuple[float, float]] = []
+        for turn in range(TURNS + 1):
+            taken = {}
+            for worker in (new, old) if turn % 2 else (old, new):
+                worker.send("time", name)
+                taken[worker] = worker.receive()
+            if turn:  # the first one warms up
+                times.append((taken[new], taken[old]))
+        low, middle, high = statistics.quantiles([a / b for a, b in times], n=4)
+        here, there = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{name:40s} {here:7.2f} ms {there:7.2f} ms   {middle:.3f} ({low:.3f} to {high:.3f})", flush=True)
+
+
+def work() -> None:
+    """Serve as a worker, which writes the names of its cases and runs the cases that standard input names."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # the output of a case must not be taken for an answer
+    torch.set_num_threads(1)
+    functions: dict[str, dict[str, Callable[[], Any]]] = {"case": {}, "time": {}}
+    for path in sorted(HERE.parent.glob("bits_*.py")):
+        module = importlib.import_module(path.stem)
+        functions["case"].update(module.cases())
+        functions["time"].update(module.timings() if hasattr(module, "timings") else ())
+    print(json.dumps({kind: list(named) for kind, named in functions.items()}), file=answers)
+    for line in sys.stdin:
+        kind, name = json.loads(line)
+        print(json.dumps(functions[kind][name]()), file=answers)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare the bits or the speed of this tree with another commit.")
+    parser.add_argument("--against", metavar="REV", default="main", help="the other commit (default: main)")
+    parser.add_argument("--only", metavar="TEXT", default="", help="the cases with this text in their names")
+    parser.add_argument("--time", action="store_true", help="compare times in place of bits")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return 0
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        tree = stack.enter_context(checked_out(options.against, folder))
+        workers = [Worker(ROOT, folder / "here"), Worker(tree, folder / "there")]
+        for worker in workers:
+            stack.callback(worker.stop)
+        if options.time:
+            compare_times(*workers, options.only)
+            return 0
+        return int(compare_bits(*workers, options.only) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
