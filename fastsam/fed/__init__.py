@@ -75,12 +75,12 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """What is public: `__all__`, and the rooms `data` and `models`, which are imported by their names."""
+    """Return the public names: `__all__`, and the rooms `data` and `models`."""
     return sorted([*__all__, "data", "models"])
 
 
 def __getattr__(name: str) -> Any:
-    """What is known of data, imported when it is first asked for: it needs numpy and, for the digits, scikit-learn."""
+    """Import data sets on first use. They need numpy and, for the digits, scikit-learn."""
     if name in _DATA:
         return getattr(importlib.import_module("fastsam.fed.data"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Fine-tuning after a run: every client trains the final model alone, and its accuracy is measured before and after."""
+"""Fine-tuning after a run: each client trains the final model, and its accuracy is measured before and after."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def finetune(
     test: Any = None,
     collate: Collate | None = None,
 ) -> list[dict[str, Any]]:
-    """Train the final model on each client alone and return its accuracy before and after.
+    """Train the final model on each client separately and return its accuracy before and after.
 
     Each client takes plain local steps with the run's batch size, momentum, weight decay, clipping and loss, from the
     global model, or from its own model if the algorithm keeps one. Accuracies are measured on the samples that the run
-    evaluated this client on. The result itself does not change.
+    evaluated this client on. The result does not change.
 
     Args:
-        result: what `fed.run` returned.
+        result: result of `fed.run`.
         clients: the clients of that run, in the same order.
         epochs: local epochs per client, at least 1.
         lr: learning rate; default: the learning rate of the run's last round.
@@ -49,7 +49,7 @@ def finetune(
         One dict per client: `client`, and the accuracies `before` and `after` in 0..1, None if it has no test samples.
 
     Raises:
-        ValueError: if `epochs` is below 1, or if there is no test set or the model does not classify.
+        ValueError: `epochs` is below 1, there is no test set, or the model does not classify.
     """
     epochs = integer("epochs", epochs, at_least=1)
     settings, model = result.settings, result.model

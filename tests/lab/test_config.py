@@ -50,7 +50,7 @@ def test_the_signature_of_run_is_the_table() -> None:
     for name, row in rows.items():
         default = row.default if name == "rounds" else keywords[name].default
         assert (hints[name], type(default), default) == (row.kind, type(row.default), row.default), name
-        assert f"\n{name}: {row.help}"[:80] in doc, name
+        assert f"\n    {name}: {row.help}"[:80] in doc, name
 
 
 def test_every_key_has_its_help_and_a_good_default() -> None:

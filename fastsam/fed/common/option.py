@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -132,14 +133,17 @@ def suggesting(replaced: Mapping[str, str]) -> Callable[[Function], Function]:
 
 
 def with_help(made: type) -> Callable[[Function], Function]:
-    """Puts the options of `made` into a function's docstring, in place of its line OPTIONS."""
-    lines = (
-        textwrap.fill(f"{row.name}: {row.meaning}.", 140, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for row in table(made).values()
-    )
+    """Return a decorator that puts the options of `made` into a docstring, in place of its line OPTIONS."""
 
     def fill(function: Function) -> Function:
-        function.__doc__ = (function.__doc__ or "").replace("    OPTIONS", "\n".join(lines))
+        def listed(line: re.Match[str]) -> str:
+            indent = line[1]
+            rows = (f"{row.name}: {row.meaning}." for row in table(made).values())
+            return "\n".join(
+                textwrap.fill(row, 120, initial_indent=indent, subsequent_indent=indent + "    ") for row in rows
+            )
+
+        function.__doc__ = re.sub(r"^( *)OPTIONS$", listed, function.__doc__ or "", flags=re.MULTILINE)
         return function
 
     return fill

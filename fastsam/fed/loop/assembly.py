@@ -1,4 +1,4 @@
-"""The parts of a run, put together: what it needs of model, clients and algorithm, tried before anything is written."""
+"""The assembly of a run from model, clients, algorithm and options, with a trial before anything is written."""
 
 from __future__ import annotations
 
@@ -52,8 +52,12 @@ def assemble(
     measure_options: Mapping[str, Any],
     ranks: Ranks,
 ) -> tuple[Loop, RunState]:
-    """A run, and its state before the first round. own: the user's model; model: the one that is trained, in another
-    memory format perhaps."""
+    """Return a run, and its state before the first round.
+
+    Args:
+        own: the user's model.
+        model: the model that is trained, perhaps in another memory format.
+    """
     place, layout = population.device, Layout.of(trainable(model))
     parameter_layout = ParameterLayout.of(own, layout)
     view = Replica(model, layout, Arena(layout, device=place).field("w", trainable(model)[0].dtype)[0])
@@ -62,11 +66,11 @@ def assemble(
         loss, population, tried.classifies, settings.client_test_split, settings.seed, metrics, settings.batch_size
     )
     if metrics:
-        evaluator(view.module)  # what a metric cannot work on is told before the first round
+        evaluator(view.module)  # errors of metrics come before the first round
     clients = len(population.sizes)
     if settings.cohort is not None and settings.cohort > clients:
         raise ValueError(
-            f"cohort={settings.cohort} needs as many clients, but there are {clients}. Use a smaller cohort"
+            f"cohort={settings.cohort} needs at least so many clients, but there are {clients}. Use a smaller cohort"
         )
     facts = Facts(
         settings,
@@ -138,8 +142,7 @@ def assemble(
 def _try(
     contract: Contract, population: Population, settings: Settings, state: RunState, layout: ParameterLayout
 ) -> LocalUpdate:
-    """The constants of a first client, so that what an algorithm cannot work with ends the run before anything is
-    written."""
+    """Return the constants of a first client, so that an algorithm's errors come before anything is written."""
     lr = settings.lr_of(0)
     about = Round(0, lr, settings.local_epochs, len(population.sizes), 1, settings.server_lr_of(0), lr, layout,
                   settings.momentum, settings.seed)  # fmt: skip

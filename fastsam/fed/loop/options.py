@@ -38,96 +38,96 @@ from fastsam.fed.step.memory_format import FORMATS
 
 @dataclass(frozen=True)
 class Settings:
-    """What `fastsam.fed.run` is asked for, apart from model, data, algorithm and places. Raises ValueError for what is
-    out of range."""
+    """The options of `fastsam.fed.run`, without model, clients, algorithm and directories.
+
+    Raises:
+        ValueError: a value is out of range, or options do not go together.
+    """
 
     # fmt: off
-    rounds: int = option(50, "communication rounds", at_least=1, free=True)
-    local_epochs: int = option(1, "passes over its data that an active client makes in a round", at_least=1)
-    local_steps: int | None = option(None,
-        "local steps of an active client, in place of local_epochs: its epochs go on until they are done", at_least=1)
-    batch_size: int = option(16, "samples in a local batch; the last of an epoch has what is left", at_least=1)
-    drop_last: bool = option(False, "leave out what is left after an epoch's last whole batch (clients with less than "
-                                    "a batch keep it)")
+    rounds: int = option(50, "number of communication rounds", at_least=1, free=True)
+    local_epochs: int = option(1, "passes over its data that a client makes in a round", at_least=1)
+    local_steps: int | None = option(None, "number of local steps of a client in a round, in place of local_epochs",
+        at_least=1)
+    batch_size: int = option(16, "samples in a local batch; the last batch of an epoch has the rest", at_least=1)
+    drop_last: bool = option(False, "leave out the last partial batch of an epoch, unless a client has less than a "
+                                    "batch")
     lr: Rate = option(0.1,
-        "local learning rate; in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in "
+        "local learning rate, in round t (from 0) lr * lr_decay**t; or a formula such as 'cosine(0.1, 0.001, 100)', in "
         "Python also a function of t",
         above=0, formula=check_formula)
-    lr_decay: float = option(1.0, "factor on the learning rate after each round, where lr is a number", above=0)
-    participation: float = option(0.2, "share of the clients that is active in a round, in (0, 1]", above=0, at_most=1)
-    cohort: int | None = option(None, "number of clients that are active in a round, in place of participation",
+    lr_decay: float = option(1.0, "factor on the learning rate after each round, if lr is a number", above=0)
+    participation: float = option(0.2, "share of the clients that is sampled in a round, in (0, 1]", above=0, at_most=1)
+    cohort: int | None = option(None, "number of clients that is sampled in a round, in place of participation",
         at_least=1)
     sampler: str | Sampler | None = option(None,
-        "who is active: 'bernoulli' (each client independently; again while nobody is), 'fixed' (that share, without "
-        "replacement), "
-        "'shuffled' (that share, everybody once before anybody again), 'simulator' (the cohorts of the papers' code), "
-        "or a callable "
-        "(round, generator) -> client ids, in a config its import path; none: 'fixed' with cohort, else 'bernoulli'")
+        "how clients are sampled: 'bernoulli' (each client independently; again if none is), 'fixed' (that share, "
+        "without replacement), 'shuffled' (that share, each client once before a client comes again), 'simulator' (the "
+        "cohorts of the papers' code), or a callable (round, generator) -> client ids, in a config its import path; "
+        "none: 'fixed' with cohort, else 'bernoulli'")
     available: str | Available | None = option(None,
-        "who can take part in a round: a function round -> client ids, or a mask of all clients, among whom the "
-        "sampler draws; a round with "
-        "nobody is skipped; in a config its import path")
+        "clients that can be sampled: a function round -> client ids or a mask of all clients, in a config its import "
+        "path; a round without clients is skipped")
     weighting: str | Weighting = option("uniform",
-        "the clients' weights in the server's mean: 'uniform', 'samples', or whole numbers: one a client, or a "
-        "function of the client's id, "
-        "in a config its import path")
+        "weights of the clients in the server's mean: 'uniform', 'samples', or integers: a list, or a function of the "
+        "client id, in a config its import path")
     aggregation: str | Aggregation = option("mean",
-        f"what the server makes of the clients' uploads: {', '.join(aggregations())}; behind a colon a rule's number "
+        f"how the clients' uploads are combined: {', '.join(aggregations())}; a rule's number follows a colon "
         "('trimmed_mean:0.1'); in Python also a function of deltas [n, row_size] and weights [n] that returns one row")
-    shuffle: bool = option(True, "a new order of each client's samples in every local epoch; false: stored order")
+    shuffle: bool = option(True, "use a new order of each client's samples in every local epoch; false: stored order")
     momentum: float = option(0.0, "local heavy-ball momentum, zero at the start of each round", at_least=0)
     weight_decay: float = option(0.0, "local weight decay, at the unperturbed weights, not clipped", at_least=0)
     clip_norm: float | None = option(None, "largest norm of a local step's update direction; none: no clipping",
         above=0)
-    clip_scope: str = option("full", "what that norm is of: the whole step, or without the proximal term's linear half",
+    clip_scope: str = option("full", "what is clipped: the whole step, or the step without the proximal term's linear "
+                                     "half",
         choices=("full", "linear"))
     server_lr: Rate = option(1.0,
-        "learning rate of the server, a factor on the mean displacement; or a formula such as '1/sqrt(round)', in "
-        "Python also a function of t",
+        "learning rate of the server, a factor on the mean delta; or a formula such as '1/sqrt(round)', in Python also "
+        "a function of t",
         at_least=0, formula=check_formula)
-    seed: int = option(0, "of the sampling of clients and the order of batches; in a config of the initial weights too")
+    seed: int = option(0, "random seed of sampling and of batch orders; in a config also of the initial weights")
     loss: str | Loss | BatchLoss = option("cross_entropy",
-        "a function loss(model(x), y) -> scalar, the mean over a batch: the name of one of torch.nn.functional, or "
-        "your own, "
+        "function loss(model(x), y) -> scalar, the mean over a batch: a name in torch.nn.functional, or your function, "
         "in a config its import path; fed.BatchLoss(f) takes f(model, batch)")
-    client_test_split: str = option("prior", "test data for each client's accuracy: its own class prior, all, or an "
-        "equal slice", choices=VALIDATION)
+    client_test_split: str = option("prior", "test samples of each client: by its class prior, all, or an equal slice",
+        choices=VALIDATION)
     eval_every: int = option(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
-    measures: Sequence[str] | Measures = option((), f"what else to measure: {', '.join(NAMES)}; in Python also an "
-                                                    f"object of your own", free=True)
+    measures: Sequence[str] | Measures = option((), f"further measurements: {', '.join(NAMES)}; in Python also your "
+                                                    "own object", free=True)
     measure_options: Mapping[str, Any] | None = option(None,
-        f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}",
-                                                             free=True)
+        f"settings of the measures: {', '.join(MeasureOptions.__dataclass_fields__)}", free=True)
     metrics: Mapping[str, Any] | None = option(None,
-        "functions (outputs, labels) -> number of the test set, over all and over clients, by name; in a config their "
-        "import paths", free=True)
+        "functions (outputs, labels) -> number on the test set, over all samples and over clients, by name; in a "
+        "config their import paths", free=True)
     local_parameters: str | Sequence[str] | None = option(None,
-        "parameters that stay with the client, by name or module: 'head.*' or a list of such; client_accuracy_* are "
-        "then of the clients' own models")
-    target: float | None = option(None, "a test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
-    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): clients' mean, as at the start, "
-                                       "or each client's own",
+        "parameters that stay with the client, by name or module: 'head.*' or a list; client_accuracy_* are then those "
+        "of the clients' own models")
+    target: float | None = option(None, "test accuracy in 0..1 for 'rounds to target'", above=0, at_most=1, free=True)
+    buffers: str | None = option(None, "buffers that training changes (BatchNorm's): the clients' mean, the initial "
+                                       "ones, or each client's own",
         choices=("average", "keep", "local"))
-    device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: where the model is")
-    backend: str = option("auto", "the kernels; `fastsam info` shows them", choices=backends.NAMES)
-    executor: str = option("auto", "how a round's clients are trained; auto: by a rule on model and device",
+    device: torch.device | str | None = option(None, "'cpu', 'cuda', 'cuda:N'; none: the device of the model")
+    backend: str = option("auto", "backend of the kernels; `fastsam info` lists them", choices=backends.NAMES)
+    executor: str = option("auto", "how the clients of a round are trained; auto: by a rule on model and device",
         choices=executors.names(), free=True)
-    slots: int | None = option(None, "clients that train at once; none: as many as serve best", at_least=1, free=True)
+    slots: int | None = option(None, "number of clients that train at once; none: chosen by the executor", at_least=1,
+        free=True)
     memory_format: str = option("auto", "order of 4-d weights in training; auto: by a rule on model and device",
         choices=FORMATS, free=True)
-    client_state: str = option("auto", "where clients' states are between their rounds; auto: by their size; disk: in "
+    client_state: str = option("auto", "storage of clients' states between rounds; auto: by their size; disk: in "
                                        "mapped files",
         choices=states.CHOICES, free=True)
     max_excluded: float = option(1.0, "share of a round's clients that may be excluded before the run stops; 1: all "
                                       "but one",
         at_least=0, at_most=1, free=True)
-    on_client_error: str = option("raise", "a client whose model or loss raises ends the run, or is excluded from the "
-                                           "round",
+    on_client_error: str = option("raise", "if the model or loss raises for a client: end the run, or exclude the "
+                                           "client from the round",
         choices=("raise", "exclude"), free=True)
     privacy: Privacy | Mapping[str, Any] | None = option(None,
         "clipping of the clients' deltas and noise on them, a table: " + ", ".join(table(Privacy)))
     compression: TopK | Mapping[str, Any] | None = option(None,
-        "only the largest elements of a delta are sent, with error feedback, a table: " + ", ".join(table(TopK)))
+        "send only the largest elements of a delta, with error feedback, a table: " + ", ".join(table(TopK)))
     checkpoint_every: int = option(1, "rounds between checkpoints", at_least=1, free=True)
     # fmt: on
 
@@ -156,7 +156,7 @@ class Settings:
 
     @property
     def local(self) -> LocalOptions:
-        """What concerns every local step."""
+        """The options of local steps."""
         return LocalOptions(self.momentum, self.weight_decay, self.clip_norm, self.clip_scope)
 
     @property
@@ -179,7 +179,7 @@ class Settings:
         return self.participation if self.cohort is None else min(1.0, self.cohort / clients)
 
     def steps_of(self, samples: int) -> int:
-        """The local steps that a client with so many samples takes in a round."""
+        """Return the number of local steps of a client with `samples` samples in a round."""
         whole, rest = executors.divided(samples, self.batch_size, self.drop_last)
         return self.local_steps or self.local_epochs * (whole + (rest > 0))
 
@@ -197,7 +197,7 @@ class Settings:
         return rate_at("server_lr", self.server_lr, index, known, at_least=0)
 
     def _check_rates(self) -> None:
-        """Raises ValueError for a rate that has no value in some round, or one that is out of range."""
+        """Raise ValueError for a rate without a value in some round, or out of range."""
         steady = isinstance(self.lr, float) and isinstance(self.server_lr, float)
         for index in (
             (self.rounds - 1,) if steady else range(self.rounds)
@@ -206,18 +206,17 @@ class Settings:
             self.server_lr_of(index)
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one that it continues."""
+        """Return the options that must be the same when a run is resumed."""
         plain = {name: describe(getattr(self, name)) for name in table(Settings) if name not in {*FREE, "privacy"}}
         privacy = asdict(privacy_of(self.privacy))
         return plain | {"clip_update": privacy.pop("clip")} | privacy  # with the keys that run directories have
 
     def of_this_call(self) -> dict[str, Any]:
-        """What may change when a run is resumed, but must be the same on all ranks."""
+        """Return the options that may change when a run is resumed, but must be the same on all ranks."""
         return {name: getattr(self, name) for name in ("rounds", "checkpoint_every", "max_excluded", "on_client_error")}
 
 
-# What may change when a run is resumed: the bits of the rounds do not depend on it, or the identity has what it came
-# to.
+# Options that may change when a run is resumed: the bits do not depend on them, or the identity has their effect.
 FREE = frozenset(name for name, row in table(Settings).items() if row.free)
 
 

@@ -62,10 +62,10 @@ class Requirement(NamedTuple):
     """An option that needs something.
 
     Args:
-        asked: returns the option as a message names it, or None if it is not used.
-        needs: what it needs.
-        lacks: returns what the run has in place of it, or None if nothing is wrong.
-        remedy: what to do; a function if it depends on the facts.
+        asked: function that returns the name of the option for messages, or None if it is not used.
+        needs: text of the need.
+        lacks: function that returns the contradiction in the run, or None if nothing is wrong.
+        remedy: text of the remedy, or a function that returns it.
     """
 
     asked: Callable[[Facts], str | None]
@@ -281,7 +281,7 @@ REQUIREMENTS = (
                 lambda f: None if f.settings.rule is None
                 else f"aggregation={f.settings.rule.name!r} compares deltas that were not sent",
                 "Use aggregation='mean'"),
-    # what stays with the clients
+    # local parameters, buffers and models
     Requirement(_local_parts, "clients", _pools_data, "Leave it out"),
     Requirement(lambda f: None if _local_parts(f) == "buffers='local'" else _local_parts(f), "the mean of the clients",
                 lambda f: None if f.settings.rule is None
@@ -301,7 +301,7 @@ REQUIREMENTS = (
                 "an algorithm without a teacher, whose local parameters would be those of the initial model",
                 lambda f: f"{f.name} has one" if f.update is not None and f.update.teacher is not None else None,
                 "Use another algorithm, or leave the option out"),
-    # measures, and data that are no pairs of tensors
+    # measures, and data that are not pairs of tensors
     Requirement(lambda f: f"measures={list(f.path_measures)!r}" if f.path_measures else None,
                 "one path of local steps", _phases, "Leave them out"),
     Requirement(lambda f: f"{f.name}, which trains a map of the inputs,"

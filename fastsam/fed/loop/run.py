@@ -112,30 +112,37 @@ def run(
     progress: Progress | bool | None = None,
     config: dict[str, Any] | None = None,
 ) -> Result:
-    """Trains `model` on `clients` with a federated algorithm.
+    """Train `model` on `clients` with a federated algorithm.
 
-    model: any module, all trainable parameters float32 or all float64; its weights are the start, and it is not
-        changed: the result has another, in the same memory format.
-    clients: a sequence of (x, y), tensors or arrays of any sizes, of data sets, of loaders, ..., or a `FederatedData`.
-        test: one of these, or `fed.ClientTestSets`, one for each client; default that of the FederatedData. collate: a
-        function of a list of samples that makes a batch, default torch's `default_collate`.
-    algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
+        >>> result = fed.run(model, fed.digits(clients=50), fed.FedSAM(rho=0.05), rounds=50)
 
-    OPTIONS
+    Args:
+        model: any module whose trainable parameters are all float32 or all float64. Its weights are the start. It is
+            not changed; the result has a new model in the same memory format.
+        clients: a `FederatedData`, a `LazyClients`, or a sequence of clients: pairs (x, y) of tensors or arrays, data
+            sets, or loaders.
+        algorithm: `FedAvg()`, `FedSAM(rho=0.05)`, ..., or an object of your own class (see `fastsam.fed.Algorithm`).
+        test: the test set, in one of the forms of a client, or `fed.ClientTestSets`; default: that of the
+            `FederatedData`.
+        collate: function of a list of samples that makes a batch; default: torch's `default_collate`.
+        OPTIONS
+        run_dir: directory for records and checkpoints.
+        resume: continue the run in run_dir, with the same bits.
+        callbacks: objects that are called at the start, after every round and evaluation, and at the end, and that may
+            stop the run: see `fed.Callback`.
+        progress: function of each round's record; or whether to show a bar, by default on a terminal.
+        config: content of config.json; default: the options.
 
-    run_dir: directory for records and checkpoints; resume=True continues there, in the same bits.
-    config: goes to config.json there, default the effective settings.
-    callbacks: objects that hear of the start, of every round and evaluation, and of the end, and may stop the run: see
-    `fed.Callback`.
-    progress: a function that is called after each round with its record; or whether a bar is shown, by default where
-    there is a terminal.
+    Raises:
+        ValueError: an argument is invalid; nothing was written.
+        RunDirectoryError: a directory or checkpoint cannot be used.
+        ClientError: the model or the loss raised an error for a client.
+        AlgorithmError: a method of the algorithm raised an error; it is a ValueError.
+        CallbackError: a callback raised an error.
+        RuntimeError: all clients of a round were excluded.
+        RankError: under torchrun (docs/executors.md), ranks were called differently, or one has died.
 
-    Raises ValueError for bad arguments, before anything is written; RunDirectoryError for a directory or checkpoint
-    that cannot be used; ClientError when the model or the loss raises in a client, AlgorithmError, a ValueError, when a
-    function of the algorithm does, CallbackError when a callback does; RuntimeError when every client of a round
-    diverged. Whatever raises, Ctrl-C included, the run directory then holds the last completed round. Under torchrun
-    (see docs/executors.md) also RankError, for ranks that were not called alike and when one has died; the run
-    directory then holds the last checkpoint.
+    After an error, or Ctrl-C, the run directory has the last completed round, after a RankError the last checkpoint.
     """
     settings = Settings(**{name: value for name, value in locals().items() if name in table(Settings)})
     settings = with_own_buffers(settings, algorithm)
@@ -183,7 +190,7 @@ def run(
         directory, identity = None, dict[str, Any]()
         if run_dir is not None or ranks.size > 1:
             numbers = loop.chosen.executor.numbers
-            if numbers != "exact" and ranks.size > 1:  # who is stacked with whom depends on how a cohort is dealt out
+            if numbers != "exact" and ranks.size > 1:  # the ranks decide which clients are stacked together
                 numbers += f", {ranks.size} ranks"
             own = {"numbers": numbers, "memory_format": order(trained)}
             own |= {} if collate is None else {"collate": describe(collate)}
@@ -217,16 +224,17 @@ def run(
 
 
 def _export(model: nn.Module, loop: Loop, state: RunState) -> nn.Module:
-    """A copy of the user's model with the global weights of a state."""
+    """Return a copy of the user's model with the global weights of a state."""
     return export(model, loop.view.layout, state.server["w"], state.buffers)
 
 
 def _client_model(
     model: nn.Module, layout: Layout, personal: ClientModels, state: RunState, clients: int, client: int
 ) -> nn.Module:
-    """Return a copy of the user's model with the weights of `client`, one of so many `clients`.
+    """Return a copy of the user's model with the weights of `client`.
 
-    Raises ValueError for another client.
+    Raises:
+        ValueError: the run has no such client among its `clients`.
     """
     if integer("client", client, at_least=0) >= clients:
         raise ValueError(f"client must be one of the run's clients 0 to {clients - 1}, got {client!r}")
@@ -250,8 +258,8 @@ def _check_surroundings(run_dir: Any, resume: Any, collate: Any) -> None:
 
 
 def _summary(loop: Loop) -> dict[str, Any]:
-    """What a finished run says of itself. client_megabytes: 1e6 bytes that a local step works with."""
-    vectors = 2 + getattr(loop.algorithm, "working_vectors", 0)  # weights, a gradient, and what the algorithm adds
+    """Return the facts of a finished run. client_megabytes: 1e6 bytes of memory of a local step."""
+    vectors = 2 + getattr(loop.algorithm, "working_vectors", 0)  # weights, a gradient, and the algorithm's vectors
     return {
         "executor": loop.chosen.name,
         "slots": loop.chosen.executor.slots,
