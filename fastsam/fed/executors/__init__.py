@@ -1,6 +1,6 @@
-"""How a cohort of clients trains. `registry` holds the executors by name; `choose` makes the one that a run asks for.
+"""Executors: how the clients of a cohort are trained. `registry` has them by name; `choose` makes the one for a run.
 
-Every module of this folder is imported: an executor is there by being defined.
+Every module of this folder is imported, so a subclass of `Executor` with a name is registered by its definition.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def names() -> tuple[str, ...]:
-    """What the keyword `executor` takes."""
+    """Return the values of the option `executor`."""
     return (AUTO, *sorted(registry))
 
 
 def stacks(name: str) -> bool:
-    """Whether a run with these keywords sends several clients through one call of a model with convolutions ("auto"
-    does not by itself)."""
+    """Return True if this value of `executor` may send several clients through one call of a model with convolutions.
+    ("auto" does not.)"""
     return name != AUTO and registry[name].stacks
 
 

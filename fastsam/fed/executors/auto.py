@@ -1,7 +1,7 @@
-"""Which executor trains a cohort: the one asked for, or by a rule on model, shapes and device.
+"""The choice of an executor: the named one, or one by a rule on model, shapes and device.
 
-The rule never measures anything at run time: a timed choice would change the bits from run to run. Its numbers are
-in docs/executors.md.
+The rule never measures anything at run time, because a timed choice would change the bits from run to run. Its numbers
+are in docs/executors.md.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Choice:
 
 
 def choose(name: str, setup: Setup) -> Choice:
-    """The executor `name`, or for "auto" that of the rule. Raises ValueError when the one asked for cannot serve, with
-    the reason."""
+    """Return the executor `name`, or the rule's for "auto". Raises ValueError, with the reason, if the named one cannot
+    serve."""
     reason = "it was asked for"
     if name == AUTO:
         name, reason = rule(setup)
@@ -96,6 +96,6 @@ def _not_captured(setup: Setup) -> str | None:
 
 
 def _hooked(model: nn.Module) -> bool:
-    """Whether somebody looks on while the model runs. torch has no public name for a module's hooks."""
+    """Return True if the model has hooks. torch has no public name for a module's hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(m, kind, None) for m in model.modules() for kind in kinds)

@@ -41,7 +41,7 @@ class ClientError(RuntimeError):
         who = ", ".join(map(str, clients[:8])) + (", ..." if len(clients) > 8 else "")
         said = str(error)
         if len(clients) == 1:
-            said = said.removeprefix(f"client {clients[0]}: ")  # what reads its data has named it already
+            said = said.removeprefix(f"client {clients[0]}: ")  # the reader of its data has already named it
         what = f"{type(error).__name__}: {said}"
         made = cls(f"client {who} failed in round {round + 1}, local step {step}: {what}")
         shared = f", in a pass of {len(clients)} clients" if len(clients) > 1 else ""
@@ -51,11 +51,14 @@ class ClientError(RuntimeError):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """What the run, not the algorithm, asks of every local step.
+    """The options of the run for local steps.
 
-    momentum: heavy-ball, zero at the start of each round. clip_norm: largest norm of v, None for no clipping;
-    clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
-    like the weight decay).
+    Attributes:
+        momentum: heavy-ball momentum, zero at the start of each round.
+        weight_decay: weight decay at the unperturbed weights, not clipped.
+        clip_norm: largest norm of v, None for no clipping.
+        clip_scope: "full" (the proximal term is inside the clipped norm and scaled with it) or "linear" (it is outside,
+            like the weight decay).
     """
 
     momentum: float = 0.0
@@ -66,19 +69,25 @@ class LocalOptions:
 
 @dataclass(frozen=True)
 class Setup:
-    """What an executor is made from, once per run.
+    """The facts from which an executor is made, once per run.
 
-    model: the user's, to be copied. layout: of its trainable parameters. slots: clients that may train at once, None
-    for as many as serve best.
-    draws: which of torch's functions draw random numbers in a training pass of the model (dropout); none: it is
-    something else; None: the model draws nothing. changes_buffers: whether a pass changes the model's buffers
-    (BatchNorm). maps_inputs: whether the algorithm trains a map of the inputs. taught: whether its steps have a
-    teacher. phased: whether they ask for other local work than the run's (`LocalUpdate.phased`). example: a batch, to
-    try the model with. cohort: how many clients a round
-    is likely to have at most, None for unknown. sizes: samples of each client. excludes_errors: whether a client whose
-    model or loss raises is left out of the round. batched: why clients' samples come in batches of their own making,
-    and not as tensors of all of them; "" where they do not.
-    reads_draw: whether making such a batch draws random numbers.
+    Attributes:
+        model: the user's model, which is copied.
+        layout: layout of its trainable parameters.
+        loss, options, device, backend: of the run.
+        slots: number of clients that may train at once, None for the executor's choice.
+        draws: functions of torch that draw random numbers in a training pass (dropout). Empty: something else draws.
+            None: the model draws nothing.
+        changes_buffers: a pass changes the model's buffers (BatchNorm).
+        maps_inputs: the algorithm trains a map of the inputs.
+        example: a batch, to try the model with.
+        cohort: largest likely number of clients of a round, None for unknown.
+        sizes: number of samples of each client.
+        excludes_errors: a client whose model or loss raises is excluded from the round.
+        batched: reason why samples come in batches and not as tensors, or "".
+        reads_draw: making such a batch draws random numbers.
+        taught: the algorithm's steps have a teacher.
+        phased: its local work differs from the run's (`LocalUpdate.phased`).
     """
 
     model: nn.Module
@@ -101,26 +110,31 @@ class Setup:
     phased: bool = False
 
     def excludes(self, error: object) -> bool:
-        """Whether training goes on without the clients of this error."""
+        """Return True if training continues without the clients of this error."""
         return self.excludes_errors and isinstance(error, ClientError) and bool(error.client_ids)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the trainable parameters; they share one."""
+        """The dtype of the trainable parameters."""
         return next(p.dtype for p in self.model.parameters() if p.requires_grad)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all tasks of a round have in common.
+    """The common facts of all tasks of a round.
 
-    shuffle: a new order in every epoch; otherwise the stored one. The last batch of an epoch has what is left, at its
-    exact shape.
-    seed: of the run. clients: the data of all of them (x, y), on the device of the executor; sizes: their numbers of
-    samples. augment: makes training inputs out of stored ones, of the same shape. store: where the samples of all
-    clients lie, if they are in one. steps: local steps of every client in place of its epochs. drop_last: an epoch ends
-    with its last whole batch, if it has one. samples: the clients, where they are no pairs of tensors; `clients` is
-    then empty.
+    Attributes:
+        round: index of the round.
+        lr: learning rate of the round.
+        epochs, batch_size: of the local work. The last batch of an epoch has the rest, at its exact shape.
+        shuffle: use a new order in every epoch; otherwise the stored one.
+        seed: seed of the run.
+        clients: data (x, y) of all clients, on the device of the executor; `sizes` their numbers of samples.
+        augment: makes training inputs of the same shape from stored ones.
+        store: the memory that holds the samples of all clients together, if there is one.
+        steps: number of local steps of every client, in place of epochs.
+        drop_last: an epoch ends with its last whole batch, if it has one.
+        samples: the clients if they are not pairs of tensors; `clients` is then empty.
     """
 
     round: int
@@ -138,13 +152,13 @@ class Work:
     samples: BatchedClients | None = None
 
     def seed_of(self, client: int) -> int:
-        """What all random numbers of a client's work derive from."""
+        """Return the seed of all random numbers of a client's work."""
         return seeds.derive(self.seed, "client", self.round, client)
 
     def orders(self, clients: Sequence[int], epoch: int) -> Tensor:
-        """The orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU, in one call; of
-        each row as many count as the client has samples.
-        """
+        """Return the orders of the samples of some clients in an epoch, int64 `[clients, longest]` on the CPU. Of each
+        row
+        the first elements count, as many as the client has samples."""
         return seeds.permutations(clients, [self.sizes[i] for i in clients], self.seed, "shuffle", self.round, epoch)
 
     def draw_orders(self, clients: Sequence[int]) -> dict[int, list[Tensor]]:
@@ -158,12 +172,17 @@ class Work:
 
 @dataclass(slots=True)
 class Task:
-    """One client's work in one round.
+    """The work of one client in one round.
 
-    row: which of the step's vectors are its own, where those are of several clients (`[n, row_size]`). snapshots: local
-    steps before which the row is to be kept. orders: of its samples, one an epoch, where they have been drawn (see
-    `draw_orders`). own: its samples, where they come in batches, from `open_` on. begun, passed: epochs and local steps
-    that it has behind it in this round, in phases before.
+    Attributes:
+        client: id of the client.
+        work: common facts of the round.
+        step: constants of the local update.
+        row: index of the client's row in vectors `[n, row_size]`.
+        snapshots: local steps before which the row is copied.
+        orders: orders of its samples, one per epoch, if they have been drawn (see `draw_orders`).
+        own: its samples if they come in batches, from `open_` on.
+        begun, passed: epochs and local steps of earlier phases in this round.
     """
 
     client: int
@@ -190,8 +209,7 @@ class Task:
 
     @property
     def x(self) -> Tensor:
-        """Its inputs; in the store of the round, where there is one, those from the sample `store.begins[client]`
-        on."""
+        """The inputs of the client. With a store they are in it from `store.begins[client]` on."""
         return self.work.clients[self.client][0]
 
     @property
@@ -204,13 +222,13 @@ class Task:
         return v if v is None or v.dim() == 1 else v[self.row]
 
     def buffers(self, common: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The model's buffers with which it begins: its own, or those that are `common` to all clients."""
+        """Return the model's buffers at the start: the client's own, or `common` ones."""
         own = self.step.buffers
         return common if own is None else [b[self.row] for b in own]
 
     @property
     def seed(self) -> int:
-        """What all random numbers of this work derive from."""
+        """The seed of all random numbers of this work."""
         return self.work.seed_of(self.client)
 
     @property
@@ -227,7 +245,7 @@ class Task:
 
     @property
     def epochs(self) -> int:
-        """Those that it begins."""
+        """The number of epochs that it begins."""
         steps = self.work.steps
         return self.work.epochs if steps is None else -(-steps // len(self.epoch_sizes()))
 
@@ -245,7 +263,7 @@ class Task:
 
     @property
     def samples(self) -> int:
-        """Of the client."""
+        """The number of samples of the client."""
         return self.work.sizes[self.client]
 
     def batch_sizes(self) -> list[int]:
@@ -272,7 +290,7 @@ class Task:
         return every if self.work.steps is None else islice(every, self.work.steps)
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        """Those of all epochs."""
+        """Yield the batches of all epochs."""
         if self.own is not None:
             yield from self._own_batches(self.own)
             return
@@ -290,7 +308,7 @@ class Task:
         return ((batch, None) for batch in (one_ahead(readings) if own.ahead else (read() for read in readings)))
 
     def _readings(self, own: Samples) -> Iterator[Callable[[], Any]]:
-        """What reads the batches, one after the other."""
+        """Yield functions that read the batches, one after the other."""
         for epoch in range(self.begun, self.begun + self.epochs):
             order = self._order(epoch) if self.shuffle else torch.arange(sum(self.epoch_sizes()))
             for number, places in enumerate(order.split_with_sizes(self.epoch_sizes())):
@@ -302,8 +320,7 @@ class Task:
         ]
 
     def whole(self) -> Iterator[tuple[Any, Any, float]]:
-        """All samples once, in batches as those of `batches`, in the order in which they are stored, and which share of
-        them each batch has."""
+        """Yield all samples once in batches, in stored order, with the share of each batch."""
         if self.own is not None:
             yield from ((batch, None, n / self.samples) for batch, n in self.own.batches(self.batch_size))
             return
@@ -311,7 +328,7 @@ class Task:
             yield x, y, len(y) / self.samples
 
     def first(self, batches: int) -> Iterator[tuple[Any, Any, float]]:
-        """The first of its batches, at most so many, and the share of each in their mean."""
+        """Yield at most `batches` first batches, with the share of each in their mean."""
         share = 1 / min(batches, len(self.batch_sizes()))
         for x, y in islice(self.batches(), batches):
             yield x, y, share
@@ -331,13 +348,13 @@ class Task:
             yield self.x.index_select(0, block), self.y.index_select(0, block)
 
     def pass_seed(self, step: int) -> int:
-        """The seed of what the model draws (dropout) in both passes of a step."""
+        """Return the seed of the model's random numbers (dropout) in both passes of a step."""
         return seeds.derive(self.seed, "pass", self.passed + step)
 
 
 def divided(samples: int, batch_size: int, drop_last: bool) -> tuple[int, int]:
-    """The whole batches of an epoch, and the samples of the one behind them: 0 for none. Fewer samples than a batch are
-    one in any case."""
+    """Return the number of whole batches of an epoch, and the number of samples after them (0 for none). A client with
+    less samples than a batch has one batch in any case."""
     whole, rest = divmod(samples, batch_size)
     return whole, 0 if drop_last and whole else rest
 
@@ -354,16 +371,19 @@ Ends = ClientResults | ClientError
 
 
 class Executor(ABC):
-    """Trains clients. Made once per run, from a `Setup`; raises ValueError, with the reason, for one that it cannot
-    serve.
+    """The base class of executors, which train clients. One is made per run, from a `Setup`.
 
-    A subclass with a `name`, in a module of this folder, is an executor: the keyword `executor` takes the name. What it
-    declares:
+    A subclass with a `name`, in a module of this folder, is an executor, and the option `executor` takes the name.
 
-    longest_first: it wants the clients with most local steps first, because clients train at the same time. stacks:
-    several clients go through one call of the model; their constants then come for `slots` clients together, as vectors
-    `[n, row_size]`. slots: clients that train at once. numbers: what its bits depend
-    on, "exact" where they are those of `sequential`.
+    Attributes:
+        longest_first: the clients with most local steps should come first, because clients train at the same time.
+        stacks: several clients go through one call of the model. Their constants come for `slots` clients together, as
+            vectors `[n, row_size]`.
+        slots: number of clients that train at once.
+        numbers: what the bits depend on; "exact" if they are those of `sequential`.
+
+    Raises:
+        ValueError: the executor cannot serve the run; the message has the reason.
     """
 
     name: ClassVar[str]

@@ -1,5 +1,6 @@
-"""Whether a step of a model can be captured as a CUDA graph: tried on a copy before a run, since a capture that fails
-ends it."""
+"""Trials of whether a model's step can be captured as a CUDA graph. They use a copy before the run, because a capture
+that
+fails ends it."""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ def looks_at_values(setup: Setup, cuda: Cuda) -> str | None:
 
 
 def changes_python(setup: Setup) -> str | None:
-    """What a pass changes of the model's Python state, buffers apart: a captured step would freeze it. None for nothing
-    that can be seen."""
+    """Return a description of the Python state of the model that a pass changes, buffers aside, or None. A captured
+    step
+    would freeze it."""
     tried = _trial(setup)
     if tried is None:
         return None

@@ -1,5 +1,6 @@
-"""What the executors for GPUs need of CUDA: streams that wait for each other, and captured graphs. Tests put a stand-in
-in its place."""
+"""The parts of CUDA that the executors for GPUs need: streams that wait for each other, and captured graphs. Tests
+replace
+them by a stand-in."""
 
 from __future__ import annotations
 
@@ -64,11 +65,12 @@ class Cuda:
             torch.cuda.set_sync_debug_mode(before)
 
     def capture(self, work: Callable[[], object], stream: torch.cuda.Stream) -> Replay:
-        """A graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
+        """Return a graph of `work`, which begins and ends on `stream`. Nothing of it is executed now.
 
-        Raises CaptureError with what `work` or CUDA said; a ClientError of `work` as it is. Ending the capture then
-        fails too, with words that do not say why. torch's allocator and random numbers may go on with a capture that
-        failed, so it is the end of a run.
+        Raises:
+            CaptureError: with the message of `work` or CUDA. A ClientError of `work` is raised as it is. Ending the
+                capture then fails too, with a message that does not name the reason. torch's allocator and random
+                numbers may stay in the failed capture, so the run ends.
         """
         graph, failed = torch.cuda.CUDAGraph(), list[Exception]()
         before = self.current()
@@ -80,7 +82,7 @@ class Cuda:
                     failed.append(error)
                     raise
         except Exception as error:
-            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its own behind
+            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves its stream set
             reason = failed[0] if failed else error
             if isinstance(reason, ClientError):
                 raise reason from reason.__cause__
@@ -129,7 +131,8 @@ def tensors(results: ClientResults) -> list[Tensor]:
 
 
 def joined(parts: Sequence[ClientResults]) -> ClientResults:
-    """The ends of clients as those of one group, in their order. What is None is so for all of them."""
+    """Return the results of clients as those of one group, in order. A field must be None for all of them or for
+    none."""
 
     def of(values: list[Any]) -> Any:
         if len(values) == 1 or values[0] is None:

@@ -1,8 +1,8 @@
-"""Models that draw random numbers while clients train at the same time on a CPU: each thread's numbers are its own.
+"""Models that draw random numbers while clients train at the same time on a CPU. Each thread has its own numbers.
 
-torch's default generator is one for all threads, and what draws from it (dropout) seldom takes another one. So the
-trial step notes which of torch's functions drew, and in a thread each of them finds the thread's numbers in the default
-generator for as long as it runs.
+torch has one default generator for all threads, and functions that draw from it (dropout) seldom take another one.
+Therefore the trial step records which functions of torch draw. In a thread, each of them gets the thread's numbers in
+the default generator while it runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 Calls = frozenset[Callable[..., Any]]
 
-# Whoever puts its own numbers into the default generator, or looks at it while others may, holds this.
+# Held while a thread's numbers are in the default generator, and while it is read.
 default_generator = threading.Lock()
 
 
 class Watch(TorchFunctionMode):
-    """Which of the calls inside draw from the default generators, on the device of a model's inputs and on the CPU."""
+    """Records which of the calls inside draw from the default generators, on the device of a model's inputs and on the
+    CPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

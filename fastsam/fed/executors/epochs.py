@@ -14,14 +14,14 @@ from fastsam.fed.executors.kernel_calls import Form
 from fastsam.fed.executors.local_work import Crew
 from fastsam.fed.executors.replay import Function, Replays
 
-KEPT = 16  # graphs, each with memory of its own; who comes later trains step by step
-_EAGER_EPOCHS = 2  # of a sort before its capture: what libraries set up at first use cannot be captured
+KEPT = 16  # graphs, each with its own memory; later sorts train step by step
+_EAGER_EPOCHS = 2  # epochs before a capture, because libraries set up on first use and that cannot be captured
 
-Step = Callable[[Tensor, Tensor, bool], None]  # of x, y, and whether it is the clients' last one
+Step = Callable[[Tensor, Tensor, bool], None]  # function of x, y, and whether it is the last step
 
 
 class Epoch(NamedTuple):
-    """A captured epoch. places: int64 `[rows, samples]`, where it finds its samples. held: what it reads of others."""
+    """A captured epoch. places: int64 `[rows, samples]`, the indices of its samples. held: objects that it reads."""
 
     graph: Replay
     places: Tensor
@@ -64,7 +64,7 @@ class Epochs:
         return True
 
     def _functions(self, key: Hashable, crew: Crew, replays: Replays) -> tuple[Function, ...] | None:
-        """The recorded passes of an epoch that is to be captured now; None where it is not."""
+        """Return the recorded passes of an epoch that is captured now, or None."""
         self._seen[key] = self._seen.get(key, 0) + 1
         sizes = crew.tasks[0].epoch_sizes()
         found = [replays.settled(size, len(crew.tasks), *crew.samples) for size in sorted(set(sizes))]
@@ -88,5 +88,5 @@ class Epochs:
 
 
 def epochs_of(setup: Setup) -> Epochs | None:
-    """Where epochs can be captured; a compiler's functions may have graphs of their own."""
+    """Return the captured epochs of a run, or None if its functions may have graphs of their own (compiled models)."""
     return Epochs(Cuda(setup.device)) if setup.device.type == "cuda" else None

@@ -33,12 +33,12 @@ class Gradients:
         self.tensors, self.slots, self.table = tensors, slots, table
 
     def norms(self, rows: int) -> Tensor:
-        """Of the gradients of each of so many rows, float64 `[rows]`."""
+        """Return the norms of the gradients of each row, float64 `[rows]`."""
         squares = [g.reshape(rows, -1).double().square().sum(1) for g in self.tensors]
         return torch.stack(squares).sum(0).sqrt()
 
     def like(self, other: Gradients) -> list[Tensor]:
-        """These gradients for the parameters of `other`: zeros where there is none."""
+        """Return these gradients for the parameters of `other`, zeros for missing ones."""
         if self.slots == other.slots:
             return self.tensors
         known = dict(zip(self.slots, self.tensors, strict=True))
@@ -77,11 +77,9 @@ class Passes:
         return loss.detach(), self._taken()
 
     def run_mapped(self, x: Tensor, y: Tensor, map: InputMap) -> tuple[Tensor, Gradients, InputMap]:
-        """As `run`, on mapped inputs; also the map after its ascent, the last step of which is taken at the same point
-        as the gradients.
-
-        Bytes that the model normalises (`Pixels`) are mapped behind that.
-        """
+        """Run a pass on mapped inputs, and return also the map after its ascent. The last ascent step shares the point
+        of
+        the gradients. Bytes that the model normalises (`Pixels`) are mapped after that."""
         x, model = self.mappable(x), self.replica.module
         inner = model.model if isinstance(model, Pixels) else model
         for step in range(map.steps):
@@ -97,7 +95,7 @@ class Passes:
         return loss.detach(), self._taken(), map
 
     def mappable(self, x: Tensor) -> Tensor:
-        """What a map of the inputs is applied to: `x`, for a model in `Pixels` the numbers that it makes of bytes."""
+        """Return the input of a map: `x`, or the numbers that `Pixels` makes of bytes."""
         model = self.replica.module
         return model.normalised(x) if isinstance(model, Pixels) else x
 

@@ -17,7 +17,7 @@ from fastsam.fed.executors.row import Row
 from fastsam.fed.executors.streams import Lane, Streams
 from fastsam.fed.step.local_update import ClientResults, LocalUpdate
 
-_EAGER_STEPS = 2  # of a shape before its capture: what libraries set up at first use cannot be captured
+_EAGER_STEPS = 2  # steps before a capture, because libraries set up on first use and that cannot be captured
 _ALIGNMENT = {"cpu": 64, "cuda": 256}  # bytes: how finely libraries look at where a tensor begins
 Batch = tuple[Tensor, Tensor]
 
@@ -28,12 +28,11 @@ PHASED = (
 
 
 class StaticRow(Row):
-    """A row whose step reads and writes the same memory every time, so that it can be captured.
+    """A row whose steps read and write the same memory every time, so that they can be captured.
 
-    Batches are copied into inputs that stay, one pair per shape; q, s and the like into fields; the losses of the steps
-    go to a buffer at a place that a counter on the device gives. Learning rate, rho and all other numbers are device
-    data in any row. The methods run on the row's
-    stream: what they allocate belongs to it.
+    Batches are copied into fixed inputs, one pair per shape; vectors into fields. The losses of the steps go to a
+    buffer, at an index from a counter on the device. Learning rate, rho and other numbers are device data in any row.
+    The methods run on the row's stream, so that their memory belongs to it.
     """
 
     def __init__(self, setup: Setup, random: PassRandomness) -> None:
@@ -73,7 +72,7 @@ class StaticRow(Row):
 
     def _take(self, k: int, x: Tensor, y: Tensor) -> None:
         if self.eps is not None:
-            self.eps.zero_()  # the last step's is what remains, without parameters that had no gradient in it
+            self.eps.zero_()  # the last step's eps remains, without parameters that had no gradient in it
         super()._take(k, x, y)
         loss = self.losses.pop()
         if self.kept is None:
@@ -96,11 +95,11 @@ class StaticRow(Row):
 
 
 def shape_of(batch: Batch) -> Hashable:
-    """What two batches must have in common to have one pair of inputs: also how they lie in memory, on which libraries'
-    rounding depends.
+    """Return the properties that two batches must share to have one pair of inputs, including the strides, on which
+    libraries' rounding depends.
 
-    (Where labels begin plays no part in any rounding. Batches of 50 of them begin at 16 places, and each would have
-    graphs of its own.)
+    The address of the labels does not affect any rounding. Batches of 50 labels begin at 16 different alignments, and
+    each would otherwise have its own graphs.
     """
     return tuple((t.shape, t.stride(), t.dtype, _offset(t) if t.is_floating_point() else 0) for t in batch)
 
@@ -110,7 +109,7 @@ def _offset(t: Tensor) -> int:
 
 
 def fills(t: Tensor) -> bool:
-    """Whether no two elements share memory, as they do in what `expand` makes: then it can be copied into."""
+    """Return True if no two elements share memory, as after `expand`. Then it can be copied into."""
     return all(stride > 0 or size <= 1 for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
@@ -124,7 +123,7 @@ def _like(t: Tensor) -> Tensor:
 
 
 class Graphs:
-    """The captured steps, by what they are steps of. The first steps of every sort run as they are."""
+    """The captured steps by sort. The first steps of every sort run without a graph."""
 
     def __init__(self, capture: Callable[[Callable[[], None], torch.cuda.Stream], Replay]) -> None:
         self.capture, self.made, self.seen = capture, dict[Hashable, Replay](), dict[Hashable, int]()
@@ -133,7 +132,7 @@ class Graphs:
         return self.made.get(key)
 
     def due(self, key: Hashable) -> bool:
-        """Whether it is time to capture: enough steps of this sort were taken."""
+        """Return True if enough steps of this sort were taken to capture one."""
         self.seen[key] = self.seen.get(key, 0) + 1
         return self.seen[key] > _EAGER_STEPS
 
@@ -142,16 +141,15 @@ class Graphs:
 
 
 class Graph(Streams):
-    """As `Streams`, with captured steps.
+    """`Streams` with captured steps.
 
-    When the clients in the first slots have steps of one sort (kernels and shapes agree) and nobody else trains, one
-    graph holds the step of all of them, forked over their streams; otherwise each row replays a graph of its own on its
-    own stream. A graph is captured once per sort, not per round; a partial batch has a graph of its own shape. Steps
-    that are kept for a measure run as they are.
+    If the clients in the first slots have steps of one sort (equal kernels and shapes) and no other client trains, one
+    graph holds the steps of all of them, forked over their streams. Otherwise each row replays its own graph on its own
+    stream. A graph is captured once per sort, not per round. A partial batch has a graph of its shape. Steps that are
+    copied for a measure run without a graph.
 
-    What a graph holds is what the device was told when it was captured. A model or loss that looks at values on the
-    host (`item()`, `if` on a tensor) raises then; one that counts its calls in Python, or decides by such a count,
-    would be frozen in silence.
+    A graph has the values of its capture. A model or loss that reads values on the host (`item()`, `if` on a tensor)
+    raises. A model that counts its calls in Python, or branches on such a count, would be frozen without an error.
     """
 
     name = "graph"
@@ -201,12 +199,11 @@ class Graph(Streams):
         return finished
 
     def _first(self, lanes: Sequence[Lane]) -> bool:
-        """Whether these are the first lanes: for other sets of them there is no joint graph, or there would be a graph
-        for each set."""
+        """Return True if these are the first lanes. Only they have a joint graph."""
         return all(a is b for a, b in zip(lanes, self.lanes, strict=False))
 
     def _sort(self, lane: Lane, batch: Batch) -> Hashable:
-        """What must agree for steps to have one graph; None for a step that is not captured."""
+        """Return the properties that steps of one graph must share, or None for a step that is not captured."""
         row = lane.row
         assert isinstance(row, StaticRow)
         if row.grown:

@@ -1,9 +1,9 @@
-"""Fewer and cheaper operations for the same numbers, to rounding: passes over the graph of a recorded forward and
-backward pass.
+"""Passes over the graph of a recorded forward and backward pass: fewer and cheaper operations for the same numbers, to
+rounding.
 
-A graph is functional: nothing writes in place. Each of its nodes has in `meta["val"]` what it was when the graph was
-`evaluated`; a pass proves its change by that alone, and returns whether it made one. (`drop_ones` needs dtypes alone,
-which `make_fx` notes.)
+A graph is functional: nothing writes in place. Each node has its value of the evaluation in `meta["val"]`. A pass
+proves its change from these values, and returns whether it made one. (`drop_ones` needs only dtypes, which `make_fx`
+records.)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def simplify(module: GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 def fold_constants(graph: Graph) -> bool:
-    """What depends on shapes alone (the seed of the backward pass) is kept: a node "get_attr" with
+    """Keep values that depend only on shapes (the seed of the backward pass): a node "get_attr" with
     `meta["constant"]`."""
     count, module = 0, graph.owning_module
     assert module is not None
@@ -162,7 +162,7 @@ def turn_products(graph: Graph) -> bool:
 
 
 def fuse_biases(graph: Graph) -> bool:
-    """`bias + bmm(a, b)` in one call, where nobody else reads the product."""
+    """Compute `bias + bmm(a, b)` in one call if nothing else reads the product."""
     changed = False
     for node in _calls(graph):
         if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(n, Node) for n in arguments(node)):
@@ -178,8 +178,8 @@ def fuse_biases(graph: Graph) -> bool:
 
 
 def use_products(graph: Graph, product_of: ProductOf) -> bool:
-    """Products of matrices, with or without a bias, by what `product_of` gives for them (`f(a, b, bias)`; None for
-    torch's way)."""
+    """Replace products of matrices, with or without a bias, by the functions of `product_of` (`f(a, b, bias)`; None for
+    torch's)."""
     changed = False
     for node in _calls(graph):
         if node.target not in (aten.bmm.default, aten.baddbmm.default) or node.kwargs:
@@ -223,17 +223,17 @@ def strided(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def arguments(node: Node) -> tuple[Any, ...]:
-    """What an operation takes."""
+    """Return the arguments of an operation."""
     return node.args
 
 
 def outputs(graph: Graph) -> list[Node]:
-    """What a graph of several results returns."""
+    """Return the results of a graph with several results."""
     return list(arguments(graph.output_node())[0])
 
 
 def memory(node: Node) -> int:
-    """Of nodes that were evaluated together: equal for views of one memory."""
+    """Return a number for the memory of an evaluated node, equal for views of one memory."""
     return int(node.meta["val"].untyped_storage()._cdata)
 
 
@@ -255,7 +255,7 @@ def _replace(node: Node, other: Node) -> None:
 
 
 def _sources(node: Node) -> list[Node]:
-    """What a view is a view of, the farthest first."""
+    """Return the sources of a view, the farthest first."""
     found: list[Node] = []
     while node.target in VIEWS or (node.target in _RESHAPES and memory(node) == memory(arguments(node)[0])):
         node = arguments(node)[0]
@@ -269,7 +269,7 @@ def _geometry(node: Node) -> tuple[object, ...]:
 
 
 def _one_view(graph: Graph, node: Node, sources: Sequence[Node]) -> Node | None:
-    """Of the farthest source that is contiguous and has the same elements."""
+    """Return a view of the farthest contiguous source with the same elements."""
     value = node.meta["val"]
     for source in sources if value.is_contiguous() else ():
         t = source.meta["val"]
@@ -296,7 +296,7 @@ def _is_transpose(node: Node) -> bool:
 
 
 def _has_product(args: Sequence[Any]) -> bool:
-    """Whether one of stacked matrices to be added is a product that nobody else reads."""
+    """Return True if one of the added stacked matrices is a product that nothing else reads."""
     stacked = all(isinstance(n, Node) and n.meta["val"].dim() == 3 for n in args)
     return stacked and any(_is_product(n) and len(n.users) == 1 for n in args)
 

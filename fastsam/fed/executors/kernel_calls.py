@@ -26,11 +26,8 @@ _LEAST = 1e-12  # norm of a drift that is divided by: a weight that has not move
 
 
 class Rows:
-    """`rows` rows of state, each with its own constants of the local update rule. `momentum` and the clipped norm exist
-    if the run has them.
-
-    losses: where an owner may add up those of each row.
-    """
+    """The state of `rows` rows, each with its own constants of the local update rule. `momentum` and the clipped norm
+    exist if the run has them. losses: sums of the losses of each row."""
 
     def __init__(self, setup: Setup, rows: int) -> None:
         self.layout, self.options, self.dtype, self.device = setup.layout, setup.options, setup.dtype, setup.device
@@ -58,7 +55,7 @@ class Rows:
 
 
 def _common(options: LocalOptions) -> list[float]:
-    """What all rows of `hparams` have in common in a run."""
+    """Return the hyperparameters that all rows of a run share."""
     values = [0.0] * WIDTH
     values[HParam.DECAY] = options.weight_decay
     values[HParam.CLIP] = options.clip_norm or 0.0
@@ -68,12 +65,13 @@ def _common(options: LocalOptions) -> list[float]:
 
 
 class Form:
-    """Some neighbouring rows of a `Rows`, and the steps that they take together; all of one kind, which `arrange` sets.
+    """Some neighbouring rows of a `Rows` and their steps, all of one variant, which `arrange` sets.
 
-    z: `[rows, row_size]`, the weights that autograd sees. w: the unperturbed ones, for steps that perturb by a
-    gradient.
-    q, shift, s: what the kernels read beside them, `[rows, row_size]` (of s all rows may be one). vectors: others by
-    name (`StepVariant.vectors`), in the same way.
+    Attributes:
+        z: `[rows, row_size]`, the weights that autograd sees.
+        w: the unperturbed weights, for steps that perturb by a gradient.
+        q, shift, s: further operands of the kernels, `[rows, row_size]`. The rows of s may be one.
+        vectors: further vectors by name (`StepVariant.vectors`).
     """
 
     def __init__(self, rows: Rows, part: slice) -> None:
@@ -118,7 +116,7 @@ class Form:
 
     @property
     def folds(self) -> bool:
-        """Whether a constant perturbation p is taken out of the terms meant at `w` by `-coefficient*p` in q."""
+        """True if a constant perturbation p is folded into q as `-coefficient*p`, for the terms that belong to `w`."""
         options = self.rows.options
         inside = self.kind.has_phi or (options.clip_norm is None and options.weight_decay > 0)
         return inside and (options.clip_scope == "full" or options.clip_norm is None)
@@ -166,8 +164,9 @@ class Form:
             self.hparams[:, 0, HParam.RHO].copy_(radii)
 
     def perturb_(self, first: Gradients, eps: Tensor | None = None) -> None:
-        """`z = w + eps` by the first gradients; with a dual, `eps` (`[rows, row_size]`) is kept where it is asked
-        for."""
+        """Set `z = w + eps` by the first gradients. With a dual, eps `[rows, row_size]` is also written to `eps` if it
+        is
+        given."""
         grads, table = first.tensors, first.table
         assert self.w is not None  # arrange() saw to it
         if self.kind.direction is Direction.GRADIENT_MINUS_DUAL:
@@ -218,7 +217,7 @@ class Form:
         return d.mul_(self.kind.drift).add_(e)
 
     def _joined(self, first: Gradients) -> list[Tensor]:
-        """The first gradients with what else is in the direction, by parameter."""
+        """Return the first gradients plus the other parts of the direction, by parameter."""
         d = self._drifted(self.vectors["direction_vector"])
         if self.kind.remembers:
             d.add_(self.field("last"))
@@ -263,10 +262,10 @@ class Form:
         clipping and a surrogate gap need."""
         if self.kind.walks or self.kind.pull:
             if self.w is not None and len(grads.slots) < len(self.layout.segments):
-                self.z.copy_(self.w)  # what the pass did not use was moved too, and must not stay so
+                self.z.copy_(self.w)  # parameters that the pass did not use were perturbed too, and must not stay so
         elif first is not None and first.slots != grads.slots:
             assert self.w is not None
-            # what only the first pass used must not stay perturbed
+            # parameters that only the first pass used must not stay perturbed
             self.kernels.restore_([self.z], self.w, first.table)
         if self.kind.remembers:
             torch._foreach_copy_(self._like(grads, self.field("last")), grads.tensors)

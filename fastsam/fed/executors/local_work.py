@@ -26,14 +26,18 @@ class Crew:
     """Clients in neighbouring slots that begin, step and end together: those of one key (see `feed_keys`), or one
     client.
 
-    slot, end: the first slot, and the one behind the last. epoch: steps of an epoch. shapes: what crews must have in
-    common to take a step
-    together: for a whole batch, and for the last one of an epoch. steps, seen: of each client, local steps and the
-    samples of all its batches. feed: of samples as they are stored; where something augments them, a client is alone
-    and has batches of its `own`. k: steps taken. extra_backward_passes, snapshots: of each client. norms: the means so
-    far of those of a pilot's gradients, float64 `[clients]`. error: that for which its clients are left out of the
-    round.
-    drawn: the batch of a step, with its number, where it is the client's own.
+    Attributes:
+        slot, end: the first slot, and the slot after the last.
+        epoch: number of steps of an epoch.
+        shapes: properties that crews must share to step together: for a whole batch, and for the last batch of an
+            epoch.
+        steps, seen: of each client, the number of local steps and of the samples in all its batches.
+        feed: batches of stored samples. A client with augmented samples is alone and has batches of its `own`.
+        k: number of steps taken.
+        extra_backward_passes, snapshots: of each client.
+        norms: running means of the norms of a pilot's gradients, float64 `[clients]`.
+        error: error for which its clients are excluded.
+        drawn: index and batch of the next step, if batches are the client's own.
     """
 
     tasks: Sequence[Task]
@@ -55,13 +59,13 @@ class Crew:
 
     @property
     def samples(self) -> Batch:
-        """Where its samples lie, `[n, ...]`: with everybody's, or the first client's own."""
+        """The memory of its samples, `[n, ...]`: that of all clients, or the first client's own."""
         task, store = self.tasks[0], self.tasks[0].work.store
         return (task.x, task.y) if store is None else (store.x, store.y)
 
     @property
     def alike_steps(self) -> tuple[int, int]:
-        """How many of its next steps have one shape and one learning rate and are of one epoch, and the samples of
+        """Return how many of its next steps have one shape, one learning rate and one epoch, and the samples of
         each."""
         first = self.tasks[0]
         whole, rest = divided(first.samples, first.batch_size, first.work.drop_last)
@@ -72,7 +76,7 @@ class Crew:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """True if no step is left."""
         return self.k == self.steps or self.error is not None
 
     @property
@@ -81,11 +85,13 @@ class Crew:
         return self.shapes[(self.k + 1) % self.epoch == 0]
 
     def batch(self) -> Batch:
-        """Of the next step, `[clients, batch, ...]`. Raises ClientError."""
+        """Return the batch of the next step, `[clients, batch, ...]`. Raises ClientError."""
         try:
             if self.feed is not None:
                 return self.feed.get(self.k)
-            if self.drawn is None or self.drawn[0] != self.k:  # a step that failed for another's batch comes again
+            if (
+                self.drawn is None or self.drawn[0] != self.k
+            ):  # a step that failed for another client's batch is repeated
                 x, y = next(self.own)
                 self.drawn = self.k, (x[None], y[None])
             return self.drawn[1]
@@ -120,28 +126,28 @@ def crew_of(tasks: Sequence[Task], slot: int, kind: StepVariant, shapes: dict[tu
 
 
 def runs(keys: Sequence[object]) -> list[slice]:
-    """Where equal keys follow each other."""
+    """Return the slices of equal neighbouring keys."""
     begins = [i for i, key in enumerate(keys) if not i or key != keys[i - 1]]
     return [slice(*results) for results in pairwise([*begins, len(keys)])]
 
 
 def tasks_of(crews: Sequence[Crew]) -> list[Task]:
-    """Of all their clients."""
+    """Return the tasks of all their clients."""
     return [task for crew in crews for task in crew.tasks]
 
 
 def slots_of(crews: Sequence[Crew]) -> list[int]:
-    """Of all their clients."""
+    """Return the slots of all their clients."""
     return [slot for crew in crews for slot in range(crew.slot, crew.end)]
 
 
 def neighbours(crews: Sequence[Crew]) -> bool:
-    """Whether no other slot lies between theirs."""
+    """Return True if the crews' slots are contiguous."""
     return crews[-1].end - crews[0].slot == sum(len(crew.tasks) for crew in crews)
 
 
 def next_batch(crews: Sequence[Crew]) -> Batch:
-    """Of all their clients, `[clients, batch, ...]`. Raises ClientError."""
+    """Return the next batch of all their clients, `[clients, batch, ...]`. Raises ClientError."""
     if len(crews) == 1:
         return crews[0].batch()
     x, y = zip(*(crew.batch() for crew in crews), strict=True)
@@ -156,7 +162,7 @@ def rows_to_keep(crews: Sequence[Crew]) -> list[tuple[int, dict[int, Snapshot], 
 
 
 def row_ends(crews: Sequence[Crew], form: Form, start: Tensor, buffers: Sequence[Tensor]) -> ClientResults:
-    """What clients leave behind in the rows of `form`. All of them leave the same things. No buffer was changed."""
+    """Return the results of clients whose rows are in `form`. All have the same fields, and no buffer was changed."""
     step, clients = crews[0].tasks[0].step, [task.client for task in tasks_of(crews)]
     steps: list[int] = []
     backward_passes: list[int] = []

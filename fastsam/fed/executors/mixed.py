@@ -1,4 +1,4 @@
-"""The second model of a client whose own model learns from a mixture (see `Mixture`), in a row of its own."""
+"""The second model of a client that learns from a mixture (see `Mixture`), in its own row."""
 
 from __future__ import annotations
 

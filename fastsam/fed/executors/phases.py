@@ -1,4 +1,4 @@
-"""What several phases of a client's local steps, and several steps on a batch, add up to."""
+"""Sums over several phases of a client's local steps, and several steps on a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastsam.fed.step.local_update import ClientResults, Envelope
 
 
 def together(before: ClientResults, results: ClientResults) -> ClientResults:
-    """Of one model in two phases; both measure displacements from where it began."""
+    """Return the results of one model in two phases. Both measure deltas from its first start."""
     return replace(
         results,
         num_steps=(before.num_steps[0] + results.num_steps[0],),
@@ -27,8 +27,8 @@ def together(before: ClientResults, results: ClientResults) -> ClientResults:
 
 
 def repeated(task: Task, envelope: Envelope, form: Form) -> Iterator[tuple[Any, Any]]:
-    """Every batch of the task several times; behind the last time the anchor moves, and the constant half of the
-    proximal term with it."""
+    """Yield every batch of the task several times. After the last time the anchor moves, with the constant half of the
+    proximal term."""
     anchor, q = form.field("anchor"), form.q
     assert q is not None  # a step with an envelope has one
     for batch in task.batches():

@@ -1,5 +1,6 @@
-"""What a model draws while it trains (dropout) as a function of (seed, round, client, step), the same in both passes of
-a step."""
+"""A model's random numbers in training (dropout) as a function of (seed, round, client, step), equal in both passes of
+a
+step."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from fastsam.fed.executors.drawing import Calls, Lent, default_generator
 class PassRandomness:
     """torch's default generators, seeded before every pass of a model that draws from them.
 
-    Whether a model draws is seen in the generators' state: no list of module types has to be kept, and functional
-    dropout counts too. Seeding costs microseconds in each pass, so a model that has never drawn is spared it; the first
-    client that turns out to have drawn is trained again, so that its numbers do not depend on when this was found.
+    A model that draws is recognised by the state of the generators, so no list of module types is needed, and
+    functional dropout counts. Seeding costs microseconds in each pass, so a model that has never drawn is not seeded.
+    The first client found to have drawn is trained again, so that its numbers do not depend on when this was found.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +44,7 @@ class PassRandomness:
                 generator.set_state(state)
 
     def begin(self, seed: int) -> None:
-        """At the start of a client: `seed` is that of its first pass."""
+        """Begin a client. `seed` is that of its first pass."""
         self.seed(seed)
         if not self.draws:
             self._begin = self._states()
@@ -64,7 +65,7 @@ class PassRandomness:
 
 
 class NoRandomness(PassRandomness):
-    """Where clients train at the same time nothing is seeded: a model that draws is an error."""
+    """No seeding, for clients that train at the same time: a model that draws is an error."""
 
     REASON = (
         "a training pass of the model draws random numbers (dropout?) from torch's default generator, which is one for "
@@ -73,14 +74,14 @@ class NoRandomness(PassRandomness):
     )
 
     def start_round(self) -> None:
-        """From here on nobody may draw."""
+        """Begin a round, in which no model may draw."""
         self._begin = self._states()
 
     def begin(self, seed: int) -> None:
         """Nothing to seed."""
 
     def check(self, client: int) -> None:
-        """After a client. Raises ClientError when somebody has drawn since the start of the round."""
+        """Raise ClientError if something has drawn since the start of the round."""
         with default_generator:
             alike = all(map(torch.equal, self._states(), self._begin))
         if not alike:

@@ -1,5 +1,6 @@
-"""One pass of stacked clients as a graph of torch's operations, recorded by `make_fx` below autograd and vmap; and what
-Python may have changed."""
+"""A recording of one pass of stacked clients as a graph of torch's operations, by `make_fx` below autograd and vmap,
+and a
+check of the Python state that it may have changed."""
 
 from __future__ import annotations
 
@@ -24,11 +25,17 @@ class CannotRecordError(RuntimeError):
 
 
 class Recording:
-    """Of `plain` at weights, x and y. module: its graph, functional and evaluated (see `graph_passes`), from weights, x
-    and y to losses and those gradients that there are; slots: of which parameters. inputs: what it was recorded on;
-    outputs: what came out.
+    """A recording of `plain` at weights, x and y.
 
-    Raises CannotRecordError, and what `make_fx` raises for a pass that looks at values.
+    Attributes:
+        module: its functional, evaluated graph (see `graph_passes`), from weights, x and y to losses and existing
+            gradients.
+        slots: indices of the parameters with gradients.
+        inputs: inputs of the recording; outputs: its results.
+
+    Raises:
+        CannotRecordError: it cannot be recorded. Errors of `make_fx`, for a pass that reads values, are raised as they
+            are.
     """
 
     def __init__(
@@ -61,7 +68,7 @@ class Recording:
         for node in nodes:
             known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
             if node.op == "call_function" and not known:
-                raise CannotRecordError(f"it calls {node.target}, which is no operation on tensors")
+                raise CannotRecordError(f"it calls {node.target}, which is not an operation on tensors")
             if node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise CannotRecordError(f"it draws random numbers ({node.target})")
             if _writes(node):
@@ -93,7 +100,7 @@ def python_state(module: nn.Module) -> dict[str, object]:
 
 
 def comparable(value: object) -> object:
-    """Return what tells a value from the one that it was before: number, words, length, identity or version."""
+    """Return a value that differs if the object has changed: a number, a text, a length, an identity or a version."""
     if isinstance(value, _PLAIN):
         return (type(value), repr(value))
     if isinstance(value, Tensor):
@@ -102,12 +109,12 @@ def comparable(value: object) -> object:
         return value.tobytes()
     if isinstance(value, (list, tuple)):
         return [comparable(v) if isinstance(v, _PLAIN) else id(v) for v in value]
-    if isinstance(value, (nn.Module, torch.ScriptObject)):  # a scripted one raises if it is asked for its length
+    if isinstance(value, (nn.Module, torch.ScriptObject)):  # the length of a scripted module raises
         return id(value)
     return (id(value), len(value)) if hasattr(value, "__len__") else id(value)
 
 
 def difference(before: dict[str, object], after: dict[str, object]) -> str | None:
-    """What is not as it was; None for nothing."""
+    """Return a description of the first difference, or None."""
     names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
     return ", ".join(names[:3]) if names else None

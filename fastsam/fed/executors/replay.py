@@ -1,12 +1,13 @@
 """Passes of stacked clients without the model's Python: recorded once per shape as a graph of torch's operations, and
-run from there.
+run
+from the graph.
 
-`make_fx` records below autograd and vmap: what torch does above an operation (most of a small model's pass) happens
-once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
-them.
+`make_fx` records below autograd and vmap, so the part of torch above an operation (most of a small model's pass)
+happens once. The graph is run as it is or as a row program, which is recorded on two rows and serves any number of
+rows.
 
-What a pass means is still the plain one. The first two passes of a shape run both and are compared. Which passes are
-replayed depends on model and shapes alone, so a run that is continued has the bits of one that was not interrupted.
+The plain pass defines the meaning. The first two passes of a shape run both ways and are compared. The choice of
+replayed passes depends only on model and shapes, so a continued run has the bits of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -28,22 +29,24 @@ from fastsam.fed.executors.recording import CannotRecordError, Recording, differ
 log = logging.getLogger("fastsam.fed")
 
 Plain = Callable[[list[Tensor], Tensor, Tensor], tuple[Tensor, Sequence[Tensor | None]]]
-Function = Callable[..., Sequence[Tensor]]  # of weights, x and y: losses and gradients
+Function = Callable[..., Sequence[Tensor]]  # from weights, x and y to losses and gradients
 Found = tuple[Tensor, list[Tensor], tuple[int, ...]]  # losses, gradients that there are, and of which parameters
 Key = tuple[object, ...]
 
 KEPT = 256  # shapes: some hundred kilobytes each
-ROWS = 2  # of a recording that becomes a row program: what a row does must not depend on how many there are
-# How far a replay may be off, relative: a loss, and the norm of the gradients' difference (rounding may move a kink).
+ROWS = 2  # rows of a recording for a row program, whose rows must not depend on their number
+# Largest relative error of a replay: of a loss, and of the gradients' norm (rounding may move a kink).
 _LOSS, _GRADIENT = {torch.float32: 1e-4, torch.float64: 1e-9}, 0.01
 
 
 @dataclass(frozen=True)
 class Ways:
-    """How recorded graphs may be run.
+    """The ways to run recorded graphs.
 
-    row_pass: a row program of a graph and the parameters of its gradients, None where an operation has no form.
-    product_of: see `graph_passes.use_products`.
+    Attributes:
+        row_pass: makes a row program from a graph and the parameters of its gradients, or returns None if an operation
+            has no form.
+        product_of: see `graph_passes.use_products`.
     """
 
     row_pass: Callable[[GraphModule, Sequence[int]], Function | None] | None = None
@@ -52,8 +55,7 @@ class Ways:
 
 @dataclass
 class Pass:
-    """How passes of one shape run. function: None for the plain way. uses: of the shape, as far as they are
-    compared."""
+    """The way to run passes of one shape. function: None for the plain way. uses: number of compared passes."""
 
     function: Function | None = None
     slots: tuple[int, ...] = ()

@@ -135,7 +135,7 @@ class Row:
 
     @contextmanager
     def client_errors(self) -> Iterator[None]:
-        """What the model or the loss raises inside becomes a ClientError that says where."""
+        """Raise an error of the model or the loss as a ClientError with its place."""
         try:
             yield
         except ClientError:
@@ -147,7 +147,7 @@ class Row:
         return ClientError.of([self.task.client], self.task.round, self.k, error)
 
     def close(self) -> ClientResults:
-        """What the client leaves behind, in memory of its own."""
+        """Return the results of the client in new memory."""
         results = self._ends()
         for before in reversed(self.done):
             results = replace(before, then=results)
@@ -192,7 +192,7 @@ class Row:
         return results if self.carried is None else together(self.carried, results)
 
     def _next_phase(self, step: LocalUpdate) -> None:
-        """Begins a further phase, from where this one ended, or with a model of its own."""
+        """Begin a further phase, from the end of this one or with another model."""
         results, task, goes_on = self._ends(), self.task, step.start is None
         begin, first = self.z[0].clone(), self.start
         if goes_on:
@@ -264,15 +264,15 @@ class Row:
                 p.requires_grad_(step.only is None or place in step.only)
 
     def _batches(self, task: Task) -> Iterator[tuple[Any, Any]]:
-        """What the local steps are taken on, in order."""
+        """Yield the batches of the local steps, in order."""
         envelope = task.step.envelope
         return task.batches() if envelope is None else repeated(task, envelope, self.form)
 
     def _measure(self, task: Task) -> None:
-        """How many steps there are, and how many samples in each."""
+        """Compute the number of steps, and of samples in each."""
         work, envelope = task.work, task.step.envelope
         times = 1 if envelope is None else envelope.steps
-        # What else there is is one for all clients of a run.
+        # All other constants are equal for all clients of a run.
         shape = (task.samples, work.batch_size, task.epochs, work.steps, times)
         if self._sized != shape:
             self._sized, sizes = shape, [n for n in task.batch_sizes() for _ in range(times)]
@@ -344,7 +344,7 @@ class Row:
         if k in self.task.snapshots:
             w = self.snapshots[k].w
             self.snapshots[k] = Snapshot(w, self.z[0] - w)
-        # The statistics that a model keeps (BatchNorm) are those of its weights, not those of the perturbed ones.
+        # BatchNorm statistics are updated only in passes at the unperturbed weights.
         kept = self.replica.copy_of_buffers()
         _, second = self._pass(k, x, y, perturbed=True)
         for buffer, value in zip(self.replica.buffers, kept, strict=True):
@@ -353,7 +353,7 @@ class Row:
         return loss
 
     def _keep(self, k: int) -> None:
-        """The row before step k, for who measures along the path."""
+        """Copy the row before step k, for measures along the path."""
         p = self.form.field("p")[0] if self.form.kind.constant else None
         self.snapshots[k] = Snapshot(
             (self.z[0] if p is None else self.z[0] - p).clone(), None if p is None else p.clone()

@@ -11,8 +11,7 @@ from fastsam.fed.executors.row import Row
 
 
 class Sequential(Executor):
-    """One `Row`; the ends come in the order of the tasks. Torch's own threads work inside an operation, as many as it
-    was given."""
+    """One `Row`. Results come in the order of the tasks. Torch's own threads work inside an operation."""
 
     name = "sequential"
 
@@ -29,7 +28,7 @@ class Sequential(Executor):
                     self._attempt(task, start, buffers)
                     if (
                         row.random.found()
-                    ):  # the first client whose model draws: again, with the seeds of its own passes
+                    ):  # the first client whose model draws is trained again, with the seeds of its passes
                         self._attempt(task, start, buffers)
                     ends = row.close()
                 except ClientError as error:

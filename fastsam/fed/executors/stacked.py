@@ -193,8 +193,8 @@ def _memory(device: torch.device) -> int:
 
 
 def why_not(setup: Setup) -> str | None:
-    """Why the model cannot be trained in stacked rows; None when it can. Tries a step of two rows against each row
-    alone."""
+    """Return the reason why the model cannot be trained in stacked rows, or None. It compares a step of two rows with
+    single rows."""
     if setup.batched:
         return setup.batched
     if setup.draws is not None:

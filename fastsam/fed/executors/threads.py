@@ -26,14 +26,16 @@ def cpus() -> int:
 
 
 class Threads(Executor):
-    """A `Row` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the thread
-    that asks for it.
+    """A `Row` per thread, each with its own deep copy of the model. Autograd runs a CPU backward pass in the calling
+    thread.
 
-    The ends come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops
-    all threads after the local step in which they are.
-    A model that draws random numbers (dropout) draws the same ones, from a generator of its thread.
-    Raises ValueError for another device than the CPU, for data whose reading draws random numbers, and for a model of
-    which it is not known what draws them: nothing of torch's functions, or the backward pass.
+    Results come in the order in which clients finish. An error in one client, Ctrl-C, or a receiver that leaves stops
+    all threads after their current local step. A model that draws random numbers (dropout) draws the same numbers, from
+    a generator of its thread.
+
+    Raises:
+        ValueError: the device is not the CPU; reading the data draws random numbers; or it is unknown which function of
+            the model draws (none of torch's functions, or the backward pass).
     """
 
     name = "threads"
