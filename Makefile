@@ -9,21 +9,25 @@ VENV ?= .venv
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 SYSTEM_TORCH ?=
-# Where there is no GPU, torch's CPU build (a tenth of the size) if its index can be reached. TORCH_INDEX= takes pip's default.
+# Without a GPU, torch's CPU build (a tenth of the size) if its index can be reached. TORCH_INDEX= takes pip's default.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
-TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || { curl -sfm 5 -o /dev/null $(CPU_INDEX)/torch/ 2>/dev/null && echo $(CPU_INDEX); })
+TORCH_INDEX ?= $(shell command -v nvidia-smi >/dev/null || \
+  { curl -sfm 5 -o /dev/null $(CPU_INDEX)/torch/ 2>/dev/null && echo $(CPU_INDEX); })
 
 BIN := $(VENV)/bin
-# Bytecode is written by the first import of a module: pip would compile 10,000 files, one after the other, of which few are ever imported.
+READY := $(VENV)/.has-tests $(VENV)/.has-fastsam
+# The first import of a module writes its bytecode: pip would compile 10,000 files, of which few are ever imported.
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c $(VENV)/constraints.txt
 SOURCES := $(shell find csrc -type f) kernels/build.py kernels/toolchain.py
 ARGS ?=
 
-# The tests start some hundred processes that import the same modules: these are compiled once, also where the environment says otherwise.
+# The tests start some hundred processes that import the same modules: these are compiled once, whatever the
+# environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs pictures test test-cuda test-slow test-sanitize attack test-malloc test-peers test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
+.PHONY: help demo docs pictures test test-cuda test-slow test-sanitize attack test-malloc test-peers \
+  test-integrations check format bench bench-kernels bench-accuracy bench-fed wheels gpu clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -33,7 +37,8 @@ help: ## this list
 # --- setting up: each step once, until what it depends on changes ---
 
 $(VENV)/.has-torch: constraints.txt tools/constraints.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"fastsam needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  f"fastsam needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	@test -x $(BIN)/python || { echo "making $(VENV)"; \
 	  $(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV) || { rm -rf $(VENV); exit 1; }; }
 	@$(BIN)/python tools/constraints.py $(CONSTRAINTS) > $(VENV)/constraints.txt
@@ -42,8 +47,9 @@ $(VENV)/.has-torch: constraints.txt tools/constraints.py
 	  $(INSTALL) $${index:+--extra-index-url $$index} torch 'setuptools>=77' ninja
 	@touch $@
 
-# Editable, in an environment that has torch: so the libraries are compiled, where there is a compiler; already while pip downloads what
-# fastsam (with the extras $(1)) needs. What goes wrong there goes wrong in pip's own build too, which waits for this one, and is told there.
+# Editable, in an environment that has torch: so the libraries are compiled, where there is a compiler; already while
+# pip downloads what fastsam (with the extras $(1)) needs. What goes wrong there goes wrong in pip's own build too,
+# which waits for this one, and is told there.
 EXTRAS := [test,bench,dev]
 COMMA := ,
 COMPILE = from kernels import build; build.build("build/native/out", work_dir="build/native")
@@ -67,46 +73,49 @@ $(VENV)/.has-tests: $(VENV)/.has-torch pyproject.toml
 
 # --- using it ---
 
-demo: $(VENV)/.has-fastsam ## five federated algorithms on handwritten digits, eight seeds: a table, a sentence each, plots
+demo: $(VENV)/.has-fastsam ## five federated algorithms on handwritten digits: a table, a sentence each, plots
 	@$(BIN)/fastsam compare examples/showcase.toml
 
 $(VENV)/.has-docs: $(VENV)/.has-torch pyproject.toml constraints.txt
 	$(call install_fastsam,[docs])
 	@touch $@
 
-docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site, a warning being an error: build/docs/index.html
+docs: $(VENV)/.has-docs $(VENV)/.has-fastsam ## the documentation as a site: build/docs/index.html
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
 	@echo build/docs/index.html
 
 pictures: $(VENV)/.has-fastsam ## the pictures of README and of the site's first page, from bench/results
 	@$(BIN)/python tools/pictures.py
 
-# A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is done and takes half of
-# what another has left. WORKERS=0: one process.
+# A worker per processor. Neighbours stay together and in order, because they share what they build, until a worker is
+# done and takes half of what another has left. WORKERS=0: one process.
 WORKERS ?= auto
 SHARED_OUT = -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
-test: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests, with each skip and its reason. WORKERS=0 in one process
+test: $(READY) ## the tests, with each skip and its reason. WORKERS=0 in one process
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code'
 
-# glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_ does nothing: better no run.
+# glibc looks at the heap at every call, and fresh memory is never zero by chance. Without the library MALLOC_CHECK_
+# does nothing: better no run.
 MALLOC := MALLOC_CHECK_=3 MALLOC_PERTURB_=165 LD_PRELOAD=libc_malloc_debug.so.0
-TRAINING := tests/fed/step tests/fed/executors/test_exact.py tests/fed/executors/test_vmap.py tests/fed/executors/test_slots.py \
-  tests/fed/data/test_config.py tests/fed/data/test_models.py
+TRAINING := tests/fed/step tests/fed/executors/test_exact.py tests/fed/executors/test_vmap.py \
+  tests/fed/executors/test_slots.py tests/fed/data/test_config.py tests/fed/data/test_models.py
 OURS := tests/ops tests/optim tests/fed/executors tests/fed/sums
 # Of the processor; the last one of each is what `make test` runs with.
 has = $(shell grep -qwm1 $(1) /proc/cpuinfo && echo $(2))
 OUR_SETS = baseline $(call has,avx2,avx2) $(call has,avx512bw,avx512)
 ONEDNN_SETS = $(call has,sse4_1,SSE41) $(call has,avx,AVX) $(call has,avx2,AVX2) $(call has,avx512bw,AVX512_CORE)
 
-test-malloc: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests that train models with convolutions, under glibc's check of the heap. TRAINING=tests for all
-	@! LD_PRELOAD=libc_malloc_debug.so.0 env true 2>&1 | grep -q . || { echo "no libc_malloc_debug.so.0: it comes with glibc 2.34 or newer"; exit 1; }
-	@echo "MALLOC_CHECK_=3: $(TRAINING)"; $(MALLOC) $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING)
+test-malloc: $(READY) ## tests that train convolutions, under glibc's check of the heap. TRAINING=tests for all
+	@! LD_PRELOAD=libc_malloc_debug.so.0 env true 2>&1 | grep -q . || \
+	  { echo "no libc_malloc_debug.so.0: it comes with glibc 2.34 or newer"; exit 1; }
+	@echo "MALLOC_CHECK_=3: $(TRAINING)"
+	@$(MALLOC) $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING)
 
 # What the compiled CPU kernels do is in these.
 KERNEL_TESTS := tests/ops tests/fed/executors/test_rowprograms.py
 
-test-sanitize: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the tests of the compiled CPU kernels under gcc's address and undefined-behaviour sanitizers
+test-sanitize: $(READY) ## the tests of the compiled CPU kernels under gcc's sanitizers
 	@$(BIN)/python -m tests.helpers.sanitized -q -ra $(SHARED_OUT) -m 'not slow and not gpu_code' $(KERNEL_TESTS)
 
 MINUTES ?= 10
@@ -114,12 +123,12 @@ SEED ?= 0
 # Values that failed: the next attack begins with them.
 EXAMPLES ?= runs/attack-examples
 
-attack: $(VENV)/.has-tests $(VENV)/.has-fastsam ## kills, damage, nonsense, interrupts, hostile files: trials and failures. MINUTES=10 SEED=0 OUT=file ARGS="--only kill-write"
+attack: $(READY) ## kills, damage, nonsense, interrupts, hostile files. MINUTES=10 SEED=0 OUT=file EXAMPLES=folder
 	@$(BIN)/python -m tests.attack --minutes $(MINUTES) --seed $(SEED) --examples $(EXAMPLES) \
 	  --out $(or $(OUT),runs/attack.json) $(ARGS)
 
 # Four shards of some twenty minutes: a fourth of the slow tests each, and one more kind of run.
-test-slow: $(VENV)/.has-tests $(VENV)/.has-docs $(VENV)/.has-fastsam ## the tests left out of `make test`: fresh environments, long runs, attacks, the heap checked, sanitizers, lesser instruction sets. SHARD=1/4
+test-slow: $(VENV)/.has-docs $(READY) ## what `make test` leaves out: long runs, attacks, heap, sanitizers. SHARD=1/4
 	@set -e; for shard in $(or $(firstword $(subst /, ,$(SHARD))),1 2 3 4); do $(MAKE) slow-shard-$$shard; done
 
 slow-shard-%:
@@ -130,20 +139,23 @@ slow-shard-%:
 	  3) for isa in $(OUR_SETS); do echo "FASTSAM_ISA=$$isa: $(OURS)"; \
 	    FASTSAM_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(OURS); done ;; \
 	  4) for isa in $(ONEDNN_SETS); do echo "ONEDNN_MAX_CPU_ISA=$$isa: $(TRAINING)"; \
-	    ONEDNN_MAX_CPU_ISA=$$isa $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done ;; \
+	    ONEDNN_MAX_CPU_ISA=$$isa \
+	      $(BIN)/python -m pytest -q $(SHARED_OUT) -m 'not slow and not gpu_code' $(TRAINING); done ;; \
 	esac
 
-test-cuda: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the GPU kernels without a GPU: compiled for every architecture, their machine code, and emulated on the host
+test-cuda: $(READY) ## the GPU kernels without a GPU: compiled, their machine code, and emulated on the host
 	@$(BIN)/python -m pytest -q -ra $(SHARED_OUT) -m 'gpu_code and not slow'
 
 CXX_SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 
-check: $(VENV)/.has-tests $(VENV)/.has-fastsam ## style, types, import rules
+check: $(READY) ## style, types, prose of changed lines, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels # mypy must see kernels/ under its installed name
+	@# mypy must see kernels/ under its installed name
+	@mkdir -p build/types && ln -sfn ../../kernels build/types/fastsam_kernels
 	MYPYPATH=build/types $(BIN)/mypy -p fastsam -p fastsam_kernels -p tests.helpers -p tests.attack
 	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
 format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check` asks for
@@ -152,74 +164,85 @@ format: $(VENV)/.has-tests ## rewrite the sources in the style that `make check`
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 	@for page in optimizer federated; do $(BIN)/jupytext -q --from md:markdown --to ipynb docs/tutorial_$$page.md; done
 
-bench: $(VENV)/.has-tests $(VENV)/.has-fastsam ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
+bench: $(READY) ## the optimizer part of a SAM step, ours and others': table, JSON, PNG. ARGS=--quick
 	@$(BIN)/python -m bench step $(ARGS)
 
-bench-kernels: $(VENV)/.has-tests $(VENV)/.has-fastsam ## every kernel and whole steps against the memory floor. OUT=folder, ARGS=--quick
+bench-kernels: $(READY) ## every kernel and whole steps against the memory floor. OUT=folder, ARGS=--quick
 	@$(BIN)/python -m bench kernels --out $(or $(OUT),runs/kernels) $(ARGS)
 
-bench-accuracy: $(VENV)/.has-tests $(VENV)/.has-fastsam ## what SAM's variants are worth on small tasks, beside SGD: JSON, half an hour of one core. OUT=folder, ARGS=--quick
+bench-accuracy: $(READY) ## what SAM's variants are worth on small tasks, half an hour. OUT=folder, ARGS=--quick
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench accuracy --add --out $(or $(OUT),runs/accuracy) $(ARGS)
 
 # The other simulators need versions of their own: an environment each. One that cannot be installed is left out.
 PEERS ?= .peers
+QUIET := -q --disable-pip-version-check
+FROM_INDEX = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PEER_NAMES := flower pfl fedlab fedjax blazefl
 PYTHON_blazefl ?= python3.13
 
 $(PEERS)/%/.ready: bench/fed/requirements/%.txt
 	@echo "making $(PEERS)/$*"
 	@test -x $(PEERS)/$*/bin/python || $(or $(PYTHON_$*),$(PYTHON)) -m venv $(PEERS)/$* || true
-	@$(PEERS)/$*/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r $< \
+	@$(PEERS)/$*/bin/python -m pip install $(QUIET) $(FROM_INDEX) -r $< \
 	  && touch $@ || echo "$* could not be installed with $(or $(PYTHON_$*),$(PYTHON)): it is left out"
 
-# Libraries whose weights are compared with ours. Without torchvision: one that belongs to another torch would stop FedLab's import.
+# Libraries whose weights are compared with ours. Without torchvision: one that belongs to another torch would stop
+# FedLab's import.
 $(PEERS)/weights/.ready:
 	@test -x $(PEERS)/weights/bin/python || $(PYTHON) -m venv $(PEERS)/weights
-	@$(PEERS)/weights/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 \
+	@$(PEERS)/weights/bin/python -m pip install $(QUIET) $(FROM_INDEX) torch==2.13.0 \
 	  optax==0.2.8 multiprocess pynvml pandas tqdm scipy attrs packaging pillow scikit-learn
-	@$(PEERS)/weights/bin/python -m pip install -q --disable-pip-version-check --no-deps fedlab==1.3.0 pfl==0.6.0 dp-accounting==0.5.0 prv-accountant
+	@$(PEERS)/weights/bin/python -m pip install $(QUIET) --no-deps \
+	  fedlab==1.3.0 pfl==0.6.0 dp-accounting==0.5.0 prv-accountant
 	@touch $@
 
-test-peers: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEERS)/weights/.ready ## our weights beside those of pfl, FedLab and optax, in an environment of their own
-	@FASTSAM_FED_PEERS=$(abspath $(PEERS))/weights/bin/python $(BIN)/python -m pytest -q -ra tests/fed/algorithms/test_peers.py
+test-peers: $(READY) $(PEERS)/weights/.ready ## our weights beside those of pfl, FedLab and optax
+	@FASTSAM_FED_PEERS=$(abspath $(PEERS))/weights/bin/python \
+	  $(BIN)/python -m pytest -q -ra tests/fed/algorithms/test_peers.py
 
-# Beside other people's packages, in an environment $(1) of their own. The compiled kernels are those of $(VENV): pip would compile them again, for
-# the headers of another torch, so it leaves them out, and they are put back, of which nothing is old.
+# Beside other people's packages, in an environment $(1) of their own. The compiled kernels are those of $(VENV): pip
+# would compile them again, for the headers of another torch, so it leaves them out, and they are put back.
 define install_beside
-	@FASTSAM_NATIVE=0 $(1)/bin/python -m pip install -q --disable-pip-version-check --no-build-isolation -c $(VENV)/constraints.txt -e '.$(2)'
+	@FASTSAM_NATIVE=0 $(1)/bin/python -m pip install $(QUIET) --no-build-isolation -c $(VENV)/constraints.txt -e '.$(2)'
 	@test "$$FASTSAM_NATIVE" = 0 || $(BIN)/python -m fastsam_kernels.build >/dev/null || true
 endef
 
 # Other people's trainers.
 $(PEERS)/integrations/.ready: constraints.txt pyproject.toml
 	@test -x $(PEERS)/integrations/bin/python || $(PYTHON) -m venv $(PEERS)/integrations
-	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $(VENV)/constraints.txt torch 'setuptools>=77' ninja
+	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) $(FROM_INDEX) -c $(VENV)/constraints.txt \
+	  torch 'setuptools>=77' ninja
 	$(call install_beside,$(PEERS)/integrations,[integrations$(COMMA)test])
-	@$(PEERS)/integrations/bin/python -m pip install -q --disable-pip-version-check --no-deps -c $(VENV)/constraints.txt timm torchvision
+	@$(PEERS)/integrations/bin/python -m pip install $(QUIET) --no-deps -c $(VENV)/constraints.txt timm torchvision
 	@touch $@
 
-test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in Lightning, transformers and other trainers themselves, in an environment of their own
-	@FASTSAM_INTEGRATIONS=1 FASTSAM_COMPATIBILITY=runs/compatibility.json $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
+test-integrations: $(VENV)/.has-fastsam $(PEERS)/integrations/.ready ## FusedSAM in other people's trainers
+	@FASTSAM_INTEGRATIONS=1 FASTSAM_COMPATIBILITY=runs/compatibility.json \
+	  $(PEERS)/integrations/bin/python -m pytest -q -ra tests/integrations tests/test_docs.py
 
 .PRECIOUS: $(PEERS)/%/.ready
-bench-fed: $(VENV)/.has-tests $(VENV)/.has-fastsam $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside bare loops and five simulators: tables, JSON, PNG. ARGS=--quick
+bench-fed: $(READY) $(PEER_NAMES:%=$(PEERS)/%/.ready) ## federated rounds beside five simulators. ARGS=--quick
 	@$(BIN)/python -m bench federated --out $(or $(OUT),runs/bench-fed) \
-	  $$(for peer in $(PEER_NAMES); do test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
+	  $$(for peer in $(PEER_NAMES); do \
+	    test ! -e $(PEERS)/$$peer/.ready || echo --peer $$peer=$(PEERS)/$$peer/bin/python; done) $(ARGS)
 
 # torch's libraries are loaded by `import torch` and never copied into a wheel.
-wheels: $(VENV)/.has-tests ## what is published, into OUT=dist: the sdist, the pure wheel and the compiled one. PLAT=manylinux_2_28_x86_64
+wheels: $(VENV)/.has-tests ## the sdist, the pure wheel and the compiled one, into OUT=dist. PLAT=manylinux_2_28_x86_64
 	@rm -rf build/wheel
 	@FASTSAM_NATIVE=0 $(BIN)/python -m build --no-isolation --outdir $(or $(OUT),dist)
 	@FASTSAM_NATIVE=1 $(BIN)/python -m build --no-isolation --wheel --outdir build/wheel
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip --plat $(or $(PLAT),auto) --wheel-dir $(or $(OUT),dist) \
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --strip \
+	  --plat $(or $(PLAT),auto) --wheel-dir $(or $(OUT),dist) \
 	  $(foreach library,torch torch_cpu torch_cuda c10,--exclude lib$(library).so) build/wheel/*.whl
 
-# Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for the results.
+# Needs no environment of ours: on a machine with a GPU the one that has torch there is the right one. OUT=folder for
+# the results.
 # FASTSAM_COMMIT=hash names the commit where the sources came without their history.
-gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3, 4; without a GPU, the parts that need none
+gpu: ## build, test, sanitize and measure on a GPU, ten minutes a call: ARGS="--call 1", then 2, 3, 4
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) bench/gpu.py --out $(or $(OUT),runs/gpu) $(ARGS)
 
 clean: ## remove what was built; environments and runs stay
-	rm -rf build dist *.egg-info kernels/*.so kernels/native.json .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info kernels/*.so kernels/native.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	rm -f $(VENV)/.has-fastsam
 	find fastsam kernels tests bench tools -name __pycache__ -type d -prune -exec rm -rf {} +

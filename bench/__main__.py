@@ -64,7 +64,7 @@ def _chosen(case: Case, patterns: Iterable[str]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0, 1 if a figure of ours is missing because it was wrong or raised, or `ABSENT`."""
+    """Return 0; 1 if a contender of fastsam was wrong or raised, or nothing was measured; or `ABSENT`."""
     options = parse(argv)
     torch.set_num_threads(1)
     end, folder = time.monotonic() + options.seconds, options.out or _new_directory()

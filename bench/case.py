@@ -30,7 +30,7 @@ class Options(argparse.Namespace):
         return Machine(torch.device(self.device))
 
     def chosen(self, names: Iterable[str]) -> list[str]:
-        """Return the names of rows that `--rows` asks for."""
+        """Return the names that match `--rows`."""
         return [name for name in names if any(fnmatchcase(name, pattern) for pattern in self.rows or ["*"])]
 
     def number(self, rounds: int, quick: int | None = None) -> int:

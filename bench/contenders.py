@@ -1,7 +1,7 @@
 """The contenders: every way of doing a SAM step's optimizer part that is compared, behind one small protocol.
 
-A contender is built from the initial weights. Each of its `phases()` is then driven by `take(gradients, i)` (what the
-backward pass i leaves; not timed) and a call.
+A contender is built from the initial weights. Before each of its `phases()` it gets the gradients of backward pass i by
+`take(gradients, i)`, which is not timed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Contender:
         absent: reason why it cannot be measured here, or empty.
         backend: name of our backend, empty for others.
         compiles (bool): takes most of a minute to get ready.
-        norm_error (float): relative error of the gradient's norm that the gate allows; the default is that of float32
-            sums over tensors of 2 M elements.
+        norm_error (float): relative error of the gradient's norm that the gate allows; the default suits float32 sums
+            over tensors of 2 M elements.
         sam: variant whose step in float64 is the reference; None if nothing states what the contender computes.
         floor (float): bytes per parameter and step.
         rival: name of our contender that it is compared with, or empty.
@@ -66,7 +66,7 @@ def parameters(weights: Iterable[Tensor]) -> list[nn.Parameter]:
 
 
 class OptimizerStepper(Stepper):
-    """A SAM optimizer with `first_step` and `second_step`, whoever wrote it."""
+    """A SAM optimizer of any author with `first_step` and `second_step`."""
 
     def __init__(self, weights: Sequence[Tensor], make: Callable[[list[nn.Parameter]], Any]) -> None:
         self.parameters = parameters(weights)
@@ -132,7 +132,7 @@ class FlatStepper(Stepper):
     """One flat parameter whose gradients were flat to begin with, and torch's fused SGD: 52 bytes per parameter, and no
     lists at all.
 
-    The bar to beat: nobody's gradients are flat without a cost that is not counted here.
+    The bar to beat. In practice flat gradients have a cost, which is not counted here.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """The per-tensor SAM that most PyTorch projects copy, as a yardstick.
 
-It is on no package registry: the version made popular by github.com/davda54/sam lives on as a file pasted from project
-to project. What follows is written anew and performs the same tensor operations in the same order. It is here to be
+It is on no package registry: the version made popular by github.com/davda54/sam is a file that is pasted from project
+to project. This class is written anew and performs the same tensor operations in the same order. It is here to be
 measured, not to be used: it has the defects that `fastsam.FusedSAM` exists to avoid.
 """
 

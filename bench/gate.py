@@ -42,7 +42,7 @@ def excess(compare: Callable[..., tuple[Tensor, Tensor, Tensor]], *operands: Ite
 
 
 class Doubles(Gradients):
-    """Gradients in float64, made when they are asked for."""
+    """Gradients in float64, made by each call."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.sets = gradients.sets

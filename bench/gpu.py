@@ -29,15 +29,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ROOT / "build" / "gpu"  # has kernels/ under its installed name
-TOTAL_SECONDS = 570  # of a call
+TOTAL_SECONDS = 570  # time limit of a call
 GRACE = 15  # seconds of its limit, at most, that a part has when it is interrupted: pytest tells its failures then
 LEAST = 10.0  # seconds that a part has
 ABSENT = 77  # exit code of a part that finds out that it cannot run here; its last line says why
-INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # what Python says of it
+INTERRUPTED = ("Traceback (most recent call last)", "KeyboardInterrupt")  # Python's words after an interrupt
 OK, FAILED, TIMED_OUT, LEFT_OUT = "passed", "failed", "timed out", "left out"
 
 PYTEST = "python -m pytest -v -ra -o cache_dir=build/pytest-cache --continue-on-collection-errors"
-# Where tests marked `gpu` are: all others would be imported by every worker, for half a minute.
+# The files with tests marked `gpu`. Every worker would import all other files too, for half a minute.
 GPU_TESTS = (
     "tests/gpu tests/ops tests/optim tests/fed/executors/test_streams.py tests/fed/loop/test_client_state.py "
     "tests/fed/loop/test_client_state_store.py tests/fed/data/test_augment.py"
@@ -136,7 +136,7 @@ def run_part(part: Part, out: Path, environment: dict[str, str], limit: float) -
         code = subprocess.run(command, cwd=ROOT, env=environment, **options).returncode
         log.seek(offset)
         result = last_word(log.read())
-    for half in out.glob("part-*"):  # of a file that was being written when the part was stopped
+    for half in out.glob("part-*"):  # files that were being written when the part was stopped
         half.unlink()
     state = {0: OK, ABSENT: LEFT_OUT, 124: TIMED_OUT, -9: TIMED_OUT}.get(code, FAILED)
     if "pytest" in part.command and state == OK and not re.search(r"\b[1-9]\d* passed", result):

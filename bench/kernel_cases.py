@@ -1,5 +1,4 @@
-"""The registry of kernel cases: every op with what it reads and writes, the sizes, and the order in which they are
-measured.
+"""The registry of kernel cases: every op with the operands that it reads and writes, and the order of measurement.
 
 The bytes of an op are those of its operands, each once: no implementation can move fewer. tests/ops/test_bytes.py finds
 the operands of each op by experiment and holds this table to them.
@@ -61,7 +60,7 @@ class Op:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Those of the parameters' size, each once."""
+        """The operands of the parameters' size, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def call(self, kernels: Any, operands: Operands) -> None:
@@ -101,7 +100,7 @@ OPS: dict[str, Op] = {
            whole=True),
     )
 }  # fmt: skip
-STEP = ("norm", "perturb", "update")  # whose bytes are a whole step's
+STEP = ("norm", "perturb", "update")  # the ops of a whole step
 
 
 CPU_LEFT_OUT = ("100m",)  # gigabytes of operands and their copies in float64: by name only
@@ -119,7 +118,7 @@ class KernelCase:
 
 
 def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
-    """What matters most first, so that a run that has to stop early has it: a step's ops on scattered tensors, then the
+    """Yield the most important cases first, because a run may stop early: a step's ops on scattered tensors, then the
     rest.
 
     The sizes that are cut differently show the cost of many tensors: a step's ops on scattered tensors say all of that.

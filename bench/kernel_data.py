@@ -3,7 +3,7 @@ reference in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from fastsam_kernels import reference
 # where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
 # holds these
 MAX_SETS = 64
-SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # of normally distributed values, elsewhere 0.01
+SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # standard deviations, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
-# Of an element: a handful of float32 operations on operands of the tensor's scale. Of a sum: partial sums in float32,
-# added up in float64.
+# Tolerance of an element: a handful of float32 operations on operands of the tensor's scale. Tolerance of a sum:
+# partial sums in float32, added up in float64.
 ELEMENT, SUM = 8 * EPS, 2e-5
 
 
@@ -51,7 +51,7 @@ class Operator:
                 field = self._random((rows, self.layout.row_size), name, generator)
                 found[name] = [field] if listed else field
         if "params" not in found:
-            # asked for by the schema, never read
+            # required by the schema, never read
             found["params"] = [found["backup"]] if "backup" in found else found.get("grads", [])
         per_row = sum(case.size.lengths)
         double: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
@@ -68,27 +68,16 @@ class Operator:
         drawn = drawn.mul_(SCALE.get(name, 0.01))
         return drawn.abs_() if name == "exp_avg_sq" else drawn
 
-    # --- the gate ---
-
     def gate(self, kernels: Any) -> str | None:
-        """One call on the first set against the reference in float64 on the same values; None when it agrees, else how
-        it does not.
-
-        The set is as it was afterwards.
-        """
-        operands, op = self.sets[0], self.case.op
-        written = ("sumsq", "products") if op.sums else (*op.writes, *(("steps",) if op.adam else ()))
-        before = {name: _copy(operands[name]) for name in written}
-        expected = Operands({name: _double(value) for name, value in operands.items()})
+        """Call the op on copies of the first set, and compare with the reference in float64 on the same values. Return
+        how the two differ; None if they agree."""
+        op = self.case.op
+        got = Operands({name: _map(torch.clone, value) for name, value in self.sets[0].items()})
+        expected = Operands({name: _map(_double, value) for name, value in self.sets[0].items()})
         op.call(reference, expected)
-        try:
-            op.call(kernels, operands)
-            reason = next((r for name in written if (r := self._differs(name, operands[name], expected[name]))), None)
-        finally:
-            for name, values in before.items():
-                for target, value in zip(_tensors(operands[name]), values, strict=True):
-                    target.copy_(value)
-        return reason
+        op.call(kernels, got)
+        written = ("sumsq", "products") if op.sums else (*op.writes, *(("steps",) if op.adam else ()))
+        return next((reason for name in written if (reason := self._differs(name, got[name], expected[name]))), None)
 
     def _differs(self, name: str, got: Any, expected: Any) -> str | None:
         share, wanted = SUM if name in ("sumsq", "products", "steps") else ELEMENT, self.pieces(expected)
@@ -108,12 +97,10 @@ def _tensors(operand: Any) -> list[Tensor]:
     return [operand] if isinstance(operand, Tensor) else list(operand)
 
 
-def _copy(operand: Any) -> list[Tensor]:
-    return [t.clone() for t in _tensors(operand)]
+def _map(function: Callable[[Tensor], Tensor], operand: Any) -> Any:
+    return function(operand) if isinstance(operand, Tensor) else [function(t) for t in operand]
 
 
-def _double(operand: Any) -> Any:
-    """The same values in float64, in memory of their own; integers stay."""
-    if isinstance(operand, Tensor):
-        return operand.double() if operand.dtype == torch.float32 else operand.clone()
-    return [t.double() for t in operand]
+def _double(tensor: Tensor) -> Tensor:
+    """Return the same values in float64, in memory of their own; integers stay."""
+    return tensor.double() if tensor.dtype == torch.float32 else tensor.clone()

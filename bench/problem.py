@@ -1,6 +1,6 @@
 """The problem that every contender solves: lists of parameter shapes, the step's constants, weights and gradients.
 
-What is measured is the optimizer part of one SAM step: from the gradients of the first pass to the perturbed weights,
+A benchmark measures the optimizer part of one SAM step: from the gradients of the first pass to the perturbed weights,
 and from the gradients of the second pass to the new weights (SGD with momentum and weight decay). The two backward
 passes are not in it: their gradients are prepared, and handed over as autograd leaves them, in other memory at every
 step.
@@ -28,8 +28,8 @@ Shapes = tuple[tuple[int, ...], ...]
 class Size:
     """One list of parameter shapes, and how long to measure whole steps on it.
 
-    rows: of the arena, for ops. steps: of a sample, enough that it is well above the timer and starts from warm caches
-    where it would in training.
+    rows: number of rows of the arena, for ops. steps: number of steps of a sample, enough for the timer and for caches
+    as warm as in training.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,16 +14,15 @@ from bench.case import Case, Options
 from bench.contenders import Contender, contenders, variant_contenders
 from bench.fed import cases as federated
 from bench.kernel_cases import CPU_LEFT_OUT, OPS, kernel_cases
-from bench.problem import KERNEL_SIZES, SIZES, Size
-from bench.timing import intra_op_threads
+from bench.problem import KERNEL_SIZES, SIZES
 from fastsam import backends
 
 KERNEL_ROUNDS, FEW_ROUNDS = 21, 5
-CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # of rounds
+CASE_SECONDS = {"cpu": 4.0, "cuda": 1.5}  # time limit of a case's rounds
 TO = ("copied", "flat", "foreach", "compiled")
-STEPS_LAST = {"30m": 1, "100m": 2}  # of many large tensors, in this order: the torch.compile of the last takes longest
+STEPS_LAST = {"30m": 1, "100m": 2}  # large sizes, in this order: torch.compile takes longest on the last
 COMPILED_SIZES = ("resnet18", "100m", "50k", "225k")  # each takes most of a minute to compile
-COPIED_TENSORS = 400  # from so many on the copied class is left out: it has some ten launches per tensor and step
+COPIED_TENSORS = 400  # number of tensors from which on the copied class, ten launches per tensor and step, is left out
 LAUNCHES_LEFT_OUT = ("225k", "30m", "cut10", "cut100", "cut400")  # a profile takes a while; the others tell enough
 VARIANT_SIZES = {"cpu": [SIZES[n] for n in ("resnet18", "small_cnn")],
                  "cuda": [KERNEL_SIZES[n] for n in ("50k", "resnet18", "100m")]}  # fmt: skip
@@ -40,21 +40,9 @@ def _steps(
 
 def step(options: Options) -> Iterator[Case]:
     """The optimizer part of a SAM step, ours and others', by one and two threads."""
-
-    def threaded(case: Case, size: Size, threads: int) -> Case:
-        def measure(limit: float) -> dict[str, Any]:
-            with intra_op_threads(threads):
-                made: Any = case.measure(limit)
-            return made | {"title": f"{size.title}, {threads} thread{'s' * (threads > 1)}", "threads": threads}
-
-        return Case(case.part, case.name, case.rows, measure)
-
-    for size in SIZES.values():
-        for threads in (1, 2):
-            how = {"steps": size.steps, "to": TO}
-            where = (size, options.machine, options.number(size.rounds))
-            found = _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, **how)
-            yield from (threaded(case, size, threads) for case in found)
+    for size, threads in itertools.product(SIZES.values(), (1, 2)):
+        where, how = (size, options.machine, options.number(size.rounds)), {"steps": size.steps, "threads": threads}
+        yield from _steps(options, "step", f"{size.name}-{threads}", contenders(options.device), *where, to=TO, **how)
 
 
 def kernels(options: Options) -> Iterator[Case]:

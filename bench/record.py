@@ -110,7 +110,7 @@ def join(record: dict[str, Any], later: Record) -> dict[str, Any]:
         for e in [one["environment"]]
     )
     if was != now:
-        raise ValueError(f"what was measured on {now} cannot be added to a record of {was}: keep them apart")
+        raise ValueError(f"a record of {now} cannot be added to a record of {was}: keep the two apart")
     record["added"] += [{key: later["environment"][key] for key in HOW}, *later["added"]]
     record["left_out"] = [*record["left_out"], *later["left_out"]]
     for case in later["cases"]:

@@ -119,7 +119,7 @@ def case_table(case: Record) -> Table:
 
 
 def shown(case: Record) -> Sequence[Row]:
-    """Return the rows to show, without variants that were removed since; those of our steps with their peer's row."""
+    """Return the rows to show, without variants that were removed since; a variant's row has its peer's row in it."""
     if case["part"] == "accuracy":
         return [row for row in case["rows"] if row["name"] in contenders()]
     if case["part"] != "variants":
@@ -134,8 +134,8 @@ def heading(case: Record) -> str:
     about = [f"{case['tensors']} tensors, {case['parameters']:,} parameters"] if "tensors" in case else []
     about += [f"{case['train']} training samples, {case['steps']} steps"] if "train" in case else []
     about += [f"{case['rounds']} rounds"] if "rounds" in case else []
-    about += [f"a copy moved {case['copy']['median'] / 1e9:.1f} GB/s"] if "copy" in case else []
-    about += [f"{case['busy']:.2f} processors busy meanwhile"] if "busy" in case else []
+    about += [f"copy at {case['copy']['median'] / 1e9:.1f} GB/s"] if "copy" in case else []
+    about += [f"{case['busy']:.2f} processors busy"] if "busy" in case else []
     title = f"{case['op']}, {case['layout']}, {case['title']}" if case["part"] == "ops" else case["title"]
     return f"{title}{': ' * bool(about)}{'; '.join(about)}"
 
@@ -186,7 +186,7 @@ def _ops(cases: Sequence[Record], layout: str) -> str:
             if set(cells) != {"-"}:
                 rows.append([op, str(bytes_), name, *cells])
     table = Table("", ["op", "bytes", "backend", *sizes.values()], rows, aligned="lrl" + "r" * len(sizes))
-    about = "median (one thread; on a GPU replayed from a CUDA graph)"
+    about = "median (one thread, or replayed on a GPU)"
     return f"Fraction of the floor on {layout} tensors, with the time per call, {about}:\n\n{table.markdown()}"
 
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import gate, memory
 from bench.contenders import Contender, Stepper
 from bench.problem import Gradients, Size, initial_weights
-from bench.timing import ROTATION, Machine, Summary, interleave
+from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
 MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
@@ -92,7 +92,17 @@ class Fleet:
         return {"kernels": own / INTERVAL, "torch_calls": other / INTERVAL}
 
 
-def measure(
+def measure(*arguments: Any, threads: int | None = None, **options: Any) -> dict[str, Any]:
+    """Measure contenders on one size and return the case; see `_measure`. threads: number of torch's threads,
+    which the title names."""
+    if threads is None:
+        return _measure(*arguments, **options)
+    with intra_op_threads(threads):
+        case = _measure(*arguments, **options)
+    return case | {"title": f"{case['title']}, {threads} thread{'s' * (threads > 1)}", "threads": threads}
+
+
+def _measure(
     chosen: Sequence[Contender],
     size: Size,
     machine: Machine,
@@ -109,10 +119,10 @@ def measure(
     Args:
         most (float): seconds after which no round begins.
         steps (int): number of steps of a sample.
-        rotate (bool): use as many steppers as keep their operands out of the caches.
+        rotate (bool): use enough steppers to keep their operands out of the caches.
         to: names of contenders with whose times all others are compared.
-        counts: what is measured besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and "replays"
-            with the host's time.
+        counts: further measurements besides the eager time: "memory"; on a CPU "calls"; on a GPU "launches", and
+            "replays" with the host's time.
     """
     wanted = -(-ROTATION * machine.cache_bytes // (TOUCHED * size.parameters)) if rotate else 1
     weights = initial_weights(size.shapes, device=machine.device)

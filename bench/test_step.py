@@ -1,8 +1,8 @@
 """The cases of `python -m bench step` under pytest-benchmark, for tools that compare runs:
 `pytest bench/ --benchmark-only --benchmark-json=FILE`.
 
-Handing over the gradients is not on the clock here either. Interleaving is beyond pytest-benchmark: it measures one
-case after the other, so `python -m bench step` is the better judge of who is faster.
+Handing over the gradients is not on the clock here either. pytest-benchmark cannot interleave: it measures one case
+after the other, so `python -m bench step` compares contenders better.
 """
 
 from __future__ import annotations

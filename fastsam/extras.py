@@ -9,6 +9,7 @@ DISTRIBUTION = "fused-sam"  # the import is `fastsam`
 EXTRAS = {
     **dict.fromkeys(("markdown_it", "matplotlib", "PIL", "rich", "sklearn", "tomli"), "lab"),
     "dp_accounting": "privacy",
+    "shtab": "completion",
     "triton": "triton",
 }
 

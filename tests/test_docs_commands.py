@@ -55,7 +55,7 @@ def test_there_are_commands_of_every_kind() -> None:
         "fastsam compare CONFIG --algorithms fedsam --seed x",
         "fastsam reproduce fedsam-table9",
         "fastsam reproduce fedsam-table2 --scale --no-such-key 1",
-        "fastsam info --json",
+        "fastsam info --jsn",
         "torchrun --nproc-per-node 2 -m fastsam run CONFIG --clients many",
     ],
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastsam.lab.report.table import Table
@@ -15,38 +14,26 @@ PROTOCOLS = {"steps": "for as many steps as SGD", "time": "in SGD's time"}
 Task = Mapping[str, Any]  # a case, with `who`: its rows by name
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Mean and standard error of paired differences, in percentage points."""
-
-    mean: float
-    error: float
-
-    @classmethod
-    def of(cls, values: Sequence[float], others: Sequence[float]) -> Difference:
-        """Return the difference `values[i] - others[i]` of runs with seed i. Raises ValueError for fewer than two
-        pairs, and for unequal numbers."""
-        pairs = [100 * a - 100 * b for a, b in zip(values, others, strict=True)]
-        if len(pairs) < 2:
-            raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")
-        return cls(statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs)))
-
-    @classmethod
-    def mean_of(cls, several: Sequence[Difference]) -> Difference:
-        """Return the mean of independent differences, each counted the same."""
-        n = len(several)
-        return cls(sum(d.mean for d in several) / n, math.sqrt(sum(d.error**2 for d in several)) / n)
-
-    def cell(self) -> str:
-        """Return the difference, bold beyond two standard errors."""
-        text = f"{round(self.mean, 1) + 0.0:+.1f} ± {self.error:.1f}"  # + 0.0: no "-0.0"
-        return f"**{text}**" if abs(self.mean) > 2 * self.error else text
+def difference(values: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of `values[i] - others[i]`, runs with seed i, in percentage points, and its standard error.
+    Raises ValueError for fewer than two pairs, and for unequal numbers."""
+    pairs = [100 * a - 100 * b for a, b in zip(values, others, strict=True)]
+    if len(pairs) < 2:
+        raise ValueError(f"a standard error needs two seeds or more, got {len(pairs)}")
+    return statistics.fmean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
 
 
-def overall(tasks: Sequence[Task], who: str, protocol: str, base: str = "SGD") -> Difference:
-    """Return the difference to `base`, over the tasks, each counted the same."""
-    found = [[task["who"][name][protocol]["accuracy"] for name in (who, base)] for task in tasks]
-    return Difference.mean_of([Difference.of(own, others) for own, others in found])
+def overall(tasks: Sequence[Task], who: str, protocol: str, base: str = "SGD") -> tuple[float, float]:
+    """Return the difference to `base` and its error, over independent tasks, each counted the same."""
+    accuracies = [[task["who"][name][protocol]["accuracy"] for name in (who, base)] for task in tasks]
+    found = [difference(own, others) for own, others in accuracies]
+    return sum(mean for mean, _ in found) / len(found), math.sqrt(sum(e**2 for _, e in found)) / len(found)
+
+
+def cell(mean: float, error: float) -> str:
+    """Return a difference, bold beyond two standard errors."""
+    text = f"{round(mean, 1) + 0.0:+.1f} ± {error:.1f}"  # + 0.0: no "-0.0"
+    return f"**{text}**" if abs(mean) > 2 * error else text
 
 
 def pieces(record: Mapping[str, Any]) -> Iterator[str]:
@@ -66,6 +53,6 @@ def differences(tasks: Sequence[Task], protocol: str) -> str:
     columns = {task["title"]: [task] for task in tasks}
     columns |= {f"mean, {words}": group for words, group in groups.items() if group}
     others = [who for who in tasks[0]["who"] if who != "SGD"]
-    ranked = sorted(others, key=lambda who: -overall(tasks, who, protocol).mean)
-    rows = [[f"`{who}`", *(overall(column, who, protocol).cell() for column in columns.values())] for who in ranked]
+    ranked = sorted(others, key=lambda who: -overall(tasks, who, protocol)[0])
+    rows = [[f"`{who}`", *(cell(*overall(column, who, protocol)) for column in columns.values())] for who in ranked]
     return Table("", ["variant", *columns], rows).markdown()

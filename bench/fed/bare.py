@@ -1,4 +1,4 @@
-"""What one writes without a library: a loop over clients, a loop over batches."""
+"""The loops that one writes without a library: over clients, and over batches."""
 
 from __future__ import annotations
 
@@ -46,57 +46,50 @@ class Tensors:
     def __init__(self, model: nn.Module, sharp: bool) -> None:
         self.model, self.sharp = model, sharp
         self.parameters = list(model.parameters())
+        self.tensors: list[Tensor] = self.parameters  # type: ignore[assignment] # what is updated
 
     def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.parameters]
+        return [w.detach().clone() for w in self.tensors]
 
     @torch.no_grad()
     def load(self, weights: list[Tensor]) -> None:
-        for p, w in zip(self.parameters, weights):
-            p.copy_(w)
+        for tensor, w in zip(self.tensors, weights):
+            tensor.copy_(w)
+
+    def gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        return list(torch.autograd.grad(loss(self.model(x), y), self.parameters))
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack([g.norm() for g in grads]).norm()
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        grads = torch.autograd.grad(loss(self.model(x), y), self.parameters)
+        grads = self.gradients(x, y)
         with torch.no_grad():
             if self.sharp:
-                scale = RHO / (torch.stack([g.norm() for g in grads]).norm() + 1e-12)
+                scale = RHO / (self.norm(grads) + 1e-12)
                 kept = self.weights()
-                for p, g in zip(self.parameters, grads):
-                    p.add_(g * scale)
+                for tensor, g in zip(self.tensors, grads):
+                    tensor.add_(g * scale)
                 with torch.enable_grad():
-                    grads = torch.autograd.grad(loss(self.model(x), y), self.parameters)
+                    grads = self.gradients(x, y)
                 self.load(kept)
-            for p, g in zip(self.parameters, grads):
-                p.sub_(g, alpha=LR)
+            for tensor, g in zip(self.tensors, grads):
+                tensor.sub_(g, alpha=LR)
 
 
-class Flat:
+class Flat(Tensors):
     """The same over one flat buffer."""
 
     def __init__(self, model: nn.Module, sharp: bool) -> None:
-        self.model, self.sharp = model, sharp
-        self.parameters = list(model.parameters())
-        self.flat = torch.cat([p.detach().flatten() for p in self.parameters])
-        at = 0
+        super().__init__(model, sharp)
+        self.tensors, at = [torch.cat([p.detach().flatten() for p in self.parameters])], 0
         for p in self.parameters:
-            p.data = self.flat[at : at + p.numel()].view_as(p)
+            p.data = self.tensors[0][at : at + p.numel()].view_as(p)
             at += p.numel()
 
-    def weights(self) -> list[Tensor]:
-        return [self.flat.clone()]
+    def gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        grads = super().gradients(x, y)
+        return [torch.cat([g.flatten() for g in grads])]
 
-    def load(self, weights: list[Tensor]) -> None:
-        self.flat.copy_(weights[0])
-
-    def _gradient(self, x: Tensor, y: Tensor) -> Tensor:
-        grads = torch.autograd.grad(loss(self.model(x), y), self.parameters)
-        return torch.cat([g.flatten() for g in grads])
-
-    def step(self, x: Tensor, y: Tensor) -> None:
-        gradient = self._gradient(x, y)
-        if self.sharp:
-            kept = self.flat.clone()
-            self.flat.add_(gradient * (RHO / (gradient.norm() + 1e-12)))
-            gradient = self._gradient(x, y)
-            self.flat.copy_(kept)
-        self.flat.sub_(gradient, alpha=LR)
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return grads[0].norm()

@@ -69,7 +69,7 @@ def speed(options: Options) -> Iterator[Case]:
 
 
 def overheads(options: Options) -> Iterator[Case]:
-    """What an algorithm costs next to FedAvg, on the plain executor with one thread and on the default one."""
+    """The cost of an algorithm next to FedAvg, on the plain executor with one thread and on the default one."""
     for model, executor in itertools.product(overhead.CLIENTS, overhead.EXECUTORS):
         title = f"{model.upper()}, {executor}"
         for label, load in overhead.loads(model).items():
@@ -79,7 +79,7 @@ def overheads(options: Options) -> Iterator[Case]:
 
 
 def growth(options: Options) -> Iterator[Case]:
-    """How the time of a round grows with clients, parameters and slots."""
+    """The growth of a round's time with clients, parameters and slots."""
     widths = (133, 1333) if options.quick else (133, 1333, 13333, 133333)
     clients = {n: Workload("mlp", clients=n, cohort=10) for n in (10, 100, 1000, 10000)[: 3 if options.quick else 4]}
     parameters = {75 * width + 10: Workload(f"mlp:{width}", cohort=4) for width in widths}
@@ -95,8 +95,7 @@ def growth(options: Options) -> Iterator[Case]:
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Two processes next to one, one thread each; and two that share nothing but the machine: what ranks could reach on
-    it."""
+    """Two processes next to one, one thread each; and two that share only the machine, as the bound for ranks."""
     load = Workload("cnn")
     half = replace(load, cohort=load.cohort // 2)
     entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]
@@ -105,7 +104,7 @@ def ranks(options: Options) -> Iterator[Case]:
 
 
 def loop_share(options: Options) -> Iterator[Case]:
-    """How much of a CNN round is the loop's own time."""
+    """The loop's own share of a CNN round."""
     rounds, name = options.number(10, 2), "fastsam, sequential"
     measure = partial(share.measure, Workload("cnn"), rounds)
     yield Case("share", "CNN, the loop's own time", [name], lambda _: {"rows": [{"name": name, **measure()}]})

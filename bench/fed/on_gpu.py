@@ -32,13 +32,13 @@ from fastsam.fed.loop.determinism import repeatable
 TABLE8 = ("fedlesam", "fedavg", "fedsam", "mofedsam", "fedgamma", "fedsmoo", "fedlesam-s", "fedlesam-d")
 CLIENTS = (100, 20, 8)
 TRACED = 20  # clients: a hundred make a trace that takes longer to read than to make
-STREAMS = 31  # of the 32 that torch deals out in turn; one is for graphs of all rows. More slots would share them
+STREAMS = 31  # torch deals out 32 in turn, and one is for graphs of all rows. More slots would share streams
 WITHOUT_ROW_PROGRAMS = "vmap, without row programs"
 STATE_WIDTHS = (32, 4096, 32768)  # width of an MLP: 2 thousand, 300 thousand and 2 million parameters
 TO_START = 10.0  # s that a process takes to import torch and to prepare the device
 
 Figures = dict[str, Any]
-# Part and title of a case, the executor and what it is measured at, and the measurement.
+# Part and title of a case, the executor, the place on the axis, and the measurement.
 Item = tuple[str, str, str, Any, Callable[[], Figures]]
 
 
@@ -93,7 +93,7 @@ def table8(device: str, executor: str) -> Iterator[Item]:
     """Yield ResNet-18-GN, 10 of 100 clients with 500 images of 32x32, batch 50; one of the five local epochs, its time
     taken five times.
 
-    Random images: how long a step takes does not depend on what is on them.
+    The images are random: the time of a step does not depend on them.
     """
     model = models.build("resnet18_gn", (3, 32, 32), 10, 0).to(device)
     generator = torch.Generator().manual_seed(0)
@@ -223,7 +223,7 @@ def _profiled(device: str, executor: str) -> Figures:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    return occupation(kernels[len(kernels) // 2 :])  # what is set up and captured first is not what a run consists of
+    return occupation(kernels[len(kernels) // 2 :])  # without the set-up and the capture, which come first
 
 
 def occupation(kernels: Sequence[Mapping[str, Any]]) -> Figures:

@@ -24,7 +24,7 @@ EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
 # Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
 CLIENTS = {"mlp": 20, "cnn": 4}
-ROUNDS = {"mlp": 5, "cnn": 1}  # of each process in a turn
+ROUNDS = {"mlp": 5, "cnn": 1}  # rounds of each process in a turn
 
 
 def loads(model: str) -> dict[str, Workload]:

@@ -24,7 +24,7 @@ def train(workload: Workload, rounds: int, tick: Tick, option: str) -> nn.Module
     return PEERS[option](workload, rounds, tick)
 
 
-MODEL: dict[str, Any] = {}  # of an actor's process: client apps are functions
+MODEL: dict[str, Any] = {}  # state of an actor's process: client apps are functions
 
 
 def client_app(workload: Workload) -> Any:
@@ -210,7 +210,7 @@ def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
             return sets[cid]
 
         def set_dataset(self, type_: str, cid: int, dataset: Dataset[Any]) -> None:
-            raise NotImplementedError("nobody writes to the clients' data here")
+            raise NotImplementedError("the clients' data are read only")
 
         def get_dataloader(self, type_: str, cid: int, batch_size: int, generator: torch.Generator) -> DataLoader[Any]:
             return DataLoader(sets[cid], batch_size=batch_size, shuffle=True, generator=generator)

@@ -1,4 +1,4 @@
-"""A program of its own that answers in lines of JSON, and its end."""
+"""A separate program that answers in lines of JSON, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE, FAREWELL = 600.0, 20.0  # seconds for one answer, and for an end after
 
 
 def answers() -> Callable[[Any], None]:
-    """Return what says a line of JSON on standard output. Whatever libraries print goes to standard error from now
+    """Return what says a line of JSON on standard output. The prints of libraries go to standard error from now
     on."""
     file = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -33,8 +33,8 @@ class Process:
         self.process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **pipes)
 
     def answer(self, patience: float | None = None) -> Any:
-        """Return its next line. Raises RuntimeError with the end of its log if it died, or said nothing for so many
-        seconds."""
+        """Return its next line. Raises RuntimeError with the end of its log if it died, or said nothing for
+        `patience` seconds."""
         assert self.process.stdout is not None
         timer = threading.Timer(PATIENCE if patience is None else patience, self.process.terminate)
         timer.start()
@@ -56,7 +56,8 @@ class Process:
         return self.answer()
 
     def close(self) -> None:
-        """End it. It is asked first: a process that is killed leaves behind what it has started (ranks, actors)."""
+        """End it. It may end by itself first, because a killed process leaves behind what it has started (ranks,
+        actors)."""
         for ask in (lambda: None, self.process.terminate, self.process.kill):
             ask()
             try:

@@ -1,4 +1,4 @@
-"""Contenders in processes of their own that take turns, a chunk of rounds each: what disturbs one disturbs all."""
+"""Contenders in separate processes that take turns, a chunk of rounds each: a disturbance reaches all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.fed.workload import CLASSES, Workload
 from bench.record import failed
 from bench.timing import Rounds, Summary, interleave
 
-LOSS_RATIO = 1.3  # of the gate: clients are sampled differently, so losses differ a little
+LOSS_RATIO = 1.3  # allowed by the gate: clients are sampled differently, so losses differ a little
 
 
 @dataclass(frozen=True)

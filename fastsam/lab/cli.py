@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastsam.extras import DISTRIBUTION, install_command, installed_version, missing_module_hint, torchvision_command
+from fastsam.lab import completion
+from fastsam.lab.completion import SHELLS
 from fastsam.lab.usage import Parser
 
 if TYPE_CHECKING:
@@ -43,8 +45,11 @@ def parser() -> argparse.ArgumentParser:
     """The command line. Flags for config keys are left over by `parse_known_args`; `fastsam.lab.config` reads them."""
     top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
+    text = "print what a shell evaluates to complete this command"
+    top.add_argument("--print-completion", metavar="SHELL", choices=SHELLS, help=f"{text}: {' or '.join(SHELLS)}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    commands.add_parser("info", help="versions, and which backends are available and why not")
+    text = "versions, and which backends are available and why not"
+    commands.add_parser("info", help=text).add_argument("--json", action="store_true", help="print it as JSON")
     usage = "fastsam run CONFIG [--key value ...] [options]"
     run = commands.add_parser("run", help="one federated run from a config file", usage=usage, shows_keys=True)
     usage = "fastsam compare CONFIG --algorithms A,B [--seeds 0,1] [--sweep key=a,b]\n"
@@ -63,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--out", type=Path, metavar="DIR", help="where curves.png goes; default: the directory, if it is one"
     )
     for command in (run, compare):
+        command.add_argument("--print-config", action="store_true", help="print the resolved config as JSON and exit")
         command.add_argument("config", metavar="CONFIG", help=".toml file, or the config.json of a run directory")
     compare.add_argument(
         "--algorithms", metavar="A,B", help="what to compare, or all; default: the file's [compare] table"
@@ -124,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.version:
             print(f"fastsam {_version('fastsam')}")
             return 0
+        if arguments.print_completion:
+            print(completion.script(top, arguments.print_completion))
+            return 0
         if arguments.command is None:
             top.print_help()
             return USAGE
@@ -181,21 +190,30 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Versions, those of the optional packages too, and the table of backends, and what to do next. 1 when torch cannot
-    be imported."""
+    """Print versions, those of the optional packages too, and the table of backends, and what to do next; with `--json`
+    the same as an object. Return 1 if torch cannot be imported."""
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
         found = _version(package)
         versions[package] = f"{found} ({use})" if found == MISSING else found
-    for name, text in versions.items():
-        print(f"{name:<13} {text}")
+    if not arguments.json:
+        print(*(f"{name:<13} {text}" for name, text in versions.items()), sep="\n")
     import torch
 
     from fastsam import backends
     from fastsam.lab import advice
 
-    print(f"{'cuda':<12} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no device'}\n")
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
+    steps = advice.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available())
+    if arguments.json:
+        known = [{"name": b.name, "device": b.device, "available": b.available, "reason": b.reason}
+                 for b in backends.table()]  # fmt: skip
+        facts = {"versions": versions, "cuda": cuda, "backends": known, "auto": backends.backend(), "advice": steps}
+        print(json.dumps(facts, indent=1))
+        return 0
+    print(f"{'cuda':<12} {cuda or 'no device'}\n")
     print(f"{'backend':<11}{'device':<8}{'available':<11}why not")
     for backend in backends.table():
         print(
@@ -203,8 +221,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
             f"{'yes' if backend.available else 'no':<11}{backend.reason or ''}".rstrip()
         )
     print(f"\n`auto` on this machine: {backends.backend()}\n")
-    unavailable = {(b.name, b.device): b.reason for b in backends.table() if b.reason is not None}
-    print(*advice.steps(unavailable, torch_cuda=torch.version.cuda, gpu=torch.cuda.is_available()), sep="\n")
+    print(*steps, sep="\n")
     return 0
 
 
@@ -218,6 +235,9 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     _show_imports(source, arguments)
     config = configs.resolve(source)
     short = keys.short_name(config.algorithm)
+    if arguments.print_config:
+        print(json.dumps(config.record(), indent=1))
+        return 0
     experiment.keywords(config)  # bad ones are told before data are read
     built = experiment.build(config)
     with join_ranks() as ranks:
@@ -246,6 +266,9 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     source = configs.read(arguments.config, flags)
     _show_imports(source, arguments)
     plan = compare.plan(source, *lists)
+    if arguments.print_config:
+        print(json.dumps(plan.record(), indent=1))
+        return 0
     if arguments.surface is not None and not 2 <= arguments.surface <= MOST_POINTS:
         raise ValueError(
             f"--surface needs 2 points or more, {MOST_POINTS} at most, got {arguments.surface}; 51 is the usual grid"

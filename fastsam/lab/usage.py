@@ -13,15 +13,17 @@ INDENT = 22  # columns before a meaning: what the longest key, and two blanks, l
 
 
 class Parser(argparse.ArgumentParser):
-    """With `shows_keys`, help ends with the keys of a config. They need `fastsam.fed`, which is imported only when help
-    is asked for."""
+    """With `shows_keys`, `--help TOPIC` shows keys of a config. They need `fastsam.fed`, which is imported only for
+    them."""
 
     def __init__(self, *, shows_keys: bool = False, **keywords: Any) -> None:
         def layout(prog: str) -> argparse.HelpFormatter:
             return argparse.HelpFormatter(prog, max_help_position=INDENT)
 
-        super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False)
-        self.shows_keys = shows_keys
+        super().__init__(**{"formatter_class": layout, **keywords}, allow_abbrev=False, add_help=not shows_keys)
+        if shows_keys:
+            text = f"this page, or the keys of a config: {', '.join(TOPICS)}"
+            self.add_argument("-h", "--help", nargs="?", metavar="TOPIC", action=_Help, help=text)
 
     def error(self, message: str) -> NoReturn:
         """End with the usage, the message, and the choice that was probably meant."""
@@ -29,22 +31,41 @@ class Parser(argparse.ArgumentParser):
         close = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), n=1) if found else []
         super().error(message + "".join(f"; did you mean {name!r}?" for name in close))
 
-    def format_help(self) -> str:
-        return super().format_help() + (_keys() if self.shows_keys else "")
+
+TOPICS = ("data", "model", "run", "privacy", "compression", "algorithms", "all")
 
 
-def _keys() -> str:
-    """Every key with its meaning, its choices and its default, and every algorithm with its options."""
-    from fastsam.lab import config
+class _Help(argparse.Action):
+    """Prints the page of a command, or the keys of a topic, and ends."""
 
-    lines = ["", "config keys, each also a flag (--key value), with their defaults:"]
-    of_tables = {f"{table}.{key}": row for table, rows in config.OPTION_TABLES.items() for key, row in rows.items()}
-    for key, row in (config.KEYS | of_tables).items():
-        lines += _entry(key, f"{row.meaning} [{row.default_text}]")
-    lines += ["", "algorithms and their options (--option value, or a table in the file):"]
-    for name in config.registry:
-        lines += _entry(name, ", ".join(config.algorithm_options(name)) or "-")
-    return "\n".join(lines) + "\n"
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None) -> None:
+        if values is None:
+            parser.print_help()
+        elif values in TOPICS:
+            print("\n".join(_keys(values)))
+        else:
+            parser.error(f"argument --help: invalid choice: {values!r} (choose from {', '.join(map(repr, TOPICS))})")
+        parser.exit()
+
+
+def _keys(topic: str) -> list[str]:
+    """Return the lines of a topic: every key with its meaning, its choices and its default, and every algorithm with
+    its options."""
+    from fastsam.lab import config, keys
+
+    tables = {"data": keys.table(keys.DataKeys), "model": keys.table(keys.ModelKeys)}
+    tables["run"] = {key: row for key, row in keys.KEYS.items() if key not in (*tables["data"], *tables["model"])}
+    tables |= {name: {f"{name}.{key}": row for key, row in found.items()} for name, found in keys.OPTION_TABLES.items()}
+    lines = []
+    for name, rows in tables.items():
+        if topic in (name, "all"):
+            lines += [f"{name} keys, each also a flag (--key value), with their defaults:"]
+            lines += [line for key, row in rows.items() for line in _entry(key, f"{row.meaning} [{row.default_text}]")]
+    if topic in ("algorithms", "all"):
+        lines += ["algorithms and their options (--option value, or a table in the file):"]
+        for name in config.registry:
+            lines += _entry(name, ", ".join(config.algorithm_options(name)) or "-")
+    return lines
 
 
 def _entry(name: str, text: str) -> list[str]:

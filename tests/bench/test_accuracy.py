@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import report
-from bench.accuracy.report import Difference
+from bench.accuracy.report import cell, difference
 from bench.accuracy.tasks import TASKS, corrupted
 from bench.accuracy.training import contenders, run, tune
 from fastsam import variants
@@ -19,16 +19,11 @@ pytestmark = pytest.mark.of_each_kind
 
 
 def test_paired_differences_by_hand() -> None:
-    found = Difference.of([0.03, 0.05, 0.10], [0.02, 0.03, 0.04])  # points 1, 2, 6: deviations -2, -1, 3
-    assert found.mean == pytest.approx(3.0)
-    assert found.error == pytest.approx(math.sqrt(7 / 3))
-    both = Difference.mean_of([Difference(1.0, 0.3), Difference(3.0, 0.4)])
-    assert (both.mean, both.error) == (2.0, pytest.approx(0.25))
-    assert [Difference(mean, 1.0).cell() for mean in (2.1, -2.1, 2.0)] == [
-        "**+2.1 ± 1.0**",
-        "**-2.1 ± 1.0**",
-        "+2.0 ± 1.0",
-    ]
+    mean, error = difference([0.03, 0.05, 0.10], [0.02, 0.03, 0.04])  # points 1, 2, 6: deviations -2, -1, 3
+    assert (mean, error) == (pytest.approx(3.0), pytest.approx(math.sqrt(7 / 3)))
+    assert [cell(mean, 1.0) for mean in (2.1, -2.1, 2.0)] == ["**+2.1 ± 1.0**", "**-2.1 ± 1.0**", "+2.0 ± 1.0"]
+    with pytest.raises(ValueError, match="two seeds or more, got 1"):
+        difference([0.1], [0.2])
 
 
 def test_every_variant_takes_part_with_as_many_trials() -> None:

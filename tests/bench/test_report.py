@@ -110,7 +110,7 @@ def test_tables_of_a_gpu(tmp_path: Path) -> None:
     record = record_of("kernels", op | {"bytes_per_parameter": 4}, step, device="cuda", left_out=["inner-30m-flat"])
     text = report.markdown(record)
     assert "| norm | 4 | native | 0.50 (2.0 µs) |" in text and "No time was left for 1 cases." in text
-    assert "**50 k: 20 tensors, 51,994 parameters; 3 rounds; a copy moved 4000.0 GB/s**" in text
+    assert "**50 k: 20 tensors, 51,994 parameters; 3 rounds; copy at 4000.0 GB/s**" in text
     assert "| **native** | 0.50 | 3.0 µs | 0.50 | 2.0 µs | 0.50 | 0.50 | 3 | 30.0 µs | 35.0 µs | 8.0 |" in text
     assert "Not measured: triton: it raised." in text
     assert [path.name for path in plots.draw(record, tmp_path)] == ["roofline-cuda.png"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 
 from fastsam.lab import cli
+from fastsam.lab.usage import TOPICS
+from tests.helpers.places import ROOT
 
 
 def test_info_shows_versions_and_every_backend(capsys: pytest.CaptureFixture) -> None:
@@ -27,16 +31,61 @@ def test_info_shows_versions_and_every_backend(capsys: pytest.CaptureFixture) ->
         assert (" yes" in line) == backend.available and (backend.available or backend.reason in line)
 
 
+def test_info_as_json_says_the_same(capsys: pytest.CaptureFixture) -> None:
+    from fastsam import backends
+
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(b["name"], b["device"], b["available"]) for b in found["backends"]] == [
+        (b.name, b.device, b.available) for b in backends.table()
+    ]
+    assert found["auto"] == backends.backend() and found["advice"] and found["versions"]["numpy"]
+
+
+def test_a_printed_config_gives_the_same_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--rounds", "7", "--algorithm", "fedsam", "--rho", "0.3"]
+    assert cli.main(["run", str(ROOT / "examples" / "digits.toml"), *words, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    Path("config.json").write_text(printed)
+    assert json.loads(printed)["rounds"] == 7 and not Path("runs").exists()
+    assert cli.main(["run", "config.json", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(printed)
+    assert cli.main(["compare", "config.json", "--algorithms", "fedavg,fedsam", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["compare"]["algorithms"] == ["fedavg", "fedsam"]
+
+
 def test_help_lists_every_key_and_algorithm(capsys: pytest.CaptureFixture) -> None:
     from fastsam.fed import algorithms
     from fastsam.lab.keys import KEYS
 
-    with pytest.raises(SystemExit) as left:
-        cli.main(["run", "--help"])
-    out = capsys.readouterr().out
-    assert left.value.code == 0
+    def said(*words: str) -> str:
+        with pytest.raises(SystemExit) as left:
+            cli.main(["run", "--help", *words])
+        assert left.value.code == 0
+        return capsys.readouterr().out
+
+    everything = said("all")
     for name in [*KEYS, *algorithms.registry]:
-        assert re.search(rf"^  {name} ", out, re.M), name
+        assert re.search(rf"^  {name} ", everything, re.M), name
+    pages = [said(topic) for topic in TOPICS if topic != "all"]
+    assert "".join(pages) == everything and len(said().splitlines()) < 40
+    assert re.search(r"^  alpha ", pages[0], re.M) and not re.search(r"^  rounds ", pages[0], re.M)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--help", "date"])
+    assert "did you mean 'data'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_keys(shell: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("shtab")
+    assert cli.main(["--print-completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("reproduce", "--local-epochs", "--print-config", "float64"))
+    if shell == "bash":
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "reproduce", "info"])
@@ -46,7 +95,7 @@ def test_help_is_as_wide_as_the_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([command, "--help", *(["all"] if command in ("run", "compare") else [])])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     keys = [line for line in lines if re.match(r"  (name|classes_per_client|clients_per_domain|fedavg) ", line)]
@@ -60,7 +109,7 @@ def test_no_command_prints_help_and_version_prints_the_version(capsys: pytest.Ca
     assert capsys.readouterr().out.startswith("fastsam ")
 
 
-@pytest.mark.parametrize("command", [["info"], ["run", "small.toml"], ["run", "--help"]])
+@pytest.mark.parametrize("command", [["info"], ["run", "small.toml"], ["run", "--help", "all"]])
 def test_without_torch_the_message_is_clear(command: list[str]) -> None:
     code = f"import sys; sys.modules['torch'] = None\nfrom fastsam.lab.cli import main\nsys.exit(main({command!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -186,7 +186,7 @@ def draw_present(
 
 
 def likely(sampler: str | Sampler | None, clients: int, participation: float) -> int:
-    """How many clients a round has at most, in all but a few rounds: all of them for a callable."""
+    """Return the largest likely number of clients of a round; for a callable the number of all clients."""
     if callable(sampler):
         return clients
     mean = participation * clients

@@ -1,9 +1,10 @@
-"""Where the states of clients live between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the device of the run, in
-host memory, or in files.
+"""Storage of clients' states between their rounds (`c_i`, `h_i`, `mu_i`, `w_old_i`): on the run's device, in host
+memory,
+or in files.
 
-`RunState.clients` maps a client to its state; the store says what kind of tensors these are. A cohort takes a state
-with `get` and leaves the new one with `put`; what is in a RunState is never written again, so a round that is left in
-the middle leaves the one before whole.
+`RunState.clients` maps a client to its state. The store determines what kind of tensors these are. A cohort reads a
+state with `get` and stores the new one with `put`. Nothing in a RunState is written again, so a round that is
+interrupted leaves the state before it intact.
 """
 
 from __future__ import annotations
@@ -25,37 +26,48 @@ from fastsam.fed.loop.host_pool import Beside, HostPool, make_mapped
 log = logging.getLogger("fastsam.fed")
 
 CHOICES = ("auto", "host", "device", "disk")
-SHARE = 0.25  # of the device's memory: what states of all clients may take there by the rule of "auto"
-HOST_SHARE = 0.5  # of the host's memory; beyond that they go to files
-_AHEAD = 4  # states that are fetched before they are asked for, where fewer clients train at once
+SHARE = 0.25  # largest share of the device's memory for the states of all clients, by the rule of "auto"
+HOST_SHARE = 0.5  # largest share of the host's memory; larger states go to files
+_AHEAD = 4  # smallest number of states that are fetched early
 
 State = dict[str, Tensor]
 States = Mapping[int, State]
 
 
 class ClientStates(Protocol):
-    """A store. where: "device" or "host", in whose memory states are, or "disk". looks_ahead: whether it is of use to
-    know who is next."""
+    """A store of clients' states.
+
+    Attributes:
+        where: "device", "host" or "disk".
+        reason: why, for the record.
+        looks_ahead: the store can use the clients of the next round.
+    """
 
     where: str
     looks_ahead: bool
     reason: str
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
-        """A round begins. states: of all clients; order: who will be asked for; later: who is likely to be in the next
-        round."""
+        """Begin a round.
+
+        Args:
+            states: states of all clients.
+            order: clients whose states will be read.
+            later: clients that are likely to be in the next round.
+        """
 
     def get(self, client: int, state: State) -> State:
         """The state of `client` for its work, on the device. Called on the stream on which the work is then queued."""
 
     def put(self, client: int, state: State) -> State:
-        """What a RunState keeps of the new state of `client`."""
+        """Store the new state of `client` and return the form in which RunState keeps it."""
 
     def commit(self) -> None:
-        """The round is complete: what `put` has returned can be read, by whoever, when this returns."""
+        """End the round. After it returns, all results of `put` can be read from anywhere."""
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """A tensor of a RunState from one that came from elsewhere (a file, another rank) and is on the CPU."""
+        """Return a tensor of a RunState from a tensor on the CPU that was read from a file or came from another
+        rank."""
 
 
 class OnDevice:
@@ -92,20 +104,20 @@ class Fetched:
 
 
 class InHostMemory:
-    """States are tensors in pinned host memory; those that are needed are copied to the device, at most `ahead` before
-    they are asked for.
+    """States are tensors in pinned host memory. They are copied to the device when they are needed, at most `ahead` of
+    them early.
 
-    All copies, in both directions, go over one stream of their own: so a row of host memory is written when what was
-    read of it before is read, and read when it is written, with no further wait. The host waits for copies at the end
-    of a round alone. On the device there are the states of the clients that train, and `ahead` more: those next in the
-    cohort, at its end those of the next cohort. Who is in both is fetched again when its new state is there.
-    A tensor that several states share (a past model) is copied once, and stays shared.
+    All copies in both directions use one separate stream. So a row of host memory is written only after earlier reads
+    of it, and read only after it is written, without further waits. The host waits for copies only at the end of a
+    round. The device holds the states of the clients that train, and `ahead` more: the next of the cohort, and at its
+    end those of the next cohort. The state of a client in both cohorts is fetched again when its new state exists. A
+    tensor that several states share (a past model) is copied once and stays shared.
     """
 
     where, looks_ahead = "host", True
 
     def __init__(self, device: torch.device, reason: str, ahead: int, pool: HostPool | None = None) -> None:
-        """pool: of another memory than pinned memory."""
+        """Make the store. pool: a pool of memory other than pinned memory."""
         self.device, self.reason, self.ahead = device, reason, ahead
         self.cuda, self.pool = Cuda(device), HostPool() if pool is None else pool
         self.where = "host" if pool is None else "disk"
@@ -113,8 +125,8 @@ class InHostMemory:
         self._fetched: dict[int, Fetched] = {}
         self._queue: dict[int, State] = {}  # to be fetched, in this order
         self._again: set[int] = set()  # clients of this cohort and the next
-        self._down: Beside[Tensor] = Beside()  # beside a tensor on the device: the same in host memory
-        self._up: Beside[weakref.ref[Tensor]] = Beside()  # beside a tensor in host memory: its copy on the device
+        self._down: Beside[Tensor] = Beside()  # from a tensor on the device to its copy in host memory
+        self._up: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in host memory to its copy on the device
         self._written = False
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
@@ -201,8 +213,8 @@ class OnDisk:
 
     def __init__(self, reason: str) -> None:
         self.reason, self.pool = reason, HostPool(make_mapped)
-        self._file: Beside[Tensor] = Beside()  # beside a tensor in memory: the same in a file
-        self._copy: Beside[weakref.ref[Tensor]] = Beside()  # beside a tensor in a file: its copy in memory
+        self._file: Beside[Tensor] = Beside()  # from a tensor in memory to its copy in a file
+        self._copy: Beside[weakref.ref[Tensor]] = Beside()  # from a tensor in a file to its copy in memory
 
     def begin(self, states: States, order: Sequence[int], later: Iterable[int]) -> None:
         pass
@@ -237,11 +249,17 @@ class OnDisk:
 
 
 def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientStates:
-    """The store for `where` (one of `CHOICES`). nbytes: of the states of all clients; ahead: see `InHostMemory`.
+    """Return the store for `where` (one of `CHOICES`).
 
-    "auto" is a rule on sizes, not on what happens to be free: the device, while all states take at most `SHARE` of its
-    memory; the host, while they take at most `HOST_SHARE` of its; else files. On the CPU device and host are the same.
-    The bits of a run do not depend on any of it.
+    "auto" is a rule on sizes and not on free memory: the device, if all states take at most `SHARE` of its memory; the
+    host, if they take at most `HOST_SHARE` of its memory; else files. On the CPU device and host are the same. The bits
+    of a run do not depend on the store.
+
+    Args:
+        where: name of the store.
+        device: device of the run.
+        nbytes: bytes of the states of all clients.
+        ahead: see `InHostMemory`.
     """
     reason = "it was asked for"
     if where == "auto":
@@ -257,7 +275,7 @@ def make(where: str, device: torch.device, nbytes: float, ahead: int) -> ClientS
 
 
 def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
-    """Where states of so many bytes are by the rule, and why."""
+    """Return the place of `nbytes` bytes of states by the rule, and the reason."""
     if apart(device):
         share = nbytes / total_memory(device)
         reason = f"the states of all clients take {share:.3g} of the device's memory, {SHARE:g} is the limit"
@@ -272,14 +290,14 @@ def _place(device: torch.device, nbytes: float) -> tuple[str, str]:
 
 
 def vectors(algorithm: Algorithm, server: State) -> float:
-    """Vectors (of the size of "w") that a client keeps: what the algorithm declares, and no less than what a client
-    begins with."""
+    """Return the number of vectors (of the size of "w") that a client keeps: what the algorithm declares, and at least
+    those of its first state."""
     begin = sum(t.nbytes for t in algorithm.init_client(server).values()) / max(server["w"].nbytes, 1)
     return max(begin, getattr(algorithm, "client_vectors", 0))
 
 
 def apart(device: torch.device) -> bool:
-    """Whether the device has memory of its own."""
+    """Return True if the device has separate memory."""
     return device.type == "cuda"
 
 
@@ -304,7 +322,7 @@ def alike(states: Sequence[State]) -> list[list[int]]:
 
 
 def rows(states: Sequence[State]) -> State:
-    """One state of n that are alike: `[n, ...]`. What is one tensor for all of them is not copied."""
+    """Return n states of equal structure as one, `[n, ...]`. A tensor that all of them share is not copied."""
     columns = {name: [state[name] for state in states] for name in states[0]}
     return {
         name: own[0].expand(len(own), *own[0].shape) if all(t is own[0] for t in own) else torch.stack(own)

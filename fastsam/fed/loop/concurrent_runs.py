@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()  # of the table
+_lock = threading.Lock()  # guards the table
 trials = threading.Lock()  # trial passes seed and read the default generators: one at a time
 _runs: dict[int, tuple[int, bool]] = {}  # by identity of a run: its thread, and whether it draws random numbers
 
@@ -30,7 +30,7 @@ class Registration:
     """A run's place in the table of the process."""
 
     def update(self, draws: bool) -> None:
-        """Say whether the run draws random numbers. Raises ValueError if it does, or another one, in two threads."""
+        """Record whether the run draws random numbers. Raises ValueError if it does, or another one, in two threads."""
         thread = threading.get_ident()
         with _lock:
             others = [other for own, other in _runs.items() if own != id(self) and other[0] != thread]

@@ -57,7 +57,7 @@ def _deterministic_cuda() -> Iterator[None]:
 
 
 def pick_device(device: torch.device | str | None, default: torch.device) -> torch.device:
-    """The device to run on, with its index. Raises ValueError for one that is unknown or not there."""
+    """Return the device of the run, with its index. Raises ValueError if it is unknown or does not exist."""
     try:
         picked = default if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:

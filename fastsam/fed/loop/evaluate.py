@@ -15,7 +15,7 @@ from fastsam.fed.common import seeds
 from fastsam.fed.measures.metrics import Metric
 
 VALIDATION = ("prior", "shared", "iid")
-OWN = "own"  # test sets of the clients' own, whatever the option says
+OWN = "own"  # the clients have their own test sets, whatever the option is
 _SPREAD = ("mean", "std", "min", "max")
 KEYS = ("test_loss", "test_accuracy", *(f"client_accuracy_{k}" for k in _SPREAD))
 KEYS += ("client_worst", "client_best")
@@ -24,14 +24,13 @@ _BATCH = 512
 
 
 def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarray] | None:
-    """Which test samples each client is validated on; None for "shared", where everybody has all of them.
+    """Return the indices of each client's test samples, or None for "shared", where every client has all of them.
 
-    The FedSAM paper reports accuracy over clients and does not say how their validation sets are made. Here:
-    "prior": each client draws `floor(test / clients)` test samples (one at least) with its own class distribution: the
-    prior of the split, or what its training labels show (the routine of that split: the test set in random order, dealt
-    out slot by slot, a class that has run out begins anew); a client none of whose classes is in the test set has no
-    sample, and no part in the spread. "iid": the test set, shuffled and cut into equal slices. All are functions of the
-    seed.
+    The FedSAM paper reports accuracy over clients and does not describe their test sets. Here, all as functions of the
+    seed: "prior": each client draws `floor(test / clients)` test samples (at least one) with its own class
+    distribution: the prior of the split, or the classes of its training labels. The routine is that of the split: the
+    test set in random order, slot by slot; a class that has run out begins anew. A client without a class in the test
+    set has no sample and does not count. "iid": the test set, shuffled and cut into equal slices.
     """
     if mode == "shared" or not population.test_size:
         return None
@@ -41,7 +40,7 @@ def client_slices(mode: str, population: Population, seed: int) -> list[np.ndarr
     clients = len(population.sizes)
     rng = np.random.RandomState(seeds.derive(seed, "validation") % 2**32)
     if mode == "iid":
-        # With fewer test samples than clients the shuffled set is dealt out again, so that everybody has one.
+        # With fewer test samples than clients the shuffled set is used again, so that every client has a sample.
         count = population.test_size
         return np.array_split(np.resize(rng.permutation(count), max(count, clients)), clients)
     assert population.test_labels is not None
@@ -71,12 +70,12 @@ def _observed(population: Population) -> np.ndarray:
 
 
 def _integers(y: Tensor) -> np.ndarray:
-    """Labels as int64 `[n]`, those of two classes too that are bool or floating-point."""
+    """Return labels as int64 `[n]`, also labels of two classes that are bool or floating-point."""
     return y.flatten().long().cpu().numpy()
 
 
 def _two_classes(population: Population) -> bool:
-    """Whether every sample has one label, 0 or 1 (or false or true): classes, though the model has no output for
+    """Return True if every sample has one label, 0 or 1 (or a bool): classes, although the model has no output for
     each."""
     own, test = population.labels_together(), population.test_labels
     if own is None or test is None or list(own[1]) != list(population.sizes) or test.numel() != population.test_size:
@@ -85,14 +84,13 @@ def _two_classes(population: Population) -> bool:
 
 
 def _known_labels(population: Population) -> bool:
-    """Whether each client's own classes, and those of the test set, are known before a batch is made."""
+    """Return True if the classes of each client and of the test set are known before a batch is made."""
     known = population.priors is not None or population.labels is not None
     return known and population.test_labels is not None
 
 
 def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
-    """The batches' tensors `[n, ...]` behind each other; those of several lengths (of texts, say) filled up with
-    `padding` behind."""
+    """Concatenate the tensors `[n, ...]` of batches. Shorter ones (of texts, say) are filled up with `padding`."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
         grown = [part.new_full((len(part), *longest), padding) for part in parts]
@@ -103,11 +101,19 @@ def joined(parts: Sequence[Tensor], padding: float = 0.0) -> Tensor:
 
 
 class Evaluator:
-    """One pass over the test set per call, in eval mode. Accuracy only where `classifies`: outputs are one per class.
-    metrics: by name, over all test samples and over each client's. batch_size: of a test set whose samples come in
-    batches.
+    """One pass over the test set per call, in eval mode.
 
-    Raises ValueError for metrics without a test set.
+    Args:
+        loss: the run's loss.
+        population: the clients and the test set.
+        classifies: outputs are one per class, so there is an accuracy.
+        mode: value of `client_test_split`.
+        seed: random seed of the run.
+        metrics: functions by name, over all test samples and over each client's.
+        batch_size: batch size of a test set whose samples come in batches.
+
+    Raises:
+        ValueError: there are metrics and no test set.
     """
 
     def __init__(
@@ -142,20 +148,21 @@ class Evaluator:
         self._slices = client_slices(mode, population, seed) if divided else None
         parts = self._slices or []
         self._clients = len(parts)
-        # Who is validated on samples of its own, all of these, and where each client's begin.
+        # Clients with their own test samples, all these samples, and the first index of each client's.
         self._served = [i for i, part in enumerate(parts) if len(part)]
         self._samples = np.concatenate([*parts, np.empty(0, np.int64)])
         self._begins = np.cumsum([0, *(len(parts[i]) for i in self._served)])[:-1]
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> dict[str, Any]:
-        """The values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric; None where
-        there is none. Where clients have test sets of their own, `client_accuracy_each` and `client_NAME_each` too,
-        lists by client.
+        """Return the values of `KEYS`, and `test_NAME`, `client_NAME_mean`, `_std`, `_min`, `_max` of every metric,
+        None
+        for missing values. With test sets of the clients also `client_accuracy_each` and `client_NAME_each`, lists by
+        client.
 
-        Accuracies are in 0..1; standard deviations are those of the population of clients. client_worst, client_best:
-        which clients have the smallest and the largest accuracy (the first ones, where several have); None where all
-        are validated on the same.
+        Accuracies are in 0..1. Standard deviations are those of the population of clients. client_worst and client_best
+        are the first clients with the smallest and the largest accuracy, None if all clients have the same test
+        samples.
         """
         values = self.nothing()
         if not self.count:
@@ -177,8 +184,8 @@ class Evaluator:
 
     @torch.no_grad()
     def of_client(self, model: nn.Module, client: int) -> float | None:
-        """The accuracy of a model on the client's own validation samples, in 0..1; None where it has none. Only where
-        `classifies`."""
+        """Return the accuracy of a model on the client's own test samples, in 0..1, or None without samples or
+        classes."""
         assert self.classifies
         if self.test is None:
             return self._of_client_batches(model.eval(), client)
@@ -191,8 +198,9 @@ class Evaluator:
         return right / len(y) if len(y) else None
 
     def of_own(self, models: Iterable[nn.Module]) -> dict[str, Any]:
-        """The accuracies over the clients, each of its own model on its own validation samples. models: of all clients
-        in their order, each looked at before the next is asked for."""
+        """Return the accuracies over the clients, each with its own model on its own test samples. models: of all
+        clients,
+        in their order; each is used before the next one is made."""
         if not self.classifies:
             return {}
         found = {i: v for i, model in enumerate(models) if (v := self.of_client(model, i)) is not None}
@@ -253,7 +261,8 @@ class Evaluator:
         return made
 
     def _spread(self, name: str, value: float, clients: Sequence[float]) -> dict[str, Any]:
-        """Over the clients: their own values, or, where all are validated on the same, that of all."""
+        """Return the statistics over the clients: of their own values, or of the common value if all have the same
+        samples."""
         if self.mode is None or (self._slices is not None and not clients):
             return {}
         values = np.array(clients if self._slices is not None else [value])
@@ -262,5 +271,5 @@ class Evaluator:
         return made | self._each(name, dict(zip(self._served, clients, strict=True))) if self.mode == OWN else made
 
     def _each(self, name: str, found: Mapping[int, float]) -> dict[str, Any]:
-        """The value of every client, None for one that has none."""
+        """Return the value of every client, None for a client without one."""
         return {f"client_{name}_each": [found.get(i) for i in range(self._clients)]}

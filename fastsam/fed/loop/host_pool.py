@@ -1,5 +1,5 @@
-"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and what belongs
-to a tensor."""
+"""Memory for the states of clients between their rounds: rows of slabs, in pinned memory or in files; and a weak tensor
+map."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ _ROWS = (8, 4096)
 
 
 class HostPool:
-    """Tensors in host memory, each a row of a slab, one kind of slab per shape and dtype.
+    """Tensors in host memory. Each is a row of a slab, with one kind of slab per shape and dtype.
 
-    A row is given away again when the tensor that was made of it is gone, and not before: whoever holds an old version
-    of a state holds its memory. pinned: what makes `[rows, *shape]` in pinned memory. When that fails, a line in the
-    log says so, and this slab and all later ones are ordinary memory.
+    A row is used again only after the tensor that was made of it is gone. A reference to an old state keeps its memory
+    allocated.
+
+    Args:
+        pinned: makes `[rows, *shape]` in pinned memory. If it fails, the log says so, and this slab and all later ones
+            use ordinary memory.
     """
 
     def __init__(self, pinned: Callable[[Sequence[int], torch.dtype], Tensor] | None = None) -> None:
         self._pinned = make_pinned if pinned is None else pinned
-        self.pins, self.nbytes = True, 0  # of all slabs, whether their rows are used or not
+        self.pins, self.nbytes = True, 0  # bytes of all slabs, used or not
         self._slabs: set[int] = set()
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
 
@@ -44,16 +47,16 @@ class HostPool:
         if not free:
             free += self._slab(shape, dtype).unbind()
         row = free.pop()
-        tensor = row.view(shape)  # another object: that `row` comes back is what its end is for
+        tensor = row.view(shape)  # another object, whose end returns `row` to the pool
         weakref.finalize(tensor, free.append, row).atexit = False
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a row of this pool."""
+        """Return True if `tensor` is a row of this pool."""
         return tensor.untyped_storage().data_ptr() in self._slabs
 
     def _slab(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """As much memory again as there is, within limits."""
+        """Allocate a slab as large as all slabs so far, within limits."""
         size = max(shape.numel() * dtype.itemsize, 1)
         wanted = max(min(max(self.nbytes, _FIRST), _LARGEST), _ROWS[0] * size)
         rows = min((1 << (wanted - 1).bit_length()) // size, _ROWS[1])
@@ -82,9 +85,10 @@ def make_pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in a file without a name, in the directory of temporary files (`TMPDIR`), mapped into memory: the system
-    writes there what it has no memory for. Raises OSError where the disk has not the room: now, and not as a signal
-    when it is written.
+    """Return zeros in an unnamed file in the directory of temporary files (`TMPDIR`), mapped into memory.
+
+    The system writes to the file what does not fit memory. Raises OSError at once if the disk lacks the space, and not
+    as a signal on a later write.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     with tempfile.TemporaryFile(prefix="fastsam-states-") as file:
@@ -102,13 +106,13 @@ def make_mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Beside(Generic[T]):
-    """Something that belongs to a tensor, by identity, as long as the tensor lives."""
+    """A map from tensors, by identity, to objects. An entry ends with its tensor."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], T]] = {}
 
     def get(self, tensor: Tensor) -> T | None:
-        """What belongs to it; None when nothing does."""
+        """Return the object of the tensor, or None."""
         found = self._found.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 

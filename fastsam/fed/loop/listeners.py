@@ -1,4 +1,4 @@
-"""Who listens to a run, told of its start, rounds, evaluations and end: the callbacks, and what shows its progress."""
+"""The callbacks and the progress of a run, called at its start, rounds, evaluations and end."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ Progress = Callable[[dict[str, Any]], None]
 
 
 class Listeners:
-    """A context manager around the parts of a run: whoever heard of its start hears of its end, whatever that is.
+    """A context manager around the parts of a run. Every listener whose start was called gets the end, however the run
+    ends.
 
-    stopped: why a callback has stopped the run, None while none has; the same on all ranks.
+    Attributes:
+        stopped: the reason of a callback to stop the run, or None; the same on all ranks.
     """
 
     def __init__(self, callbacks: Sequence[Any], progress: Progress | bool | None, label: str, rounds: int) -> None:
@@ -41,8 +43,7 @@ class Listeners:
         self._bar = ExitStack()
 
     def reading(self, clients: Sequence[Any]) -> Iterable[Any]:
-        """The clients one after the other, as they are read; a bar shows how many there were, where one shows the
-        rounds."""
+        """Yield the clients as they are read. A bar shows their number if there is a bar for rounds."""
         if self.progress is not True:
             return clients
         from rich.console import Console
@@ -62,9 +63,16 @@ class Listeners:
         export: Callable[[RunState], nn.Module],
         keys: Sequence[str] | None = None,
     ) -> None:
-        """The run begins at `state`. config: makes what a callback sees of it; export: makes the model of a state;
-        keys: see `RunView`.
-        Collective."""
+        """Begin the run at `state`; collective.
+
+        Args:
+            ranks: the processes of the run.
+            state: first state.
+            directory: the run directory, or None.
+            config: returns the config for callbacks.
+            export: returns the model of a state.
+            keys: see `RunView`.
+        """
         self._ranks = ranks
         if ranks.first and self.progress is True:
             self.progress = self._shown = self._bar.enter_context(_bar(self._label, self._rounds))
@@ -91,7 +99,7 @@ class Listeners:
         self._share()
 
     def end(self, result: Result) -> None:
-        """The run is over, and everything is written. Raises CallbackError after everybody was told."""
+        """End the run after everything is written. Raises CallbackError after all callbacks were called."""
         if self._shown is not None:
             self._shown.end(self.stopped, result.run_dir)
         self._bar.close()
@@ -135,7 +143,7 @@ class Listeners:
             return
         if self._view is not None:
             self._view.error = error
-        while self._started:  # what these raise must not hide why the run ended
+        while self._started:  # their errors must not hide why the run ended
             try:
                 self._ask(self._started.pop(0), "on_end", None)
             except CallbackError as failed:
@@ -144,7 +152,7 @@ class Listeners:
 
 
 def _nothing(*arguments: Any) -> None:
-    """What a callback does in a method that it has not."""
+    """Do nothing, in place of a method that a callback does not have."""
 
 
 def _checked(callbacks: Any) -> Sequence[Any]:
@@ -163,7 +171,7 @@ def _checked(callbacks: Any) -> Sequence[Any]:
 
 
 def _progress(progress: Any) -> Progress | bool:
-    """Raises ValueError unless it is a function, a bool, or None for what suits the terminal."""
+    """Raise ValueError unless it is a function, a bool or None."""
     if progress is None:
         return sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None
     if progress is True and find_spec("rich") is None:

@@ -12,9 +12,9 @@ from fastsam.fed.step.parameter_layout import ParameterLayout
 
 
 def check_padding(vectors: Mapping[str, Tensor], layout: ParameterLayout, what: str) -> None:
-    """Raises ValueError for a finite number other than zero in the padding of one that is rows `[..., row_size]`.
+    """Raise ValueError for a finite number other than zero in the padding of rows `[..., row_size]`.
 
-    (What is not finite has another end: its client is excluded, or the run stops with that reason.)
+    Numbers that are not finite are handled elsewhere: their client is excluded, or the run stops with that reason.
     """
     padding = layout.padding
     for name, x in vectors.items():

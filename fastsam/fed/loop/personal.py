@@ -27,22 +27,23 @@ _MASKED = (
     "dual",
     "eps",
     "inner",
-)  # what an algorithm sees of the rows of a client that are over
+)  # rows of results that an algorithm sees without the local parameters
 
 
 class ClientModels(Protocol):
-    """Where each client's own model comes from. state: the client's; None for one that has not taken part yet."""
+    """The source of the clients' own models. state: the client's, or None before its first round."""
 
     def row(self, server: State, state: State | None) -> Tensor:
         """Its weights, `[row_size]`."""
 
     def buffers(self, common: list[Tensor], state: State | None) -> list[Tensor]:
-        """Its buffers; common: those of the global model."""
+        """Return the client's buffers. common: buffers of the global model."""
 
 
 class Kept:
-    """Models that the algorithm keeps beside the global one (`Algorithm.own_models`), which is that of who has not
-    taken part yet."""
+    """Models that the algorithm keeps in addition to the global one (`Algorithm.own_models`). A client that has not
+    taken
+    part yet has the global model."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
@@ -58,20 +59,27 @@ class Kept:
 
 
 class Personal:
-    """`inner`, with some of the parameters never sent: a client begins with its own ones, and what the inner algorithm
-    sees of them is zero.
+    """`inner`, with some of the parameters never sent. A client begins with its own values of them, and the inner
+    algorithm sees zeros.
 
-    So the global model keeps those of the start, sums and control variates are zero there, and a proximal term pulls to
-    where the client began.
-    buffers: those of the start, where each client's stay with it; empty where they do not.
-    Raises ValueError for patterns that match nothing (see `ParameterLayout.mask`), or all.
+    So the global model keeps their initial values, sums and control variates are zero there, and a proximal term pulls
+    to the client's own start.
+
+    Args:
+        inner: the algorithm.
+        layout: the parameters of a row.
+        patterns: names or patterns of the parameters that stay.
+        buffers: the initial buffers if each client keeps its own, else empty.
+
+    Raises:
+        ValueError: a pattern matches no parameter (see `ParameterLayout.mask`), or all.
     """
 
     def __init__(
         self, inner: Algorithm, layout: ParameterLayout, patterns: str | Sequence[str], buffers: Sequence[Tensor] = ()
     ) -> None:
         self.inner, self.mask = inner, layout.mask("local_parameters", patterns)
-        self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # those of a client without a state
+        self.begun = {f"{OWN} buffer {k}": b for k, b in enumerate(buffers)}  # buffers of a client without a state
         self.places = self.mask.nonzero().flatten()
         own = len(self.places)
         if own == layout.numel:
@@ -85,8 +93,8 @@ class Personal:
         self.working_vectors = getattr(inner, "working_vectors", 0) + 1  # where it begins
 
     def row(self, server: State, state: State | None) -> Tensor:
-        """A client's model: the global one `[row_size]` with its own parameters; those of the start where it has no
-        state yet."""
+        """Return a client's model: the global one `[row_size]` with the client's own parameters, or the initial ones
+        before its first round."""
         w = server["w"]
         if state is None:
             return w
@@ -100,13 +108,13 @@ class Personal:
         return [own[name].to(b.device) for name, b in self.begun.items()] or common
 
     def init_server(self, w0: Tensor) -> State:
-        """As of the inner algorithm."""
+        """Return the inner algorithm's."""
         self.places = self.places.to(w0.device)
         self.mask = self.mask.to(w0.device)
         return self.inner.init_server(w0)
 
     def init_client(self, server: State) -> State:
-        """The inner state, and the client's own parameters and buffers, which are those of the start."""
+        """Return the inner state, with the initial values of the client's own parameters and buffers."""
         return {**self.inner.init_client(server), OWN: server["w"][self.places], **self.begun}
 
     def local_update(self, server: State, client: State, round: Round) -> LocalUpdate | Sequence[LocalUpdate]:
@@ -126,8 +134,7 @@ class Personal:
     def _begun(self, step: LocalUpdate, start: Tensor, w: Tensor, buffers: Sequence[Tensor]) -> LocalUpdate:
         if step.start is not None:
             raise ValueError(
-                f"local_parameters= serves no algorithm with a start of its own, and {type(self.inner).__name__} has "
-                "one"
+                f"local_parameters= serves no algorithm with its own start, and {type(self.inner).__name__} has one"
             )
         if step.then is not None and (step.then.start is not None or step.then.proximal_coefficient):
             raise ValueError(
@@ -140,7 +147,8 @@ class Personal:
         return replace(step, start=start, gradient_offset=q, buffers=buffers or None)
 
     def finish_client(self, server: State, client: State, results: ClientResults, round: Round) -> tuple[State, Upload]:
-        """The inner state and upload of what is shared, and the client's own parameters as they are now."""
+        """Return the inner state and upload of the shared parameters, and the client's own parameters as they are
+        now."""
         own = {OWN: client[OWN] + results.delta[:, self.places]}
         if self.begun and results.buffers is not None:
             rows = zip(zip(*(client[name] for name in self.begun), strict=True), results.buffers, strict=True)
@@ -154,7 +162,7 @@ class Personal:
         return None if x is None else x.masked_fill(self.mask, 0)
 
     def step_server(self, server: State, aggregate: Aggregate, round: Round) -> State:
-        """As of the inner algorithm."""
+        """Return the inner algorithm's."""
         return self.inner.step_server(server, aggregate, round)
 
     def _inner(self, client: State) -> State:
@@ -162,7 +170,7 @@ class Personal:
 
 
 def with_own_buffers(settings: Settings, algorithm: object) -> Settings:
-    """The settings, with buffers="local" where the algorithm says so. Raises ValueError where they say otherwise."""
+    """Return the settings, with buffers="local" if the algorithm says so. Raises ValueError if they contradict it."""
     if not getattr(algorithm, "own_buffers", False) or settings.buffers == "local":
         return settings
     if settings.buffers is not None:

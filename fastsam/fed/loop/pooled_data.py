@@ -1,11 +1,11 @@
 """The data of all clients together, for baselines without a federation: algorithms with `pools_data`, such as
 `Centralised_SGD`.
 
-Such a run has the budget of a federated one with the same keywords: a round trains on `participation` of all samples,
+Such a run has the budget of a federated one with the same keywords. A round trains on `participation` of all samples,
 `local_epochs` times in batches of `batch_size`. The pooled samples are shuffled once and cut into 1/participation
-blocks of one size; the rounds take the blocks in turn, so every 1/participation rounds are `local_epochs` passes over
-everything. `sampler`, `available`, `weighting` and the split have no meaning; the accuracy over clients is still that
-of the clients. Local momentum starts at zero in every round, as everywhere.
+blocks of one size. The rounds take the blocks in turn, so every 1/participation rounds are `local_epochs` passes over
+all samples. `sampler`, `available`, `weighting` and the split have no effect. The accuracy over clients is still
+computed for the clients. Local momentum starts at zero in every round, as in any run.
 """
 
 from __future__ import annotations

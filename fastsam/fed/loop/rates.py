@@ -17,15 +17,23 @@ Rate = (
 
 
 def check_formula(name: str, value: Any) -> None:
-    """Raises ValueError for a string that is no formula; in a config it may be an import path."""
+    """Raise ValueError for a string that is not a formula. In a config it may be an import path."""
     if isinstance(value, str) and not is_import_path(value):
         check_scheduled(name, value)
 
 
 def rate_at(name: str, rate: Rate, index: int, known: Mapping[str, float], **bounds: float) -> float:
-    """The rate in round `index` (from 0). known: names besides `round` that a formula may have; bounds: as of `number`.
+    """Return the rate in round `index` (from 0).
 
-    Raises ValueError where it has no value, or one that is out of bounds.
+    Args:
+        name: name of the option.
+        rate: number, formula or function.
+        index: number of the round.
+        known: names besides `round` that a formula may have.
+        **bounds: bounds, as in `number`.
+
+    Raises:
+        ValueError: it has no value, or one that is out of bounds.
     """
     if isinstance(rate, str):
         found: Any = formula(name, rate, index, known)

@@ -1,4 +1,4 @@
-"""A run directory, new or continued, and what must be the same when a run is resumed."""
+"""New and continued run directories, and the options that must be the same when a run is resumed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def open_directory(
     lock: Lock,
     behaviours: dict[str, Any],
 ) -> tuple[RunDirectory, RunState]:
-    """The run directory, new or continued, and the state to go on from: `start`, or what is found there."""
+    """Return the run directory, new or continued, and the state to continue from: `start` or the one in the
+    directory."""
     ranks = loop.ranks
     directory, found = RunDirectory.open(run_dir, resume, identity, place, ranks, loop.states.adopt, lock)
-    ranks.gather(None)  # everybody has looked before anybody writes
+    ranks.gather(None)  # all ranks have read before one writes
     if found is None:
         directory.start(
             start,
@@ -53,7 +54,7 @@ def open_directory(
         return directory, start
     if found.round > loop.settings.rounds:
         raise ValueError(
-            f"rounds must be {found.round} or more: so many are done in {run_dir}; got {loop.settings.rounds}"
+            f"rounds must be {found.round} or more, because {run_dir} has so many; got {loop.settings.rounds}"
         )
     _check_rates(run_dir, found.history, loop.settings)
     _warn_behaviours(directory.path, behaviours)
@@ -64,7 +65,7 @@ def open_directory(
 
 
 def behaviours_of(model: nn.Module, settings: Settings, collate: object) -> dict[str, Any]:
-    """Return descriptions of the model and of the user's functions, whose names alone are in the identity of a run."""
+    """Return descriptions of the model and of the user's functions. The identity of a run has only their names."""
     names = ("loss", "sampler", "available", "weighting", "aggregation")
     given = {"model": model, "collate": collate} | {name: getattr(settings, name) for name in names}
     return {name: behaviour(value) for name, value in given.items() if callable(value)}
@@ -76,15 +77,14 @@ def _warn_behaviours(path: Path, now: dict[str, Any]) -> None:
         stored = json.loads(read_bytes(path / "environment.json"))
         before = stored["behaviour"] if stored["python"] == platform.python_version() else now
         found = [difference({name: before[name]}, {name: now[name]}) for name in now if name in before]
-    except (OSError, ValueError, KeyError, TypeError):  # written by an older version, or by somebody else
+    except (OSError, ValueError, KeyError, TypeError):  # written by an older version or another program
         return
     for what in filter(None, found):
         log.warning("the run in %s began with another %s: %s; it goes on with %s", path, *what)
 
 
 def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], settings: Settings) -> None:
-    """Raises RunDirectoryError where a learning rate that is a function gives other values than in the rounds that are
-    done."""
+    """Raise RunDirectoryError if a learning rate that is a function gives other values than in the completed rounds."""
     for record in history:
         t = record["round"] - 1
         for name, now in (("lr", settings.lr_of(t)), ("server_lr", settings.server_lr_of(t))):
@@ -98,7 +98,7 @@ def _check_rates(run_dir: str | Path, history: Sequence[Mapping[str, Any]], sett
 def identity_of(
     facts: dict[str, Any], settings: Settings, model: nn.Module, population: Population, place: torch.device
 ) -> dict[str, Any]:
-    """What must be the same when the run is resumed."""
+    """Return the options and facts that must be the same when the run is resumed."""
     own = {
         "model": structure(model),
         "data": population.fingerprint(),

@@ -1,4 +1,5 @@
-"""The first round's look at an algorithm of the user's: each client's results come from its own row, and `self` stays.
+"""The check of a user's algorithm in the first round: the results of each client come from its own row, and `self`
+stays.
 
 `CheckedContract` (see `fastsam.fed.loop.algorithm_calls`) calls `check_rows` for the first block of several clients.
 Without it the results of an algorithm that mixes rows would depend on the executor.
@@ -58,10 +59,10 @@ def check_rows(algorithm: Any, method: str, together: Any, alone: Sequence[Seque
             made = getattr(algorithm, method)(*arguments)
             if any(_differs(a, b) for a, b in zip(_parts(together, place, n), _parts(made, 0, 1), strict=False)):
                 raise AlgorithmError(
-                    f"{type(algorithm).__name__}.{method} returns other numbers for {n} clients together than for each "
-                    "by itself, so that results would depend on the executor. Each row must come from its own client: "
-                    "delta.norm(dim=1, keepdim=True) in place of delta.norm(), and no random numbers but those of a "
-                    "generator with a seed of round.seed"
+                    f"{type(algorithm).__name__}.{method} returns different numbers for {n} clients together and for "
+                    "each by itself, so that results would depend on the executor. Each row must come from its own "
+                    "client: delta.norm(dim=1, keepdim=True) in place of delta.norm(), and no random numbers but "
+                    "those of a generator with a seed of round.seed"
                 )
 
 

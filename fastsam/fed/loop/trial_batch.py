@@ -21,9 +21,10 @@ def batch_loss(loss: Loss | BatchLoss, population: Population) -> Loss | BatchLo
 
 
 def attempt(model: nn.Module, population: Population, loss: BatchLoss, batch_size: int) -> Trial:
-    """As `trial_step.attempt`: takes a step on the client with most samples, then a look at the test set.
+    """Take a step on the client with most samples, and then a pass over the test set, as `trial_step.attempt` does.
 
-    Raises ValueError for what does not work, naming client and batch.
+    Raises:
+        ValueError: something does not work; the message names client and batch.
     """
     check_function(loss.of_outputs if isinstance(loss, PairLoss) else loss)
     assert population.samples is not None
@@ -63,14 +64,14 @@ def _about(batch: Any) -> str:
 
 @torch.no_grad()
 def _classifies(trial: nn.Module, population: Population, loss: BatchLoss, batch: Any, failed: str) -> bool:
-    """Whether outputs are one per class, and there are labels of the test set to compare them with."""
+    """Return True if outputs are one per class and the test set has labels for them."""
     if not loss.predicts:
         return False
     with explain(failed):
         _, outputs, labels = loss.evaluated(trial, batch, True)
     if not isinstance(labels, Tensor) or not are_labels(outputs, labels):
         return False
-    if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are what it says: one per class
+    if not isinstance(loss, PairLoss):  # outputs of a user's `predict` are one per class
         known = bool(((labels >= 0) & (labels < outputs.shape[1]) | (labels == IGNORED)).all())
         return labels.dim() == 1 and outputs.shape[1] > 1 and known
     function = loss.of_outputs

@@ -1,4 +1,4 @@
-"""One training step on a copy of the model before the first round: what would fail in round 1 fails here, with its
+"""One training step on a copy of the model before the first round, so that errors of round 1 come early and with their
 reason."""
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ from fastsam.fed.step.model_copy import copied, trainable
 
 log = logging.getLogger("fastsam.fed")
 _CLASS_LOSSES: tuple[Callable[..., Tensor], ...] = (F.cross_entropy, F.nll_loss)
-_KINDS = 64  # of samples, that are tried
+_KINDS = 64  # largest number of kinds of samples that are tried
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What the step showed: whether outputs are one per class and labels the classes' numbers, which buffers training
-    changes, and what in a training pass draws random numbers (`Setup.draws`). example: the batch it was made with, None
-    for a tree."""
+    """The findings of the trial.
+
+    Attributes:
+        classifies: outputs are one per class, and labels are class numbers.
+        changed_buffers: names of the buffers that training changes.
+        draws: functions that draw random numbers in a training pass (`Setup.draws`).
+        example: the batch of the trial, or None for a tree.
+    """
 
     classifies: bool
     changed_buffers: tuple[str, ...]
@@ -67,27 +72,27 @@ def attempt(model: nn.Module, population: Population, loss: Loss, batch_size: in
 
 
 def _all_labels(population: Population) -> list[Tensor]:
-    """Those of the clients and of the test set."""
+    """Return the labels of the clients and of the test set."""
     own, test = population.labels_together(), population.test_labels
     return [*([] if own is None else [own[0]]), *([] if test is None else [test])]
 
 
 def of_classes(loss: Loss) -> bool:
-    """Whether it is one of torch's losses of one output per class."""
+    """Return True if it is a loss of torch for one output per class."""
     return loss in _CLASS_LOSSES or isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
 
 
 def are_labels(output: object, y: Tensor) -> bool:
-    """Whether y numbers classes of the model's outputs."""
+    """Return True if y are class numbers of the model's outputs."""
     return isinstance(output, Tensor) and output.dim() >= 2 and y.dtype == torch.int64 and y.dim() == output.dim() - 1
 
 
 def one_per_class(output: Tensor, labels: Sequence[Tensor], loss: Loss) -> bool:
-    """Whether a loss of the user's own reads `output` `[n, classes]` as one number per class, the larger the likelier.
+    """Return True if a user's loss reads `output` `[n, classes]` as one number per class, the larger the likelier.
 
-    There must be several, every label must be the number of one, and the loss must be lowest where the largest output
-    is the label's own: a regression on one of the outputs, or on a mean and a variance, is not. (A loss that works on
-    no made-up batch is not asked.)
+    There must be several classes, every label must be a class number, and the loss must be lowest if the largest output
+    is the label's. A regression on one of the outputs, or on a mean and a variance, does not pass. (A loss that fails
+    on artificial batches is not tried.)
     """
     classes = output.shape[1]
     known = all(int(y.max()) < classes and bool(((y >= 0) | (y == IGNORED)).all()) for y in labels)
@@ -115,7 +120,8 @@ def check_outputs(outputs: int, classes: int | None) -> None:
 
 
 def _check_others(trial: nn.Module, population: Population, client: int, loss: Loss, batch_size: int) -> None:
-    """What works on one client may not on another, nor on the test set: other dtypes or shapes would end the run in a
+    """Check that the step works on all kinds of clients and on the test set. Other dtypes or shapes would end the run
+    in a
     later round."""
     known = {_kind(*population.clients[client])}
     for i, (x, y) in enumerate(population.clients if population.store is None else ()):  # in a store all are alike
@@ -145,7 +151,7 @@ def check_smallest(
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return
     sizes = population.known_sizes
-    # Of the last batch of an epoch.
+    # The last batch of an epoch.
     rest = {i: executors.divided(n, batch_size, drop_last)[1] or batch_size for i, n in sizes.items()}
     if not rest:
         return

@@ -45,7 +45,7 @@ def _operands(
 def shorten_(rows: Tensor, limit: float) -> list[float]:
     """Scale rows `[n, row_size]` that are longer than `limit` to that norm, and return the norms before.
 
-    Rows that are not finite stay as they are. No row is longer than `limit` afterwards, not even by rounding: a norm
+    Rows that are not finite stay as they are. No row is longer than `limit` afterwards, not even by rounding. A norm
     that is too close to `limit`, or whose squares float32 cannot hold, is computed in float64, and the factor is
     smaller by twice the possible error of the norm. Shorter rows keep their bits.
     """

@@ -1,5 +1,5 @@
-"""One process at a time in a run directory: the system's lock on the directory itself, which a killed process cannot
-leave behind."""
+"""One process at a time in a run directory: the system's lock on the directory itself. It ends with a killed
+process."""
 
 from __future__ import annotations
 

@@ -17,17 +17,21 @@ FULL_UP_TO = 1024  # inputs; above, the default is "channel"
 
 @dataclass(frozen=True)
 class InputMap:
-    """The map, and how it is trained: gradient ascent on
-    `loss(model(Lam*x + delta), y) - lam*||Lam - I||^2 - lam*||delta||^2`.
+    """A map of the inputs, trained by gradient ascent on `loss(model(Lam*x + delta), y) - lam*||Lam - I||^2 -
+    lam*||delta||^2`.
 
-    form: Lam is a "full" matrix `[d, d]` over all d numbers of an input, a "channel" matrix `[c, c]`, or a "diag"-onal
-    `[d]`; None takes "full" up to 1024 inputs, else "channel". delta: `[d]`, with "channel" `[c]`.
-    lr: of the ascent. steps: ascent steps per local step (the last shares its backward pass with the weights'
-    gradient).
-    radius: None, or (e1, e2): Lam and delta are projected on ||Lam - I|| <= e1 and ||delta|| <= e2, and lam is not
-    used.
-    Lam, delta: None means the identity. Between an algorithm and an executor they are those of n clients, `[n, ...]`.
-    Raises ValueError for another form, and numbers outside their range.
+    Args:
+        lr: learning rate of the ascent.
+        steps: ascent steps per local step. The last one shares its backward pass with the weights' gradient.
+        lam: weight of the penalty.
+        radius: None, or (e1, e2): Lam and delta are projected to ||Lam - I|| <= e1 and ||delta|| <= e2 in place of the
+            penalty.
+        form: Lam is a "full" matrix `[d, d]` over all d numbers of an input, a "channel" matrix `[c, c]`, or a
+            "diag"-onal `[d]`. None: "full" up to 1024 inputs, else "channel". delta is `[d]`, with "channel" `[c]`.
+        Lam, delta: None means the identity. Between algorithm and executor they are those of n clients, `[n, ...]`.
+
+    Raises:
+        ValueError: the form is unknown, or a number is out of range.
     """
 
     form: str | None = None
@@ -59,7 +63,7 @@ class InputMap:
         return replace(self, Lam=Lam[None], delta=delta[None])
 
     def begin(self, x: Tensor) -> InputMap:
-        """The map with its tensors, for inputs like `x` (`[n, ...]`). Raises ValueError for inputs that are no
+        """Return the map with its tensors, for inputs like `x` `[n, ...]`. Raises ValueError if inputs are not
         floating-point numbers."""
         if not x.is_floating_point():
             works = "FedRobust cannot train on token ids"

@@ -1,6 +1,6 @@
-"""The one local step that every algorithm is made of, and what the rows of clients leave behind.
+"""The local update rule, which all algorithms share, and the results of clients.
 
-Form U, in one client and one round (w^t is the global model that the client received):
+In one client and one round (w^t is the global model that the client received):
 
     d   = none, g1, T^2*g1 with T = |w| + eta (ASAM), alpha*(g1 - mu) - s (FedSMOO), a constant e,
           k*e + drift*(w - w^t) in step k = 0, 1, ..., g1 + e + drift*(w - w^t) [+ g2 of the step before], or L*g1 with
@@ -17,7 +17,7 @@ Form U, in one client and one round (w^t is the global model that the client rec
     s       server_perturbation        b       clean_weight
     alpha   penalty                    phi     proximal_coefficient
 
-An algorithm chooses the constants and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
+An algorithm chooses the constants, and an executor takes the steps. `Direction` and `Mix` are shared with `FusedSAM`
 (`fastsam.step`). The arithmetic is in `fastsam_kernels.reference`. Clipping (`sig`), weight decay and momentum are
 options of the run.
 """
@@ -65,40 +65,50 @@ class LocalUpdate:
 
     The vectors (`VECTORS`) are `[row_size]`, one for all clients, or `[n, row_size]`, a row for each client, or None,
     in the dtype of the weights. They are only read. An executor works on its own copy of the dual.
-    start: the weights from which the local steps are taken, in place of the global model; displacements are measured
-    from there.
-    drift, remembers: of the directions PATH and GRADIENT_PLUS; the latter may remember the gradient g2 of the step
-    before (0 in the first one).
-    anchor, pull: the perturbed point, at which g2 is taken, is pulled towards this one, by a share from 0 to 1. Not
-    with PATH and CONSTANT.
-    buffers: the model's buffers with which they are begun, each `[n, ...]`, in place of the global model's.
-    With `proximal_coefficient` phi > 0, `gradient_offset` holds the constant half `-phi*w^t` of the proximal term
-    `phi*(w - w^t)`.
-    surrogate_gap: GSAM's alpha. If it is not 0, `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with
-    `cc = <g1, g2>/||g2||^2`, and perturbed_weight is 1 and clean_weight 0.
-    full_gradient: the gradient over the client's whole data at the start is wanted (`ClientResults.gradient`), in
-    batches, in evaluation mode.
-    pilot: gradients at the start find the radius; `rho` then counts for nothing (`ClientResults.gradient`,
-    `ClientResults.norms`).
-    input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
-    lr_end_factor: the learning rate falls within the round, or rises: that of step k of K is `1 - (1 -
-    lr_end_factor)*k/K` times the round's.
-    rho_end_factor: the same of the radius, that of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho. Of
-    directions that perturb step by step.
-    rho_scale: numbers >= 0 by which the radius is multiplied, weight by weight (`ParameterLayout.factors`):
-    `eps = rho * rho_scale * d/(||d|| + nu)`, and where it is 0 nothing is perturbed and the norm does not count it. Not
-    without a direction, nor with a dual.
-    epochs: passes over the client's data in place of the run's local work. only: the parameters that are trained, by
-    their places in `ParameterLayout.names` (`ParameterLayout.places`); the others rest. None: all.
-    envelope: the proximal term's anchor moves, and is what a client's displacement is of (see `Envelope`).
-    beside, mixture: the weights of a second model, which is trained in lock step with the first one (see `Mixture`);
-    what that leaves behind are `ClientResults.inner` and `ClientResults.alpha`.
-    then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in the
-    same order, and what that leaves behind is `ClientResults.then`. Without one it goes on from where this phase
-    ended, with the epochs that come next.
-    teacher: a second model whose outputs those of the trained one are compared with, by a further term of the loss; one
-    for all clients. Raises ValueError for numbers that are not finite, a negative radius, and vectors that the
-    direction lacks or does not use.
+
+    Args:
+        direction: how the perturbation is found.
+        rho: radius of the perturbation, over the whole model.
+        eta: eta of ASAM.
+        perturbed_weight: a, the weight of the gradient at the perturbed point.
+        clean_weight: b, the weight of the gradient at the unperturbed point.
+        surrogate_gap: GSAM's alpha. If it is not 0, `v = (1 + alpha*cc)*g2 - alpha*g1 + q` with `cc = <g1,
+            g2>/||g2||^2`, and perturbed_weight is 1 and clean_weight 0.
+        gradient_offset: q, a constant that is added to the gradient.
+        proximal_coefficient: phi. `gradient_offset` then holds the constant half `-phi*w^t` of the proximal term
+            `phi*(w - w^t)`.
+        direction_vector: e, the direction (CONSTANT) or a part of it (PATH, GRADIENT_PLUS).
+        drift: weight of `w - w^t` in the direction (PATH, GRADIENT_PLUS).
+        remembers: the direction has the gradient g2 of the step before, 0 in the first step (GRADIENT_PLUS).
+        dual: mu, the client's dual at the start (GRADIENT_MINUS_DUAL).
+        server_perturbation: s (GRADIENT_MINUS_DUAL).
+        penalty: alpha (GRADIENT_MINUS_DUAL).
+        lr_end_factor: the learning rate of step k of K is `1 - (1 - lr_end_factor)*k/K` times the round's.
+        rho_end_factor: the radius of step k of K is `1 - (1 - rho_end_factor)*k/K` times rho, for directions that
+            perturb step by step.
+        rho_scale: factors >= 0 of the radius, weight by weight (`ParameterLayout.factors`): `eps = rho * rho_scale *
+            d/(||d|| + nu)`. Weights with factor 0 are not perturbed and not in the norm. Not without a direction, and
+            not with a dual.
+        anchor, pull: the perturbed point, at which g2 is taken, is moved towards the anchor by a share from 0 to 1. Not
+            with PATH and CONSTANT.
+        start: weights at which the local steps begin, in place of the global model; deltas are measured from there.
+        full_gradient: compute the gradient over the client's whole data at the start (`ClientResults.gradient`), in
+            batches, in evaluation mode.
+        pilot: gradients at the start find the radius, and `rho` has no effect (`ClientResults.gradient`, `norms`).
+        input_map: a map of the inputs that is trained with the weights (FedRobust); its tensors are `[n, ...]`.
+        teacher: a second model that enters the loss; one for all clients.
+        buffers: buffers of the model at the start, each `[n, ...]`, in place of the global model's.
+        epochs: passes over the client's data in place of the run's local work.
+        only: indices of the trained parameters (`ParameterLayout.places`); the others keep their values. None: all.
+        then: a further phase of local steps. With a `start` it trains a second model from there, on the same batches in
+            the same order, with the results `ClientResults.then`. Without one it continues where this phase ended, with
+            the following epochs.
+        envelope: the anchor of the proximal term moves, and deltas are those of the anchor (see `Envelope`).
+        beside, mixture: weights of a second model that is trained in lock step (see `Mixture`), with the results
+            `ClientResults.inner` and `ClientResults.alpha`.
+
+    Raises:
+        ValueError: a number is not finite, the radius is negative, or the direction lacks a vector or does not use one.
     """
 
     direction: Direction = Direction.NONE
@@ -117,7 +127,7 @@ class LocalUpdate:
     penalty: float = 1.0  # GRADIENT_MINUS_DUAL: alpha
     lr_end_factor: float = 1.0  # the learning rate at the end of the round, over that at its beginning
     rho_end_factor: float = 1.0  # the radius at the end of the round, over that at its beginning
-    rho_scale: Tensor | None = None  # of the radius, weight by weight
+    rho_scale: Tensor | None = None  # factors of the radius, weight by weight
     anchor: Tensor | None = None  # towards which the perturbed point is pulled
     pull: float = 0.0
     start: Tensor | None = None  # where the steps begin; None: the global model
@@ -148,7 +158,7 @@ class LocalUpdate:
         return self.direction.backward_passes
 
     def pace(self, k: int, steps: int) -> float:
-        """The learning rate of step k of `steps`, over that of the round."""
+        """Return the learning rate of step k of `steps`, in units of the round's."""
         return 1 - (1 - self.lr_end_factor) * k / steps
 
     def radius(self, k: int, steps: int) -> float:
@@ -157,8 +167,9 @@ class LocalUpdate:
 
     @property
     def phased(self) -> bool:
-        """Whether it asks for other local work than the run's: several phases, epochs of its own, some parameters only,
-        several steps a batch, a second model beside."""
+        """True if the local work differs from the run's: several phases, own epochs, only some parameters, several
+        steps a
+        batch, or a second model."""
         other = self.then, self.epochs, self.only, self.envelope, self.mixture
         return any(asked is not None for asked in other)
 
@@ -184,26 +195,28 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class ClientResults:
-    """What the rows of n clients leave behind after their local steps. Its tensors are the receiver's to keep.
+    """The results of the local steps of n clients. The receiver may keep and change its tensors. A field that is None
+    is
+    None for all n clients.
 
-    client_ids: the n clients. delta: `[n, row_size]`, `w_K - w^t`, in the dtype of the weights; with a
-    `LocalUpdate.start`, `w_K - start`.
-    num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
-    backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
-    losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
-    num_samples: number of samples in these batches.
-    buffers: float64 displacements of the model's buffers, flat, `[n, ...]`, from those of the round or of
-    `LocalUpdate.buffers`; None for a model without.
-    dual, eps: `[n, row_size]`, mu and the perturbation after the last step, where the direction has a dual.
-    gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, where it was asked for; with a
-    pilot that over its batches. norms: with a pilot, `[n]` float64, the mean norm of its gradients.
-    input_map: the maps that were trained, Lam and delta `[n, ...]`, where there are any. snapshots: of each client, by
-    local step, where the tasks ask for them. What is None is so for all n.
-    inner: `[n, row_size]`, with an envelope: `w_K - start` of the weights themselves, the displacement being the
-    anchor's; with a mixture that of the second model from where it began. alpha: `[n]` float64, the mixture's at the
-    end.
-    then: of a further phase with a start of its own, its steps, losses and backward_passes apart from these; those of
-    one that went on are in these.
+    Attributes:
+        client_ids: ids of the n clients.
+        delta: `[n, row_size]`, `w_K - w^t`, or `w_K - start` with a `LocalUpdate.start`, in the dtype of the weights.
+        num_steps: number of local steps of each client, mostly `epochs * ceil(num_samples / batch_size)`.
+        backward_passes: number of backward passes of each client, with those of a full gradient and of a pilot.
+        losses: `[n]` float64, the sums over the batches of (batch size) * (loss at the first gradient's weights).
+        num_samples: number of samples in these batches.
+        buffers: changes of the model's buffers, flat float64, `[n, ...]`.
+        dual, eps: `[n, row_size]`, mu and the perturbation after the last step, for directions with a dual.
+        gradient: `[n, row_size]`, the mean gradient over a client's samples at the start, or over a pilot's batches.
+        norms: with a pilot, `[n]` float64, the mean norm of its gradients.
+        input_map: the trained maps, Lam and delta `[n, ...]`.
+        snapshots: copies of each client's row, by local step.
+        inner: `[n, row_size]`. With an envelope `w_K - start` of the weights, while `delta` is the anchor's. With a
+            mixture the change of the second model.
+        alpha: `[n]` float64, the mixture's alpha at the end.
+        then: results of a further phase with its own start, not included in these results. A phase that continued is
+            included.
     """
 
     client_ids: Sequence[int]
@@ -230,7 +243,7 @@ class ClientResults:
         return torch.tensor(list(numbers), dtype=torch.float64).to(rows.device, rows.dtype)[:, None]
 
     def take(self, places: Sequence[int]) -> ClientResults:
-        """Of some of the clients, by their places in `client_ids`, in memory of their own."""
+        """Return the results of some clients, by their indices, in new memory."""
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor):

@@ -1,5 +1,4 @@
-"""How a run on the CPU uses memory: the order in which convolution weights are stored, and freed memory that stays with
-the process."""
+"""The use of memory on the CPU: the order of convolution weights, and freed memory that stays with the process."""
 
 from __future__ import annotations
 
@@ -20,13 +19,21 @@ _BLOCK = 32 * 2**20 - 2 * 4096  # bytes: the longest that glibc's threshold foll
 
 
 def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -> nn.Module:
-    """The model to train on `device`: `model` itself, or a copy of it whose 4-d parameters are stored in another order.
+    """Return the model to train on `device`: `model` itself, or a copy whose 4-d parameters are stored in another
+    order.
 
-    asked: one of `FORMATS`; "auto" is the rule below, and takes a model that is itself in channels_last out of it where
-    torch would write past its memory (`overrun_risk`). stacked: whether several clients go through one call of the
-    model. Values and ties stay; buffers, and tensors of other ranks, keep their order. Raises ValueError for such a
-    model if "auto" was not asked for, and for stacked clients in channels_last: in float64 torch gives wrong gradients
-    of grouped convolutions in that order for batches of one sample, once they are mapped.
+    Values and ties stay. Buffers and tensors of other ranks keep their order.
+
+    Args:
+        model: the user's model.
+        asked: one of `FORMATS`. "auto" is the rule below. It also converts a model in channels_last if torch would
+            write past its memory (`overrun_risk`).
+        device: device of training.
+        stacked: several clients share one call of the model.
+
+    Raises:
+        ValueError: such a model without "auto", or stacked clients in channels_last. In float64 torch gives wrong
+            gradients of grouped convolutions in that order for mapped batches of one sample.
     """
     if stacked and asked == CHANNELS_LAST:
         raise ValueError(
@@ -60,19 +67,19 @@ def reorder(model: nn.Module, asked: str, device: torch.device, stacked: bool) -
 
 
 def overrun_risk(model: nn.Module, device: torch.device) -> str:
-    """The layer for which torch's CPU kernels write past their memory in channels_last; empty where there is none.
+    """Return the layer for which torch's CPU kernels write past their memory in channels_last, or "" if there is none.
 
-    It is a 1x1 convolution with a stride and a number of input channels that is no multiple of 8, in all but float64:
-    the gradient of its weight (docs/torch_conv1x1_channels_last.md). The order of its
-    own weight does not save it: it follows its input, which other layers put in channels_last. Of a 1x1 weight outside
-    `nn.Conv2d` the stride cannot be seen, so it counts. Processors are not told
-    apart: a run would not be resumed on another one.
+    It is a 1x1 convolution with a stride and a number of input channels that is not a multiple of 8, in any dtype but
+    float64; the gradient of its weight is wrong (docs/torch_conv1x1_channels_last.md). The order of its own weight does
+    not help, because it follows its input, which other layers put in channels_last. The stride of a 1x1 weight outside
+    `nn.Conv2d` cannot be seen, so it counts. All processors are treated alike, so that a run can be resumed on another
+    one.
     """
     if device.type != "cpu":
         return ""
     for name, module in model.named_modules():
         if isinstance(module, nn.utils.parametrize.ParametrizationList | nn.ConvTranspose2d):
-            continue  # of a weight that its layer is judged by; transposed ones were tried, and are sound
+            continue  # the weight is judged by its layer; transposed convolutions were tried and are correct
         if isinstance(module, nn.Conv2d):
             shapes = [(*module.weight.shape, module.weight.dtype)] if max(module.stride) > 1 else []
         else:
@@ -103,11 +110,10 @@ def rule(model: nn.Module, device: torch.device, stacked: bool) -> tuple[str, st
 
 
 def order(model: nn.Module) -> str | dict[str, list[int]]:
-    """How the trained parameters are stored, for a run's identity: flat rows are in this order, and convolutions go by
-    it.
+    """Return the storage order of the trained parameters, for a run's identity. Flat rows are in this order.
 
-    "preserve" where all are contiguous, "channels_last" where all 4-d ones are in that order and the others contiguous,
-    else a table of the strides of those that are not contiguous.
+    "preserve" if all are contiguous, "channels_last" if all 4-d parameters are in that order and the others contiguous,
+    else a table of the strides of parameters that are not contiguous.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     other = {name: p for name, p in trained.items() if p.stride() != _strides(p, torch.contiguous_format)}
@@ -120,19 +126,19 @@ def order(model: nn.Module) -> str | dict[str, list[int]]:
 
 
 def _strides(p: Tensor, format: torch.memory_format) -> tuple[int, ...]:
-    """Those of a tensor of this shape. (`is_contiguous` would not tell the two formats of a weight of one input
-    channel.)"""
+    """Return the strides of a tensor of this shape in a format. (`is_contiguous` does not distinguish the formats of a
+    weight with one input channel.)"""
     return torch.empty(p.shape, memory_format=format, device="meta").stride()
 
 
 def keep_freed(device: torch.device) -> None:
-    """Lets glibc keep what a step frees for the next one, in a run on the CPU.
+    """Let glibc keep the memory that a step frees for the next step, in a run on the CPU.
 
-    glibc maps blocks above a threshold anew, and gives free memory at the heap's end back, at each step of a model with
-    large activations: tens of thousands of page faults a round. Its thresholds rise by themselves to the size of any
-    mapped block that is freed (and twice that for the heap's end), up to 32 MiB; whether a run's own blocks ever raise
-    them far enough is chance. So one block of that size is taken and freed: it is never touched, and nothing happens
-    that a larger model would not have caused. Thresholds that the user has set stay as they are.
+    glibc maps blocks above a threshold anew and returns free memory at the heap's end, in each step of a model with
+    large activations: tens of thousands of page faults a round. Its thresholds rise to the size of any mapped block
+    that is freed (twice that for the heap's end), up to 32 MiB. Whether a run's own blocks raise them far enough is
+    chance. Therefore one block of that size is allocated and freed. It is never touched, and a larger model would have
+    the same effect. Thresholds that the user has set stay.
     """
     if device.type == "cpu" and sys.platform == "linux":
         block = torch.empty(_BLOCK, dtype=torch.uint8)

@@ -11,13 +11,17 @@ from fastsam.fed.common.checks import number
 
 @dataclass(frozen=True)
 class Mixture:
-    """Beside every local step of w, one of a second model v, on the same batch and from where both were before it.
+    """A step of a second model v next to every local step of w, on the same batch and from the state before both.
 
         v <- v - lr * (alpha*g + weight_decay*v),                g the gradient at alpha*v + (1 - alpha)*w
         alpha <- min(max(alpha - rate*<v - w, g>, 0), 1)         in the first step of a round
 
-    alpha: float64 `[n]`, each client's. rate: of alpha; 0 leaves it as it is.
-    Raises ValueError for an alpha that is no such vector, and a negative rate.
+    Args:
+        alpha: float64 `[n]`, one for each client.
+        rate: learning rate of alpha; 0 keeps it.
+
+    Raises:
+        ValueError: alpha is not such a vector, or the rate is negative.
     """
 
     alpha: Tensor

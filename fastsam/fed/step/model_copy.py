@@ -1,4 +1,4 @@
-"""Our own copy of the user's model: its trainable parameters are views of one flat row."""
+"""A copy of the user's model whose trainable parameters are views of one flat row."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def copied(model: nn.Module, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 
 class Replica:
-    """A deep copy of a model on `device`, with the trainable parameters in `row` (`[row_size]`, of the layout).
+    """A deep copy of a model on `device`, with the trainable parameters in `row` `[row_size]`.
 
-    Parameters that are not trained are the model's own where they are on that device: nobody writes them, and replicas
-    may be many.
+    Parameters that are not trained are shared with the model if they are on that device, because they are never written
+    and there may be many replicas.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, row: Tensor) -> None:
@@ -94,8 +94,8 @@ class Replica:
 
 
 def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[Tensor]) -> nn.Module:
-    """A copy of the user's model, where it was, with these weights (`[row_size]`) and buffers; nothing of it is a view
-    of ours."""
+    """Return a copy of the user's model, on its device, with these weights `[row_size]` and buffers. It shares no
+    memory."""
     made = copied(model)
     with torch.no_grad():
         for parameter, view in zip(trainable(made), layout.views(weights), strict=True):
@@ -106,13 +106,14 @@ def export(model: nn.Module, layout: Layout, weights: Tensor, buffers: Sequence[
 
 
 def _with_mean(buffers: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The buffers that have a mean: all but bool and complex ones, which stay those of the start."""
+    """Yield the buffers that have a mean: all but bool and complex ones, which keep their first values."""
     return (b for b in buffers if b.dtype != torch.bool and not b.is_complex())
 
 
 def buffer_displacement(ends: Sequence[Tensor], starts: Sequence[Tensor]) -> Tensor:
-    """How far the buffers went, flat float64. (Displacements, not values: a buffer that nobody changes then stays as it
-    is, to the bit.)"""
+    """Return the changes of the buffers, flat float64. As changes and not values, a buffer that does not change keeps
+    its
+    bits."""
     parts = [(e.double() - s.double()).flatten() for e, s in zip(_with_mean(ends), _with_mean(starts), strict=True)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 

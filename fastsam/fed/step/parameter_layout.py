@@ -1,5 +1,4 @@
-"""What a flat row holds, in terms of the user's model: its parameters by name, the vector that torch makes of them, the
-model itself."""
+"""The layout of a flat row: the parameters by name, torch's parameter vector, and the model of a row."""
 
 from __future__ import annotations
 
@@ -19,14 +18,17 @@ from fastsam.fed.step.model_copy import copied, trainable
 class ParameterLayout:
     """The layout of a run's flat rows.
 
-    A row is private in two ways: between parameters there is padding, which is zero and stays zero, and a parameter's
-    elements stand in the order in which it is stored (channels_last, say). Arithmetic by elements need not know.
-    Whoever needs a parameter, a mask, a random number for each weight or torch's own vector asks here. Every function
-    takes rows with any number of dimensions before the last.
+    Between the parameters of a row there is padding, which is always zero. The elements of a parameter are in storage
+    order (channels_last, for example). Elementwise arithmetic does not depend on either. The methods give parameters,
+    masks and torch's vector. They take rows with any number of leading dimensions.
 
-    names: of the trainable parameters, each once, in the order of `model.named_parameters()`. row_size: numbers in a
-    row.
-    numel: P, the parameters' elements.
+    Attributes:
+        names: names of the trainable parameters, each once, in the order of `model.named_parameters()`.
+        segments: part of the row of each parameter.
+        row_size: number of elements of a row.
+        numel: P, the number of elements of the parameters.
+        template: the user's model.
+        buffers: buffers of the global model, or None for those of the template.
     """
 
     names: tuple[str, ...]
@@ -34,7 +36,7 @@ class ParameterLayout:
     row_size: int
     numel: int
     template: nn.Module = field(repr=False)  # the user's model
-    buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # of the global model; None: the template's own
+    buffers: Sequence[Tensor] | None = field(default=None, repr=False)  # None: those of the template
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> ParameterLayout:
@@ -57,10 +59,11 @@ class ParameterLayout:
         return replace(self, segments=tuple(segments), row_size=offset)
 
     def unflatten(self, row: Tensor) -> dict[str, Tensor]:
-        """Views by parameter of rows `[..., row_size]`, each `[..., *shape]`: writing into one writes the row, and
-        nothing of its padding.
+        """Return views of rows `[..., row_size]` by parameter, each `[..., *shape]`. Writing into a view writes the row
+        and never its padding.
 
-        Raises ValueError for a tensor of another length.
+        Raises:
+            ValueError: the last dimension is not `row_size`.
         """
         self._check(row, self.row_size, "a row")
         if row.stride(-1) != 1:
@@ -72,10 +75,11 @@ class ParameterLayout:
         }
 
     def flatten(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The rows `[..., row_size]` of tensors by parameter, each `[..., *shape]`; zero in the padding. The opposite
-        of `unflatten`.
+        """Return the rows `[..., row_size]` of tensors by parameter, each `[..., *shape]`, with zero padding. It is the
+        inverse of `unflatten`.
 
-        Raises ValueError for names that are not those of the parameters, and for other shapes.
+        Raises:
+            ValueError: the names are not those of the parameters, or a shape differs.
         """
         if parameters.keys() != {*self.names}:
             wrong = sorted(parameters.keys() ^ {*self.names})
@@ -95,23 +99,28 @@ class ParameterLayout:
         return row
 
     def vector(self, row: Tensor) -> Tensor:
-        """Rows as new vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`. Raises ValueError for
-        another length."""
+        """Return rows as new vectors `[..., P]` in the order of `torch.nn.utils.parameters_to_vector`. Raises
+        ValueError
+        if the last dimension is not `row_size`."""
         lead = row.dim() - 1
         return torch.cat([view.flatten(lead) for view in self.unflatten(row).values()], dim=-1)
 
     def row(self, vector: Tensor) -> Tensor:
-        """New rows of vectors `[..., P]`, zero in the padding. The opposite of `vector`. Raises ValueError for another
-        length."""
+        """Return new rows of vectors `[..., P]`, with zero padding. It is the inverse of `vector`. Raises ValueError if
+        the last dimension is not P."""
         self._check(vector, self.numel, "a vector")
         return self.flatten(self.plain.unflatten(vector))
 
     def mask(self, what: str, patterns: str | Sequence[str]) -> Tensor:
-        """Which numbers of a row are parameters with such names, bool `[row_size]`, on the CPU; never the padding.
+        """Return a mask of the elements of parameters with such names, bool `[row_size]`, on the CPU. Padding is False.
 
-        patterns: names of parameters or of modules, which stand for all below them, with `*`, `?` and `[...]` as in
-        file names: "head.*", "*.bias", "layer4". Raises ValueError, as an error of the option `what`, for one that
-        matches no trainable parameter, with their names.
+        Args:
+            what: name of the option, for errors.
+            patterns: names of parameters, or of modules for all parameters in them, with `*`, `?` and `[...]` as in
+                file names: "head.*", "*.bias", "layer4".
+
+        Raises:
+            ValueError: a pattern matches no trainable parameter; the message has their names.
         """
         found = {self.names[place] for place in self.places(what, patterns)}
         row = torch.zeros(self.row_size, dtype=torch.bool)
@@ -133,11 +142,16 @@ class ParameterLayout:
         return tuple(place for place, name in enumerate(self.names) if name in found)
 
     def factors(self, what: str, numbers: Mapping[str, float], like: Tensor) -> Tensor:
-        """A row of one number for each parameter, for `LocalUpdate(rho_scale=...)`: `[row_size]`, in the dtype and on
-        the device of `like`.
+        """Return a row `[row_size]` with one number for each parameter, for `LocalUpdate(rho_scale=...)`.
 
-        numbers: by patterns as in `mask`, of which the last one that matches counts; 1 where none does, 0 in the
-        padding. Raises ValueError as `places` does, and for a number that is negative or not finite.
+        Args:
+            what: name of the option, for errors.
+            numbers: numbers by pattern, as in `mask`. The last matching pattern counts. Parameters without a match get
+                1, the padding 0.
+            like: a tensor with the dtype and the device.
+
+        Raises:
+            ValueError: as in `places`, or a number is negative or not finite.
         """
         row = torch.zeros(self.row_size, dtype=like.dtype)
         views = list(self.unflatten(row).values())
@@ -151,12 +165,13 @@ class ParameterLayout:
 
     @property
     def padding(self) -> Tensor:
-        """Which numbers of a row belong to no parameter, bool `[row_size]`, on the CPU."""
+        """A mask of the padding of a row, bool `[row_size]`, on the CPU."""
         return ~self.mask("rows", "*")
 
     def model(self, row: Tensor) -> nn.Module:
-        """A new copy of the user's model with these weights (`[row_size]`), in evaluation mode, in the memory format
-        that it had; its buffers are the global model's. Raises ValueError for another shape."""
+        """Return a new copy of the user's model with the weights `row` `[row_size]`, in evaluation mode and in its
+        memory
+        format, with the buffers of the global model. Raises ValueError for any other shape."""
         if row.dim() != 1:
             raise ValueError(f"a model takes one row, [{self.row_size}], got {list(row.shape)}")
         made = copied(self.template).eval()

@@ -14,13 +14,15 @@ Radius = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Pilot:
-    """The radius of a client's perturbations in a round, made of gradients at its start.
+    """The radius of a client's perturbations in a round, computed from gradients at its start.
 
-    batches: of the first so many batches of its local steps (all of them where there are fewer) gradients are taken, in
-    evaluation mode.
-    radius: a function of the means over these batches, for n clients at once: of the gradients' norms, float64 `[n]`,
-    and of the gradients themselves, `[n, row_size]`. It returns the radii, `[n]`, each of its own row, none negative.
-    Raises ValueError for batches below 1, and a radius that cannot be called.
+    Args:
+        batches: number of first batches of the local steps whose gradients are taken, in evaluation mode.
+        radius: function of the means over these batches for n clients: of the gradients' norms, float64 `[n]`, and of
+            the gradients, `[n, row_size]`. It returns the radii `[n]`, each from its own row and not negative.
+
+    Raises:
+        ValueError: batches is below 1, or radius is not callable.
     """
 
     batches: int
@@ -32,7 +34,7 @@ class Pilot:
             raise ValueError(f"Pilot: radius must be a function of norms and gradients, got {self.radius!r}")
 
     def radii(self, norms: Tensor, gradients: Tensor) -> Tensor:
-        """`[n]`. Raises ValueError for what the function returned in another shape."""
+        """Return the radii `[n]`. Raises ValueError if the function returns another shape."""
         made = self.radius(norms, gradients)
         if not isinstance(made, Tensor) or made.shape != norms.shape:
             got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__

@@ -18,17 +18,23 @@ Term = Callable[[Tensor, Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Teacher:
-    """Local steps descend on `loss(model(x), y) + weight*term(model(x), teacher(x), y)`.
+    """A second model whose outputs enter the loss: `loss(model(x), y) + weight*term(model(x), teacher(x), y)`.
 
-    weights: `[row_size]`, of the teacher, or `[n, row_size]`, a row for each client: a model like the trained one, in
-    evaluation mode, with the buffers with which the client begins; no gradient goes through it. Several of these are
-    several teachers, and the term is given a tuple of what they say.
-    term: of outputs, the teacher's outputs and labels a scalar tensor, the mean over the batch; `divergence` is one.
-    features: a module of the model by name, what it returns being compared in place of the outputs, or with `received`
-    what it is given.
-    perturbs: the term alone gives the first gradient of a step, which finds the perturbation, and the loss alone the
-    second, that of the descent. Of steps with two gradients.
-    Raises ValueError for a weight that is no finite number, and a term that cannot be called.
+    Args:
+        weights: weights of the teacher, `[row_size]`, or `[n, row_size]`, a row for each client. The teacher is like
+            the trained model, in evaluation mode, with the client's first buffers; no gradient goes through it. A
+            sequence of these is several teachers, and the term gets a tuple of their outputs.
+        term: function of outputs, the teacher's outputs and labels that returns a scalar tensor, the mean over the
+            batch. `divergence` is one.
+        weight: factor of the term.
+        features: name of a module of the model. Its output, or with `received` its input, takes the place of the
+            outputs.
+        received: see `features`.
+        perturbs: the first gradient of a step, which finds the perturbation, is that of the term, and the second
+            gradient is that of the loss. For steps with two gradients.
+
+    Raises:
+        ValueError: the weight is not a finite number, or the term is not callable.
     """
 
     weights: Tensor | Sequence[Tensor]
@@ -51,7 +57,7 @@ class Teacher:
         return (self.weights,) if isinstance(self.weights, Tensor) else tuple(self.weights)
 
     def compare(self, own: Tensor, told: Sequence[Tensor], y: Tensor) -> Tensor:
-        """The term. told: of each teacher."""
+        """Return the term of the model's outputs, the outputs of each teacher, and the labels."""
         return self.term(own, told[0] if isinstance(self.weights, Tensor) else tuple(told), y)
 
 
@@ -72,7 +78,7 @@ def divergence(outputs: Tensor, told: Tensor, temperature: float = 1.0, left_out
 
 
 class Heard:
-    """A model of ours, and what of it is compared: its outputs, or what a module inside returns or receives."""
+    """A model, and the tensor of a pass that the term compares: its outputs, or the output or input of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -81,7 +87,7 @@ class Heard:
         self._found: object = None
 
     def attend_(self, teacher: Teacher) -> None:
-        """Listens to what this teacher compares."""
+        """Compare what this teacher compares."""
         what = teacher.features, teacher.received
         if what == self._what:
             return
@@ -97,8 +103,9 @@ class Heard:
         self._found = inputs[0] if self._what[1] else output
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs, and what is compared. Raises ValueError for a pass that does not come by there, or with
-        something else than a tensor."""
+        """Return the outputs and the tensor to compare. Raises ValueError if the pass does not use the module, or if it
+        is
+        not a tensor."""
         outputs = self.module(x)
         if self._hook is None:
             return outputs, outputs
@@ -122,8 +129,8 @@ def check_term(teacher: Teacher, model: nn.Module, x: Tensor, y: Tensor) -> None
     modules = [name for name, _ in model.named_modules() if name]
     if teacher.features is not None and teacher.features not in modules:
         raise ValueError(
-            f"features={teacher.features!r} is no module of the model{nearest(teacher.features, modules)}; its modules "
-            f"are {', '.join(modules)}"
+            f"features={teacher.features!r} is not a module of the model{nearest(teacher.features, modules)}; its "
+            f"modules are {', '.join(modules)}"
         )
     heard.attend_(teacher)
     _, own = heard(x)

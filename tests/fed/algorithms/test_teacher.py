@@ -135,7 +135,7 @@ def test_the_divergence_is_torchs():
         ),
         (
             lambda w: fed.Teacher(w, divergence, features="3"),
-            "features='3' is no module of the model.*; its modules are 0, 1, 2",
+            "features='3' is not a module of the model.*; its modules are 0, 1, 2",
         ),
     ],
 )

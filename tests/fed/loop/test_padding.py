@@ -131,7 +131,7 @@ def trained(how: str) -> fed.Result:
     [("local_update", "local_update", 2), ("finish_client", "finish_client", 3), ("noise", "finish_client", 3)],
 )
 def test_rows_that_are_mixed(how: str, method: str, n: int) -> None:
-    with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns other numbers for {n} clients together"):
+    with pytest.raises(fed.AlgorithmError, match=f"Mixing.{method} returns different numbers for {n} clients together"):
         trained(how)
 
 
