@@ -69,7 +69,7 @@ def with_algorithms(text: str) -> str:
     return text.replace(ALGORITHMS, f"```{{eval-rst}}\n{classes}\n```")
 
 
-_SECTION = re.compile("(Args|Returns|Raises|Note):")
+_SECTION = re.compile("(Args|Attributes|Returns|Yields|Raises|Note):")
 # "rho, eta: what they are" and "rho (float): what it is", as docstrings list arguments
 _NAMED = re.compile(r"((?:\*\*)?[A-Za-z_]\w*(?:, [a-z_]\w*)*)( \([^)]*\))?: (.*)")
 

@@ -85,7 +85,10 @@ class StepPhaseMixin:
             raise TypeError(f"max_grad_norm must be a number or None, got {limit!r}")
         if limit is not None and not limit > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {limit!r}")
-        self._engine.set_max_grad_norm(None if limit is None else float(limit))
+        try:
+            self._engine.set_max_grad_norm(None if limit is None else float(limit))
+        except OverflowError as error:
+            raise ValueError("max_grad_norm must be a number that a float can hold, got one that is larger") from error
 
     @property
     def grad_norm(self) -> Tensor | None:

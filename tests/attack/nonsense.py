@@ -110,7 +110,7 @@ OPTIMIZER: dict[str, list[Any]] = {
     "rho": [0.0, 0.05, torch.tensor(0.1), 1e30], "adaptive": [False, True], "eta": [0.01],
     "lr": [0.1, torch.tensor(0.1)], "momentum": [0.9],
     "nesterov": [True], "betas": [(0.9, 0.99), (0.9,), [0.1, 0.2]], "eps": [1e-8], "weight_decay": [0.1],
-    "skip_nonfinite": [True],
+    "skip_nonfinite": [True], "max_grad_norm": [1.0],
     "stochastic_rounding": [True], "assume_no_alias": [True], "optimizer_in_backward": [True],
     "backend": ["native", "foreach", "reference", "triton"],
     "base_kwargs": [{}, {"lr": 1}],

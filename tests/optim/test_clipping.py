@@ -102,6 +102,7 @@ def test_it_can_be_changed_between_steps_and_is_copied() -> None:
         (0.0, ValueError, "max_grad_norm must be above 0"),
         (-1, ValueError, "max_grad_norm must be above 0"),
         (math.nan, ValueError, "max_grad_norm must be above 0"),
+        (10**400, ValueError, "max_grad_norm must be a number that a float can hold"),
         (True, TypeError, "max_grad_norm must be a number or None"),
         ("1", TypeError, "max_grad_norm must be a number or None"),
         (Hostile(), TypeError, "max_grad_norm must be a number or None"),
