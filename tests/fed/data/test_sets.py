@@ -172,7 +172,7 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="one array without a name"):
         from_npz(file, clients=2, split="iid")
     file.write_text("x,y\n1,2\n")
-    with pytest.raises(ValueError, match="plain arrays .it is no file of numpy's.; write it with"):
+    with pytest.raises(ValueError, match="plain arrays .it is no file of numpy's.. Write it with"):
         from_npz(file, clients=2, split="iid")
     np.savez(file, x=np.zeros((0, 2)), y=np.zeros(0))
     with pytest.raises(ValueError, match="there are no samples"):
