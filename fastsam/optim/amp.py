@@ -1,5 +1,6 @@
-"""What a GradScaler did before a step: gradients that it unscaled for the first pass leave it none to unscale for the
-second."""
+"""The part of a GradScaler in a step. Gradients that it unscaled for the first pass must be unscaled by the step itself
+in
+the second pass."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from fastsam.optim.parameters import parameters_of
 
 
 class LeavesScalingToStep:
-    """What a GradScaler asks an optimizer: whether `step` unscales gradients and skips the update where they are not
-    finite, as ours does, which restores the weights. Inside a closure no scaler can be at work (`step` refuses it), and
-    Lightning, which asks there, would not clip."""
+    """The flag by which a GradScaler learns that `step` unscales gradients and skips updates that are not finite.
+
+    It is False inside a closure, where no scaler can work (`step` refuses it), because Lightning reads it there and
+    would not clip.
+    """
 
     def __get__(self, optimizer: Any, owner: type | None = None) -> bool:
         return optimizer is None or not optimizer._engine.in_closure
@@ -42,12 +45,12 @@ SHARDED = (
 
 
 class Scaling:
-    """Which GradScaler steps an optimizer, so that the first pass can ask it what it did to the gradients."""
+    """The GradScaler of an optimizer. The first pass asks it for the state of the gradients."""
 
     def __init__(self, saved: Tensor | None = None) -> None:
         """saved: the scale of a scaler that is not known yet."""
         self.saved = saved
-        self._scaler: weakref.ref[GradScaler] | None = None  # the one that made the last step
+        self._scaler: weakref.ref[GradScaler] | None = None  # the scaler of the last step
 
     def refuse_unscaled(self, optimizer: Optimizer) -> None:
         """Raises RuntimeError when the scaler has unscaled this step's gradients already."""
@@ -55,8 +58,13 @@ class Scaling:
             _refuse_unscaled(self._scaler(), optimizer)
 
     def meet(self, grad_scale: Tensor | None, sumsq: Tensor | None, groups: Sequence[dict[str, Any]]) -> None:
-        """Keeps which scaler steps. grad_scale: None where it unscaled gradients since its last update; sumsq: squared
-        norm of the first ones."""
+        """Record the scaler of this step.
+
+        Args:
+            grad_scale: None if it has unscaled gradients since its last update.
+            sumsq: squared norm of the first gradients.
+            groups: the parameter groups.
+        """
         known = None if self._scaler is None else self._scaler()
         if known is not None and grad_scale is not None:
             return
@@ -66,14 +74,12 @@ class Scaling:
             _refuse_still_scaled(scaler, sumsq, [p.grad for p in parameters_of(groups) if p.grad is not None])
 
     def of_first(self, grad_scale: Tensor | None) -> Tensor | None:
-        """What the first gradients of the step that a scaler makes were multiplied with. grad_scale: as in `meet`,
-        after which this is asked."""
+        """Return the factor of the first gradients of a scaler's step. grad_scale: as in `meet`, which comes before."""
         return self.scale if grad_scale is None else grad_scale
 
     @property
     def scale(self) -> Tensor | None:
-        """What gradients are multiplied with just now; where no scaler is known, what the one of the saved state did,
-        or None."""
+        """The present factor of gradients: of the known scaler, or of the saved state, or None."""
         scaler = None if self._scaler is None else self._scaler()
         return self.saved if scaler is None else scaler._scale  # there is no way to ask that does not wait
 

@@ -27,7 +27,7 @@ OURS = (
     "optimizer_in_backward",
     "variant",
 )
-# What other libraries call torch's options.
+# Names of torch's options in other libraries.
 ELSEWHERE = {
     "learning_rate": "lr", "step_size": "lr", "wd": "weight_decay", "decay": "weight_decay", "l2": "weight_decay",
     "mom": "momentum",
@@ -36,8 +36,12 @@ ELSEWHERE = {
 
 
 def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    """The base optimizer, over the very dicts of `groups`. Raises ValueError for one that cannot be the base, TypeError
-    for what is none, for an option that it does not have and for one that is not a number."""
+    """Return the base optimizer, over the same dicts as `groups`.
+
+    Raises:
+        ValueError: it cannot be a base optimizer.
+        TypeError: it is not an optimizer, lacks an option, or an option is not a number.
+    """
     if any(factory in rule.serves for rule in RULES.values()):
         # they compare before they look; others may take what they like
         for number, group in enumerate(groups):
@@ -55,7 +59,7 @@ def make_base(factory: Callable[..., Optimizer], groups: list[dict[str, Any]], o
     taken = sorted(set(OWN_OPTIONS) & set(base.defaults))
     if taken:
         raise ValueError(
-            f"{type(base).__name__} has options of its own called {', '.join(taken)}, which are SAM's here; it cannot "
+            f"{type(base).__name__} has its own options called {', '.join(taken)}, which are SAM's here; it cannot "
             f"be the base"
         )
     closure = inspect.signature(unhooked_step(base)).parameters.get("closure")
@@ -89,8 +93,9 @@ def _refuse_wrapper(base: Optimizer) -> None:
 
 
 def options_of_base(keywords: dict[str, Any], in_a_dict: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What goes to the base optimizer: keywords, and `base_kwargs`. Raises TypeError for one that is given twice, and
-    for SAM's own in the dict."""
+    """Return the options of the base optimizer: keywords and `base_kwargs`. Raises TypeError if one is given twice, or
+    for
+    an option of SAM in the dict."""
     if in_a_dict is None:
         return keywords
     if not isinstance(in_a_dict, Mapping):

@@ -1,5 +1,4 @@
-"""The parameters of one dtype: where they lie in the flat index space, what is saved of them, and the kernels' calls on
-them."""
+"""The parameters of one dtype: their layout, their backup, and the calls of the kernels on them."""
 
 from __future__ import annotations
 
@@ -60,8 +59,7 @@ class Bucket:
     # --- where the parameters are ---
 
     def _attach(self) -> None:
-        """Takes the parameters' memory. Kernels get detached aliases: what requires no gradient skips autograd's
-        dispatch."""
+        """Take the parameters' memory. Kernels get detached aliases, which skip autograd's dispatch."""
         self.aliases = [local(p).detach() for p in self.params]
         self.tensors = [
             p if is_dense(p) else torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in self.aliases
@@ -131,8 +129,7 @@ class Bucket:
             return False
 
     def raw_calls(self, selection: Selection) -> Any:
-        """The shorter way to the kernels on these weights (`fastsam_kernels.raw_calls`), where the backend has one and
-        nobody watches torch's calls; else None."""
+        """Return the direct calls of the kernels on these weights (`fastsam_kernels.raw_calls`), or None."""
         if torch.compiler.is_compiling() or selection.indirect or not selection.slots:
             return None
         key = self.backup.direct_key
@@ -179,8 +176,9 @@ class Bucket:
         choose: Callable[[Tensor, Tensor, Tensor], Tensor],
         factor: Tensor | None,
     ) -> list[Tensor]:
-        """What to perturb these parameters along: `choose(g, memory, after)`, see `SAM.direction`. The others' memory
-        stays. factor: None for 1."""
+        """Return the vectors along which these parameters are perturbed: `choose(g, memory, after)`, see
+        `SAM.direction`.
+        The memory of other parameters stays. factor: None for 1."""
         g = self._gathered(selection, grads)
         if factor is not None:
             g.mul_(factor)
@@ -202,7 +200,7 @@ class Bucket:
         return g
 
     def _rounded(self, vector: Tensor, selection: Selection) -> list[Tensor]:
-        """What a vector in the dtype of the arithmetic has of these parameters, in theirs."""
+        """Return the parts of a vector for these parameters, in their dtype."""
         if self.dtype != self.compute:
             vector = self.arena.field(ROUNDED, self.dtype).copy_(vector)
         return selection.views(vector)
@@ -226,7 +224,7 @@ class Bucket:
         """
         backup = self.backup
         if not backup.swaps(selection) or (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            return None  # nobody swaps memory when a graph is replayed
+            return None  # memory is not swapped when a graph is replayed
         backup.target = Target.PARAMS
         raw = self.raw_calls(selection)
         if raw is None:
@@ -295,10 +293,10 @@ class Bucket:
     def unperturb_(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None = None
     ) -> None:
-        """Takes back a perturbation that was interrupted: it may have happened to all, some or none of the parameters.
+        """Take back a perturbation that was interrupted, of all, some or none of the parameters.
 
-        Where it has not, `backup` holds older weights. The perturbed point is a function of `backup`, so it is computed
-        again: weights that are there bit for bit have been perturbed, all others are untouched.
+        Before the perturbation `backup` holds older weights. The perturbed point is a function of `backup`, so it is
+        computed again. Weights that equal it bit for bit have been perturbed; all others are untouched.
         """
         if self.backup.target is Target.PARAMS:
             self.backup.swap_back()
@@ -309,7 +307,7 @@ class Bucket:
     def perturbed_slots(
         self, selection: Selection, grads: Sequence[Tensor], sumsq: Tensor, seed: Tensor | None
     ) -> tuple[int, ...]:
-        """Which of these parameters are, bit for bit, where this perturbation of the saved weights takes them."""
+        """Return the slots whose weights equal, bit for bit, the perturbed point of the saved weights."""
         again = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in selection.tensors]
         self.kernels.perturb_(again, self.backup.weights, grads, selection.table, self.hparams, sumsq, False, seed)
         return tuple(i for i, t in zip(selection.slots, again, strict=True) if same_bits(self.aliases[i], t))
@@ -325,7 +323,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether a and b are equal, NaN and the signs of zeros included."""
+    """Return True if a and b are equal, with NaN and the signs of zeros."""
     integers = _INTEGERS[a.element_size()]
     return torch.equal(a.contiguous().view(integers), b.contiguous().view(integers))
 
@@ -339,7 +337,7 @@ def buckets_of(
     fused: bool,
     exclusive: bool,
 ) -> list[Bucket]:
-    """The parameters by dtype and by the ranks that share their elements, in order, without those in `left_out`."""
+    """Return buckets of the parameters by dtype and by the ranks that share them, in order, without `left_out`."""
     absent = set(map(id, left_out))
     members: dict[tuple[torch.dtype, Axes], list[tuple[Tensor, int, int]]] = {}
     number = 0

@@ -1,7 +1,6 @@
-"""Which parameters there are: their buffers, and what happened to them since the last step.
+"""The parameters of an optimizer: their buffers, and their changes since the last step.
 
-A parameter that needs no gradient has no buffers, and no kernel sees it, until its first gradient; one that has them
-keeps them.
+A parameter without gradients has no buffers until its first gradient. Then it keeps them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fastsam.step import Mix
 
 
 class Phase(Enum):
-    """What the weights are."""
+    """The state of the weights."""
 
     IDLE = "the user's own"
     PERTURBING = "on their way to the perturbed point; each parameter may or may not be there"
@@ -57,12 +56,12 @@ class Buffers:
         """mix: None if an update reads only the last gradient."""
         self.base, self.backend, self.exclusive, self.variant = base, backend, exclusive, variant
         self._mix = mix
-        # So many were made: the seed of the next one's rounding.
+        # The number of perturbations, which is the seed of the next one's rounding.
         self.perturbations = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.rule: Rule | None = rule_of(base)
         self.max_grad_norm: float | None = None  # largest norm of the combined gradient
         self.phase = Phase.IDLE
-        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of what the last perturbation was along
+        self.sumsq: Tensor | None = None  # float64 [1]: squared norm of the last direction
         self.buckets: list[Bucket] = []
         self.split = False  # some parameters are split among ranks
         self._gathering: list[Any] = []  # modules that gather parameters for a pass
@@ -115,7 +114,7 @@ class Buffers:
         assert self._guard is not None
         if first and (abandoned := self._guard.abandoned()):
             raise RuntimeError(
-                f"nobody but this optimizer refers to its parameters {abandoned} any more: the model was given other "
+                f"only this optimizer still refers to its parameters {abandoned}. The model has got other "
                 f"ones, as "
                 "load_state_dict(assign=True) does, so a step would train nothing. Build a new FusedSAM over "
                 "model.parameters() and "
@@ -133,8 +132,7 @@ class Buffers:
             self.rebuild()
 
     def _swap_back(self) -> None:
-        """Parameters that lie in perturbed weights of their own get their memory back; before anything looks where they
-        are."""
+        """Give parameters in separate perturbed memory their own memory back, before their addresses are read."""
         if self.phase is not Phase.IDLE:
             for bucket in self.buckets:
                 bucket.backup.swap_back()
@@ -266,8 +264,13 @@ class Buffers:
         return saved_weights(self.buckets, self.phase is not Phase.IDLE)
 
     def load(self, weights: Weights, perturbed: bool, left_out: Sequence[int] | None) -> None:
-        """Takes saved weights over, with the state and the groups that `base` has now; buffers are made at the next
-        step. left_out: the numbers of parameters that had none, None where it is not known."""
+        """Take over saved weights, with the state and the groups of `base`. Buffers are made at the next step.
+
+        Args:
+            weights: the saved weights.
+            perturbed: they were saved between the passes.
+            left_out: numbers of the parameters that had no buffers, or None if unknown.
+        """
         self.phase = Phase.PERTURBED if perturbed else Phase.IDLE
         if perturbed:
             _between.add(self._ref)
@@ -279,8 +282,8 @@ class Buffers:
 
     @torch._disable_dynamo
     def make_state(self) -> None:
-        """The state that the base optimizer has after its first step, as it is before it: for those who fill it with
-        one that was saved. Of the parameters that have a gradient."""
+        """Make the state of the base optimizer as it is before its first step, for parameters with a gradient. Loaders
+        fill it with a saved state."""
         self._sync_params()
         self._admit()
         for update in self._updates:

@@ -1,4 +1,4 @@
-"""The two passes of a step over all parameters: what is perturbed, saved, restored and updated, and in which order."""
+"""The two passes of a step over all parameters: perturb, save, restore and update, in order."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ class Engine(Buffers):
         self.combines = self.mixing.mix.keeps_first or bool(variant.between.reuse)
         self.sized = variant.rho_fn is not None or variant.norm_degree != 2
         self.parts = type(variant).moves is not SAM.moves
-        # What SAM does, and nothing else.
+        # SAM itself, and no other variant.
         self.plain = self.always and not (self.mixes or self.directs or self.sized or self.parts)
         self.stochastic_rounding = stochastic_rounding
         # Here, and not on the optimizer, because Lightning's wrapper shares its attributes for reading only.
         self.training = True  # False in the evaluation of a variant of one pass
         self.in_closure = False  # a closure of `step` is running
         self.finishing = False  # `second_step` is running
-        self._calls: list[Call] = []  # of a perturbation under way
-        self.early: Early | None = None  # updates in the second backward pass, where they are asked for
+        self._calls: list[Call] = []  # calls of a perturbation under way
+        self.early: Early | None = None  # updates in the second backward pass, if requested
         super().__init__(base, backend, exclusive, variant, self.mixing.mix if self.mixes else None)
         self.steps = self.steps
 
     @property
     def steps(self) -> int:
-        """How many steps there were, where not every step perturbs. The count is in the parameter groups because
-        torch.distributed.checkpoint carries nothing else of a state dict but the tensors."""
+        """The number of steps, if not every step perturbs. It is in the parameter groups, because
+        torch.distributed.checkpoint stores nothing else of a state dict but the tensors."""
         return int(self.base.param_groups[0].get(STEPS, 0))
 
     @steps.setter
@@ -85,11 +85,11 @@ class Engine(Buffers):
 
     # --- the passes ---
 
-    _updated = Phase.IDLE  # what an update leaves
+    _updated = Phase.IDLE  # the phase after an update
 
     @property
     def perturbs(self) -> bool:
-        """Whether the step that begins, or is under way, perturbs."""
+        """True if the step that begins, or is under way, perturbs."""
         return self.always or self.variant.perturbs(self.steps)
 
     def perturb(self, calls: list[Call], scale: Tensor | None, donate: bool) -> None:
@@ -121,8 +121,9 @@ class Engine(Buffers):
         self._move(calls, scale, donate)
 
     def _move(self, calls: list[Call], scale: Tensor | None, donate: bool = False) -> None:
-        """The perturbation along the vectors of `calls`, from weights that it saves; in the phase PERTURBED from those
-        that are saved. donate: see `perturb`."""
+        """Perturb along the vectors of `calls`, from weights that are saved now, or in the phase PERTURBED from the
+        saved
+        ones. donate: see `perturb`."""
         seed, phase = self._seed, self.phase if self.phase is Phase.PERTURBED else Phase.PERTURBING
         alone = len(calls) == 1 and seed is None and not (self.sized or self.split)
         raw = None
@@ -180,8 +181,8 @@ class Engine(Buffers):
         super()._swap_back()
 
     def _with_directions(self, calls: list[Call], scale: Tensor | None) -> list[Call]:
-        """What a variant that is not SAM perturbs, and along what. Keeps the first gradients where the second pass
-        needs them."""
+        """Return the calls of a variant with its directions. The first gradients are kept if the second pass needs
+        them."""
         if self.parts:
             calls = [self._perturbed_subset(*call) for call in calls]
         if self.mixing.keeps_first:
@@ -190,7 +191,7 @@ class Engine(Buffers):
         return self.mixing.directed(calls, scale) if self.directs else calls
 
     def _perturbed_subset(self, bucket: Bucket, selection: Selection, grads: list[Tensor]) -> Call:
-        """Those of these parameters that the variant perturbs."""
+        """Return the parameters that the variant perturbs."""
         moves = list(map(self.variant.moves, self.base.param_groups))
         found = [(i, g) for i, g in zip(selection.slots, grads, strict=True) if moves[bucket.groups[i]]]
         return bucket, bucket.select(tuple(i for i, _ in found)), [g for _, g in found]
@@ -202,7 +203,7 @@ class Engine(Buffers):
         self.phase, self._calls = Phase.PERTURBED, []
 
     def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
-        """Second pass, fused, with what `collect_grads` gave: the original weights back, and the step from them."""
+        """Restore the weights and update them, fused, with the calls of `collect_grads`."""
         if skip_nonfinite:
             found_inf = self.nonfinite(calls, found_inf)
         perturbed = self.always or self.perturbs
@@ -330,7 +331,7 @@ class Engine(Buffers):
         """float32 [1]: not 0 when a gradient of `calls` is not finite, or `found_inf` says so. Does not wait for the
         device."""
         if self.mixes:
-            self._scalars.alone_()  # of the last step's weights one may be infinite
+            self._scalars.alone_()  # a coefficient of the last step may be infinite
         total = summed(calls, self._sum, squares)
         found = (~total.isfinite()).to(torch.float32)
         return found if found_inf is None else torch.maximum(found, found_inf.reshape(1))
@@ -361,8 +362,8 @@ class Engine(Buffers):
             self._sum.zero_()
 
     def numbers(self) -> dict[str, float]:
-        """How many perturbations and steps there were, where the next ones depend on it; and the unit of what a
-        direction remembers."""
+        """Return the counts of perturbations and steps on which the next ones depend, and the unit of a direction's
+        memory."""
         found: dict[str, float] = {"perturbations": int(self.perturbations)} if self.stochastic_rounding else {}
         if not self.always:
             found["steps"] = self.steps

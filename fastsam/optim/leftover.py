@@ -1,5 +1,4 @@
-"""Gradients that are there when `step(closure)` begins and that no step has used: accumulated by somebody, and about to
-be lost."""
+"""A check for accumulated gradients: gradients that exist when `step(closure)` begins, and that it would clear."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Leftover:
         self._used: list[tuple[int, int]] | None = []  # None: not noted
 
     def forget(self) -> None:
-        """What is there now is not known: a step failed, or was made in two halves."""
+        """Forget the known gradients, because a step failed or was made in two halves."""
         self._used = None
 
     def note(self, groups: Groups) -> None:

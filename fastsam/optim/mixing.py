@@ -1,5 +1,5 @@
-"""What the update sees of a step's gradients: the mix that a variant makes of them, and a vector that it keeps of them
-from step to step."""
+"""The combination of a step's gradients that a variant uses for the update, and the vector that it keeps between
+steps."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fastsam_kernels.conventions import CLIP_EPS
 
 
 class Mixing:
-    """A variant's choices at work. Every method leaves weights and the optimizer's state as they are; what changes them
-    is in `UpdateInputs.after`."""
+    """The gradients of a variant. Methods do not change weights or the optimizer's state; changes are in
+    `UpdateInputs.after`."""
 
     def __init__(self, variant: SAM) -> None:
         self.mix, self.between = variant.mix, variant.between
@@ -41,8 +41,7 @@ class Mixing:
         self.unit: Tensor | None = None
 
     def directed(self, calls: Sequence[Call], scale: Tensor | None) -> list[Call]:
-        """`calls` with what to perturb along instead of the gradients. scale: that of a GradScaler, where it is
-        known."""
+        """Return `calls` with the vectors to perturb along in place of the gradients. scale: of a known GradScaler."""
         factor = None if self.unit is None or scale is None else self.unit / scale
         return [(b, part, b.direction_(part, grads, self.choose, factor)) for b, part, grads in calls]
 
@@ -117,7 +116,7 @@ class Mixing:
 
     @torch.no_grad()
     def correct_(self, groups: Sequence[dict[str, Any]], calls: Sequence[Call], scale: Tensor | None) -> None:
-        """After the step of `_parted`'s base optimizer. scale: what `g2 - g1` is still multiplied with."""
+        """Correct the weights after the step of a base optimizer of its own (`_parted`). scale: factor of `g2 - g1`."""
         for bucket, selection, _ in calls if self.mix.sharpness else ():
             for i, difference in zip(selection.slots, bucket.first(selection), strict=True):
                 group = groups[bucket.groups[i]]
@@ -141,7 +140,7 @@ class Mixing:
         return after
 
     def unit_calls(self, scale: Tensor | None) -> list[partial[Any]]:
-        """After the first step: calls that set the unit. scale: of its first gradients."""
+        """Return the calls that set the unit after the first step. scale: of its first gradients."""
         if self.memory is not Memory.DIRECTION or self.unit is not None:
             return []
         return [

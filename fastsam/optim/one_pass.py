@@ -1,4 +1,5 @@
-"""The steps of a variant of one pass: between them the weights rest at a perturbed point, where the next gradient is
+"""Steps of a variant with one pass. Between the steps the weights are at a perturbed point, at which the next gradient
+is
 taken."""
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ARRIVED_CLEAN = (
 
 
 class OnePass(Engine):
-    """PERTURBED is the phase between the steps of a training, IDLE that of clean weights: before the first step, and in
-    evaluation."""
+    """The engine of variants with one pass. PERTURBED is the phase between training steps, IDLE that of clean
+    weights."""
 
     one_pass = True
 
@@ -102,7 +103,7 @@ class OnePass(Engine):
         return [version for bucket in self.buckets for version in bucket.backup.versions()]
 
     def update(self, calls: Sequence[Call], scales: Scales, found_inf: Tensor | None, skip_nonfinite: bool) -> None:
-        """The step from the saved weights, and the perturbation of what it gives."""
+        """Update the saved weights, and perturb the result."""
         super().update(calls, scales, found_inf, skip_nonfinite)
         self._rest(all(selection is bucket.whole for bucket, selection, _ in calls))
 
@@ -166,7 +167,7 @@ class OnePass(Engine):
             self._versions = self._versions_now()
 
     def _ahead(self, whole: bool) -> list[Call]:
-        """What is perturbed, and along what. whole: as in `_rest`."""
+        """Return the calls of the next perturbation. whole: as in `_rest`."""
         if self.variant.ahead is Ahead.GRADIENT:
             return [_along_gradient(bucket, whole) for bucket in self.buckets]
         assert self.rule is not None
@@ -265,7 +266,7 @@ def _along_gradient(bucket: Bucket, whole: bool) -> Call:
 
 
 def _views(bucket: Bucket, part: Selection, vector: Tensor) -> list[Tensor]:
-    """What the bucket's one such vector has of these parameters."""
+    """Return the parts of the bucket's vector for these parameters."""
     if torch.compiler.is_compiling():  # to which views made outside would be inputs of their own
         return part.views(vector)
     if part.along is None:

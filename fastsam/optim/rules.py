@@ -1,5 +1,7 @@
-"""The base optimizer's update as a call of the kernels. What a rule is stands in `fastsam_kernels.rules`: names of
-options and of state (torch's own, so that state dicts are interchangeable), and arithmetic.
+"""The base optimizer's update as a call of the kernels.
+
+`fastsam_kernels.rules` has the rules: names of options and of state (torch's, so that state dicts are interchangeable),
+and arithmetic.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Kind(NamedTuple):
     fields: tuple[str, ...]  # keys of the state that they have
     counter: str | None
     starts_alone: bool  # their first update is another than the later ones
-    starts: tuple[float, ...]  # what the fields hold before it
+    starts: tuple[float, ...]  # values of the fields before the first step
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -61,8 +63,7 @@ def kind_of(rule: Rule, group: Group) -> Kind:
 
 
 def operands_of(rule: Rule, bucket: Bucket, kind: Kind) -> tuple[list[Tensor | None], Tensor | None]:
-    """The fields of the state, None for one that these parameters do not have, and the steps where the rule counts
-    them."""
+    """Return the state's fields (None for missing ones), and the step counts if the rule has them."""
     state = [bucket.field(name) if name in kind.fields else None for name in rule.state]
     return state, None if kind.counter is None else bucket.steps
 
@@ -86,7 +87,7 @@ def op_calls(bucket: Bucket, operands: Sequence[Any], options: dict[str, Any]) -
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:
-    """The rule of `optimizer`; None where its own `step` has to do the update."""
+    """Return the rule of `optimizer`, or None if its own `step` must make the update."""
     for rule in RULES.values():
         if type(optimizer) in rule.serves and all(map(rule.fits, optimizer.param_groups)):
             return rule

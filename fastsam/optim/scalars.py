@@ -112,20 +112,20 @@ def _held(value: Any, column: int, number: int) -> float:
 
 
 class Scales(NamedTuple):
-    """float32 `[1]` of a GradScaler, or None for 1: what the first and the second gradients are multiplied with, as
-    they are now. The update divides the second ones itself."""
+    """Factors of the first and second gradients of a GradScaler, float32 `[1]`, or None for 1. The update divides the
+    second gradients itself."""
 
     first: Tensor | None = None
     second: Tensor | None = None
 
     @property
     def in_memory(self) -> Scales:
-        """The first ones' in units of the second ones': what counts where nobody divides."""
+        """Return the factor of the first gradients in units of the second ones', for updates that do not divide."""
         return Scales(self.first if self.second is None else None)
 
 
 class Scalars:
-    """`tensor` is what the kernels read: float64 `[1, groups, WIDTH]` on the device."""
+    """The hyperparameter tensor: `tensor` is float64 `[1, groups, WIDTH]` on the device."""
 
     def __init__(
         self, rule: Rule | None, groups: Sequence[Group], device: torch.device, mix: Mix | None, against: bool = False
@@ -175,8 +175,8 @@ class Scalars:
         return tuple(group[name] for name in self._options)
 
     def read(self, groups: Sequence[Group]) -> None:
-        """Takes the options over. Raises as `check_group` does for what can be seen without waiting for the device;
-        then nothing changed."""
+        """Read the options. Raises as `check_group` does for errors that need no wait for the device; then nothing
+        changed."""
         rows, live = [], []
         for number, group in enumerate(groups):
             self._check_complete(group, number)
@@ -231,12 +231,16 @@ class Scalars:
         return self._against or bool(group.get("maximize"))
 
     def _sign(self, group: Group) -> float:
-        """Of both gradients in a fused update; a base optimizer's own step maximises by itself."""
+        """Return the sign of both gradients in a fused update. A base optimizer's own step maximises by itself."""
         return -1.0 if self.rule and group["maximize"] else 1.0
 
     def weigh_(self, inner: Tensor | None, scales: Scales) -> None:
-        """The weights of both gradients for this step. inner: `[1, 2]`, for a surrogate gap. scales: of the first
-        gradients, as they were kept, and of the second ones, which the update divides itself."""
+        """Set the coefficients of both gradients for this step.
+
+        Args:
+            inner: `[1, 2]`, for a surrogate gap.
+            scales: factors of the first gradients, as they were kept, and of the second ones, which the update divides.
+        """
         first, ratio = scales.first, scales.in_memory.first
         numbers = self.tensor
         numbers[:, :, [HParam.A, HParam.B]] = self._mixed
@@ -257,8 +261,8 @@ class Scalars:
 
     @property
     def combined(self) -> Tensor:
-        """The numbers of the combined gradient, whose norm is clipped: those of the update, except for a decoupled
-        sharpness, with `g1 + sharpness*(g2 - g1)`."""
+        """The numbers of the combined gradient, whose norm is clipped. They are those of the update, but `g1 +
+        sharpness*(g2 - g1)` for a decoupled sharpness."""
         if self.mix is None or not self.mix.sharpness or self.max_grad_norm is None:
             return self.tensor
         combined = self.tensor.clone()
@@ -267,7 +271,7 @@ class Scalars:
         return combined
 
     def reuse_(self, weight: Tensor, grad_scale: Tensor | None) -> None:
-        """The weight of the vector beside a step's one gradient, float64 `[1]`."""
+        """Set the coefficient of the second vector of a step with one gradient, float64 `[1]`."""
         self.tensor[:, :, HParam.B] = self._signs * (weight if grad_scale is None else weight / grad_scale)
 
     def alone_(self) -> None:

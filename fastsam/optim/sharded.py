@@ -1,10 +1,8 @@
-"""Parameters of which each rank has a part (`fully_shard`, tensor parallelism): the shard that is here, and sums over
-all of them.
+"""Parameters that are split among ranks (`fully_shard`, tensor parallelism): the local shard, and sums over all shards.
 
-The kernels see local tensors alone. What is one number over the whole model is summed here over the shards that it is
-split into: along the dimensions of the mesh in which a parameter is sharded, and not along those in which it is
-repeated, so that each element counts once. torch.distributed is imported by whoever has such parameters; this module
-only looks for it.
+The kernels see only local tensors. Numbers of the whole model are summed over the shards, along the mesh dimensions in
+which a parameter is sharded and not along those in which it is replicated, so each element counts once. This module
+does not import torch.distributed; users of such parameters do.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ Axes = tuple[Axis, ...]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, be it split or repeated."""
+    """Return True if it is a DTensor, split or replicated."""
     # Looked up among the loaded modules: importing DTensor takes a second, and a tensor that is one has imported it.
     found = sys.modules.get("torch.distributed.tensor")
     return found is not None and isinstance(tensor, found.DTensor)
 
 
 def local(tensor: Tensor) -> Any:
-    """What this rank has of a DTensor; any other tensor as it is."""
+    """Return the local tensor of a DTensor, or any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
     here = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local()` of a Parameter is another view each time
@@ -56,7 +54,7 @@ def axes_of(parameter: Tensor) -> Axes:
 
 
 def why_not(parameter: Tensor) -> str | None:
-    """Why a parameter cannot be optimized, and what can; None where it can."""
+    """Return the reason why a parameter cannot be optimized, with a remedy, or None."""
     if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
         return (
             "sharded by FullyShardedDataParallel (FSDP1), which flattens parameters: use "
@@ -77,7 +75,7 @@ def why_not(parameter: Tensor) -> str | None:
 
 
 def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
-    """Raises ValueError for what cannot be right, or is of no use, where parameters are DTensors."""
+    """Raise ValueError for options that are wrong or useless with DTensor parameters."""
     if stochastic_rounding:
         raise ValueError(
             "stochastic_rounding=True with DTensor parameters: its random bits depend on where a rank has a weight, so "
@@ -87,7 +85,8 @@ def refuse_options(stochastic_rounding: bool, exclusive: bool) -> None:
         )
     if exclusive:
         raise ValueError(
-            "assume_no_alias=True with DTensor parameters, whose memory belongs to whoever sharded them; leave it out"
+            "assume_no_alias=True cannot be used with DTensor parameters, because their memory is managed elsewhere. "
+            "Leave it out"
         )
 
 
@@ -135,8 +134,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def placed(here: Tensor, parameter: Tensor) -> Tensor:
-    """A local tensor as the DTensor that it is a part of, placed as the parameter is; itself for a parameter that is
-    none."""
+    """Return a local tensor as a DTensor, placed as the parameter, or as it is for other parameters."""
     if not is_sharded(parameter):
         return here
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -145,8 +143,8 @@ def placed(here: Tensor, parameter: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
-    """What of a state's value belongs to the part of the parameter that is here. `value`: whole, or placed in any way,
-    of the parameter's shape."""
+    """Return the part of a state's value for the local shard. `value` has the parameter's shape, whole or placed in any
+    way."""
     if not is_sharded(parameter):
         return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]

@@ -45,7 +45,7 @@ Weights = dict[Tensor, dict[str, Tensor]]  # per parameter: its master copy, unp
 
 
 def saved_weights(buckets: Iterable[Bucket], perturbed: bool) -> Weights:
-    """Copies of what the buckets keep of the weights themselves."""
+    """Return copies of the buckets' weights."""
     saved: Weights = {}
     for bucket in buckets:
         for slot, parameter in enumerate(bucket.params):
@@ -92,8 +92,9 @@ def _where_rounds_to(weights: Tensor, master: Tensor) -> Tensor:
 
 
 def pack(packed: dict[str, Any], params: list[Tensor], saved: Weights, own: dict[str, Any]) -> dict[str, Any]:
-    """Completes a state dict of the base optimizer; `own` is what it gets besides tensors. These become copies, so that
-    later steps do not change it."""
+    """Complete a state dict of the base optimizer. `own` is added to it; tensors become copies, so that later steps do
+    not
+    change it."""
     state = {
         key: {n: _copied(v) for n, v in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in packed["state"].items()
@@ -110,9 +111,10 @@ def _copied(value: Any) -> Any:
 
 
 class Loaded:
-    """A state dict that was checked against the optimizer's parameters; nothing of the optimizer has changed yet.
+    """A state dict that was checked against the optimizer's parameters. The optimizer has not changed yet.
 
-    Raises ValueError when it is the state of another model or of another optimizer, or no state dict at all.
+    Raises:
+        ValueError: it is the state of another model or optimizer, or not a state dict.
     """
 
     def __init__(self, state_dict: Mapping[str, Any], groups: list[Group], rule: Rule | None, sam: SAM) -> None:
@@ -154,7 +156,7 @@ class Loaded:
         self.lost = self._expected(rule) if copied and not any(self._state.values()) else ""
 
     def _refuse_other(self, saved: str, variant: str, state: Mapping[Any, Any], midway: str) -> None:
-        """Raises ValueError for the state of another variant, where it has what this one could not go on with."""
+        """Raise ValueError for the state of another variant that this one cannot continue."""
         keeps = any(isinstance(entry, dict) and MEMORY in entry for entry in state.values())
         if saved != variant and (keeps or self.perturbed):
             raise ValueError(
@@ -171,7 +173,7 @@ class Loaded:
         return ", ".join(dict.fromkeys(name for group in self.groups for name in rule.fields(group)))
 
     def _split(self, key: Any, entry: Any, rule: Rule | None) -> None:
-        """Parts what is SAM's from what is the base optimizer's."""
+        """Separate SAM's entries from the base optimizer's."""
         parameter = self._params.get(key)
         if parameter is None:
             self._state[key] = entry
@@ -188,7 +190,7 @@ class Loaded:
             self.weights[parameter] = found
 
     def for_base(self) -> dict[str, Any]:
-        """What the base optimizer's own `load_state_dict` takes."""
+        """Return the state dict for the base optimizer's own `load_state_dict`."""
         groups = [
             {**merged, "params": saved["params"]} for merged, saved in zip(self.groups, self._saved_groups, strict=True)
         ]
@@ -220,7 +222,7 @@ def _is(kind: type[T], value: Any, what: str, expected: str) -> T:
 
 
 def _numbers(value: Any, count: int) -> list[int] | None:
-    """`value`. Raises ValueError unless it is None, or numbers of some of so many parameters."""
+    """Return `value`. Raises ValueError unless it is None or has numbers of parameters below `count`."""
     if value is None:
         return None
     for number in _is(list, value, "'left_out' of 'fastsam'", "a list"):
@@ -230,7 +232,7 @@ def _numbers(value: Any, count: int) -> list[int] | None:
 
 
 def _check_form(state_dict: Any) -> None:
-    """Raises TypeError or ValueError unless dicts and lists stand where an optimizer's state dict has them."""
+    """Raise TypeError or ValueError unless dicts and lists are in the places of an optimizer's state dict."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict such as state_dict() returns, got {type(state_dict).__name__}")
     for key in ("state", "param_groups"):

@@ -1,4 +1,4 @@
-"""Phases of a step: what a training loop can ask, training and evaluation, and the errors for calls out of order."""
+"""Phases of a step: properties for training loops, training and evaluation mode, and errors for calls out of order."""
 
 from __future__ import annotations
 

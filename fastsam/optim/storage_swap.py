@@ -22,8 +22,8 @@ _bytes_of, _resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resiza
 
 
 def worth_swapping(params: Sequence[Tensor]) -> bool:
-    """Whether to exchange the memory of these parameters: a rule on sizes alone, so that the same model always takes
-    the same way."""
+    """Return True if the memory of these parameters should be swapped: a rule on sizes only, so equal models behave
+    alike."""
     worth = MIN_MEAN_NUMEL_CUDA if params[0].is_cuda else MIN_MEAN_NUMEL_CPU
     return sum(p.numel() for p in params) >= worth * len(params)
 
@@ -94,7 +94,7 @@ class StorageSwap:
         return True
 
     def swap_back(self) -> None:
-        """Give parameters their own memory back, except those that somebody moved or cut, and those that have it."""
+        """Give parameters their own memory back, except those that were moved or cut, and those that have it."""
         params = [self._params[i] for i in self._slots]
         for p, own, here, swapped in zip(params, self._own, _places(params), self._swapped_to, strict=True):
             if here == swapped:

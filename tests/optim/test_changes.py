@@ -81,7 +81,7 @@ def test_assigned_parameters_are_noticed(when: str, clear_with: str, backend: Ba
     before = copies(dead)
     backward(model.params, 2)
     with pytest.raises(
-        RuntimeError, match=r"nobody but this optimizer refers to its parameters \[0, 1, 2\].*Build a new FusedSAM"
+        RuntimeError, match=r"only this optimizer still refers to its parameters \[0, 1, 2\].*Build a new FusedSAM"
     ):
         opt.first_step()
     assert same_bits(before, dead)
@@ -106,7 +106,7 @@ def test_an_assigned_half_of_the_model_is_noticed(backend: Backend) -> None:
     model.weights[1] = nn.Parameter(torch.zeros(8, device=backend.device))
     gc.collect()
     backward(model.params, 1)
-    with pytest.raises(RuntimeError, match=r"its parameters \[1\] any more"):
+    with pytest.raises(RuntimeError, match=r"its parameters \[1\]"):
         opt.first_step()
 
 

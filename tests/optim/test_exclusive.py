@@ -205,7 +205,7 @@ def test_parameters_that_the_model_gave_up_are_noticed() -> None:
     for step in range(2):
         halves(opt, list(model.parameters()), step)
     model.load_state_dict({name: torch.ones_like(w) for name, w in model.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match=r"nobody but this optimizer refers to its parameters \[0, 1\]"):
+    with pytest.raises(RuntimeError, match=r"only this optimizer still refers to its parameters \[0, 1\]"):
         opt.first_step()
 
 

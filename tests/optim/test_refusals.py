@@ -63,7 +63,7 @@ OPTIONS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
                           ("base_optimiser", "base_optimizer"), ("assume_no_alia", "assume_no_alias"))),
     # bases
     (SGD([nn.Parameter(torch.ones(1))]), {}, TypeError, "a class such as torch.optim.SGD"),
-    (torch.optim.Adadelta, {}, ValueError, "Adadelta has options of its own called rho"),
+    (torch.optim.Adadelta, {}, ValueError, "Adadelta has its own options called rho"),
     (torch.optim.LBFGS, {}, ValueError, "LBFGS calls a closure several times"),
     (lambda groups, **options: object(), {}, TypeError, "must make a torch.optim.Optimizer"),
     # variants
@@ -219,7 +219,7 @@ def test_sharded_parameters(tmp_path: Any) -> None:
         FusedSAM([shard], SGD, lr=0.1)
         with pytest.raises(ValueError, match="several devices"):
             FusedSAM([shard, nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=0.1)
-        for name, why in (("stochastic_rounding", "random bits"), ("assume_no_alias", "memory belongs")):
+        for name, why in (("stochastic_rounding", "random bits"), ("assume_no_alias", "memory is managed elsewhere")):
             with pytest.raises(ValueError, match=why):
                 FusedSAM([shard], SGD, lr=0.1, **{name: True})
             opt = FusedSAM([nn.Parameter(torch.ones(2))], SGD, lr=0.1, **{name: True})
