@@ -1,2 +1,4 @@
-"""What other people's trainers need around `FusedSAM`: a file for each library, which it imports in the functions that
-need it."""
+"""Support for trainers of other libraries.
+
+Each module serves one library and imports it only when the module's classes are used.
+"""

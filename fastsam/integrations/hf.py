@@ -13,7 +13,7 @@ from fastsam.integrations.accelerate import unwrap_optimizer
 from fastsam.optim import FusedSAM
 from fastsam.optim.variants import SAM
 
-# `Trainer` with its methods where types are checked; nothing where transformers is imported only when it is asked for.
+# Type checkers see `Trainer` as the base. At run time there is no base, because transformers is imported on demand.
 Base: Any = object
 if TYPE_CHECKING:
     SAMTrainer: Any
@@ -23,22 +23,24 @@ OWN_PARAMETERS = ("params", "model", "optimizer_dict")
 
 
 class SAMTrainerMixin(Base):
-    """Mixin that makes a trainer of transformers take both passes of a step: `SAMTrainer` is it with `Trainer`, and
-    another trainer becomes `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`.
+    """Mixin that makes a trainer of transformers take both passes of a SAM step.
 
-    variant
-        the variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that `TrainingArguments(optim=...)`
-        names becomes the base of a `FusedSAM`, with the learning rate, weight decay and parameter groups of the
-        arguments. In its place a FusedSAM of one's own may be given: `optimizers=(FusedSAM(...), None)`,
-        `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
+    `SAMTrainer` combines it with `Trainer`. For another trainer, write `class Mine(SAMTrainerMixin, Seq2SeqTrainer)`.
 
-    A step's micro-batches are passed once more when the gradients of the last of them are
-    there and the weights have moved to the perturbed point; running statistics stay as they are then.
-    The trainer clips, and logs as `grad_norm`, the gradient of that second pass; the loss that it logs is the first's.
-    Checkpoints are the trainer's own: training goes on from them bit for bit.
+    After the last micro-batch of a step, the weights move to the perturbed point and every micro-batch runs again. The
+    second pass leaves running statistics as they are. The trainer clips the gradient of the second pass and logs its
+    norm as `grad_norm`. The logged loss is the loss of the first pass. Training continues from the trainer's
+    checkpoints with the same bits.
 
-    Raises ValueError if both `variant` and an optimizer are given. Raises ValueError as the training starts for
-    DeepSpeed, and for an optimizer that is not a FusedSAM or cannot be its base.
+    Args:
+        variant: The variant, by default `fastsam.variants.SAM(rho=0.05)`. The optimizer that
+            `TrainingArguments(optim=...)` names becomes the base of a `FusedSAM`, with the learning rate, weight decay
+            and parameter groups of the arguments. Alternatively, leave `variant` out and pass a FusedSAM:
+            `optimizers=(FusedSAM(...), None)` or `optimizer_cls_and_kwargs=(FusedSAM, {...})`.
+
+    Raises:
+        ValueError: If both `variant` and an optimizer are given. As the training starts, for DeepSpeed and for an
+            optimizer that is neither a FusedSAM nor a possible base of one.
     """
 
     def __init__(self, *arguments: Any, variant: SAM | None = None, **options: Any) -> None:
@@ -48,7 +50,7 @@ class SAMTrainerMixin(Base):
                 "variant cannot be combined with an optimizer. Pass it to the FusedSAM: FusedSAM(..., variant=variant)"
             )
         self._variant = variant
-        self._batches: list[tuple[Any, Any]] = []  # of the step that is being made
+        self._batches: list[tuple[Any, Any]] = []  # micro-batches of the current step
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
         """`FusedSAM` around what the `TrainingArguments` name."""
@@ -86,8 +88,11 @@ class SAMTrainerMixin(Base):
         return super()._clip_grad_norm(model)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """The first pass of a micro-batch, and behind the last one of a step the second pass of all. Returns the first
-        pass's loss."""
+        """Run the first pass of a micro-batch and, after the last micro-batch of a step, the second pass of all.
+
+        Returns:
+            The loss of the first pass.
+        """
         sam = unwrap_optimizer(self.optimizer)
         try:
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
@@ -96,7 +101,7 @@ class SAMTrainerMixin(Base):
                 batches, self._batches = self._batches, []
                 if sam.perturbs:
                     sam.first_step()
-                    model.zero_grad()  # of all parameters, as the trainer does: it clips by the norm over all
+                    model.zero_grad()  # all parameters: the trainer clips by the norm over all of them
                     with frozen_batchnorm_stats(model):
                         self._pass_again(model, batches)
         except BaseException:
@@ -107,8 +112,7 @@ class SAMTrainerMixin(Base):
         return loss
 
     def save_model(self, *arguments: Any, **options: Any) -> None:
-        """As `Trainer` does, its checkpoints too; of a variant of one pass, whose weights rest at the perturbed point,
-        the clean ones."""
+        """Save the model as `Trainer` does. With a one-pass variant the saved weights are the clean ones."""
         with nullcontext() if self.optimizer is None else unwrap_optimizer(self.optimizer).evaluating():
             super().save_model(*arguments, **options)
 
@@ -119,14 +123,14 @@ class SAMTrainerMixin(Base):
         return super()._finalize_training(*arguments)
 
     def _pass_again(self, model: nn.Module, batches: list[tuple[Any, Any]]) -> None:
-        """The gradients at the perturbed point; several processes average them behind the last micro-batch."""
+        """Compute the gradients at the perturbed point. Several processes average them after the last micro-batch."""
         for number, (inputs, count) in enumerate(batches, 1):
             with nullcontext() if number == len(batches) else self.accelerator.no_sync(model=model):
                 super().training_step(model, inputs, count)
 
 
 def __getattr__(name: str) -> Any:
-    """`SAMTrainer` is made when it is asked for, since transformers takes seconds to import."""
+    """Make `SAMTrainer` on first access, because importing transformers takes seconds."""
     if name != "SAMTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from transformers import Trainer

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 class CommandLineFusedSAM(FusedSAM):
-    """`FusedSAM` whose signature has the usual options of base optimizers, for command lines that read signatures.
+    """`FusedSAM` with the usual options of base optimizers in its signature, for command lines that read signatures.
 
     LightningCLI and jsonargparse set them: `--optimizer=fastsam.integrations.lightning.CommandLineFusedSAM
-    --optimizer.lr=0.1`. An option that is None is left to the base optimizer. All other options are those of
-    `FusedSAM`.
+    --optimizer.lr=0.1`. An option that is None is left to the base optimizer. `FusedSAM` documents all other options.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class _Hooks:
 
     def __init__(self) -> None:
         self._log: Any = None
-        self._limit: Any = None  # of the trainer, which the optimizer has in its place
+        self._limit: Any = None  # the trainer's gradient_clip_val, which the optimizer applies instead
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         opt = _the_optimizer(trainer)
@@ -83,9 +82,9 @@ class _Hooks:
         if opt._engine.one_pass:
             with opt.evaluating():
                 weights = trainer.strategy.lightning_module_state_dict()
-                # of their own memory: the model's own are at the perturbed point again when the file is written
+                # copies: the model's weights are at the perturbed point again when the file is written
                 checkpoint["state_dict"] = {name: copy.deepcopy(value) for name, value in weights.items()}
-                # the optimizer's must not say that the model's are the perturbed ones
+                # the optimizer's state must not say that the stored weights are the perturbed ones
                 if "optimizer_states" in checkpoint:
                     checkpoint["optimizer_states"] = [trainer.strategy.optimizer_state(opt)]
 
@@ -113,7 +112,7 @@ def _the_optimizer(trainer: Any) -> FusedSAM:
 
 
 def _callback(trainer: Any, *names: str) -> str | None:
-    """Return the class of the first callback that is of one of these classes of Lightning, None if there is none."""
+    """Return the class name of the trainer's first callback among the Lightning classes `names`, or None."""
     kinds = map(type, trainer.callbacks)
     return next((kind.__name__ for kind in kinds if any(base.__name__ in names for base in kind.__mro__)), None)
 
@@ -133,8 +132,8 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
     batches = trainer.accumulate_grad_batches
     if scheduler or batches != 1:
         raise ValueError(
-            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see the last "
-            f"batch alone. Make the batches larger, or accumulate "
+            f"{scheduler or f'accumulate_grad_batches={batches}'} with FusedSAM: step(closure) would see only "
+            "the last batch. Make the batches larger, or accumulate "
             "in manual optimization: backward for all, first_step(zero_grad=True), backward for all again, "
             "second_step(zero_grad=True)"
         )
@@ -147,7 +146,7 @@ def _refuse_what_cannot_work(trainer: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Make `SAMCallback` when it is first asked for, because Lightning takes seconds to import and may be missing."""
+    """Make `SAMCallback` on first access, because importing Lightning takes seconds and it may be missing."""
     if name != "SAMCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lightning.pytorch import Callback
@@ -156,13 +155,15 @@ def __getattr__(name: str) -> Any:
         """Callback of Lightning for modules whose `configure_optimizers` returns one `FusedSAM`.
 
         `self.log` writes only in the first pass. The second pass leaves the module's running statistics as they are, as
-        `FusedSAM(..., model=self)` does. With a variant of one pass, whose weights between steps are perturbed,
-        checkpoints hold the clean weights, and so does the model after `fit`. Manual optimization needs the callback
-        only for this. Such a variant takes `self.optimizers().optimizer.step()` there, without Lightning's closure.
+        `FusedSAM(..., model=self)` does. The weights of a one-pass variant are perturbed between steps. The callback
+        writes the clean weights to checkpoints and leaves them in the model after `fit`. Manual optimization needs the
+        callback only for this. There, call `self.optimizers().optimizer.step()` for a one-pass variant, without
+        Lightning's closure.
 
-        Raises ValueError as `fit` begins, for what cannot work: gradients accumulated over batches, because
-        `step(closure)` sees only the last batch; float16 with a GradScaler, which unscales before the closure makes the
-        gradients; more than one optimizer.
+        Raises:
+            ValueError: As `fit` begins, for gradients accumulated over batches, because `step(closure)` sees only the
+                last batch; for float16 with a GradScaler, which unscales before the closure makes the gradients; or for
+                more than one optimizer.
         """
 
     SAMCallback.__qualname__ = name  # so that it can be pickled
