@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 USAGE, INTERRUPTED = 2, 130
 MISSING = "not installed"
-MOST_POINTS = 1001  # of a side of a loss surface: a million losses
+MOST_POINTS = 1001  # largest number of points on a side of a loss surface: a million losses
 OPTIONAL = {  # packages that some uses need, and what each is for
     "triton": f"kernels for GPUs: {install_command('triton')}",
     "torchvision": f"EMNIST, CIFAR, image folders and the model vit_b_32: {torchvision_command()}",
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `fastsam info | head -1` has what it wanted
+    except BrokenPipeError:  # the reader closed the pipe, as in `fastsam info | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _alone(command: str) -> None:
-    """Raises ValueError where a launcher started several processes of a command that is one."""
+    """Raise ValueError if a launcher started several processes of a command that needs only one."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"`fastsam {command}` runs in one process; torchrun is for `fastsam run`")
 
@@ -190,8 +190,10 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Print versions, those of the optional packages too, and the table of backends, and what to do next; with `--json`
-    the same as an object. Return 1 if torch cannot be imported."""
+    """Print versions, optional packages included, then the table of backends, and what to do next.
+
+    With `--json` print the same as a JSON object. Return 1 if torch cannot be imported.
+    """
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
@@ -238,7 +240,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if arguments.print_config:
         print(json.dumps(config.record(), indent=1))
         return 0
-    experiment.keywords(config)  # bad ones are told before data are read
+    experiment.keywords(config)  # bad keywords are reported before data are read
     built = experiment.build(config)
     with join_ranks() as ranks:
         # The directory of rank 0: a number that is free now may be taken a moment later.
@@ -337,8 +339,11 @@ def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
-    """Before a run is resumed, and so before anything is imported: what its config imports. Raises ConfigError, see
-    `show_imports`."""
+    """Print the imports of a config before its run is resumed, and so before anything is imported.
+
+    Raises:
+        ConfigError: see `show_imports`.
+    """
     if not arguments.resume:
         return
     from fastsam.lab.config import show_imports
@@ -354,8 +359,10 @@ def _trust(arguments: argparse.Namespace) -> str:
 
 
 def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
-    """``runs/<stem>-001``: the next number for every start, so that nothing is overwritten; with `resume` the last one
-    that exists."""
+    """Return ``runs/<stem>-NNN`` with the number after the highest existing one, so that nothing is overwritten.
+
+    With `resume`, return the existing directory with the highest number. The first number is 001.
+    """
     pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
     taken = [
         int(m.group(1)) for path in (parent.iterdir() if parent.is_dir() else ()) if (m := pattern.fullmatch(path.name))

@@ -72,7 +72,7 @@ class Plan:
         return tuple(run.config for run in self.runs)
 
     def record(self) -> dict[str, Any]:
-        """What the comparison's config.json holds; `fastsam compare` reads it again to this same plan."""
+        """Return the comparison's config.json. `fastsam compare` reads it again to this same plan."""
         records: dict[str, dict[str, Any]] = {}
         for config in self.configs:
             records.setdefault(short_name(config.algorithm), config.record())
@@ -167,7 +167,7 @@ def _check_data(configs: Sequence[RunConfig], swept: set[str]) -> None:
 
 
 def data_key(config: RunConfig) -> str:
-    """What two configs have in common that run on the same data."""
+    """Return a key that is equal for two configs if they run on the same data."""
     return json.dumps([getattr(config, key) for key in DATA_KEYS], default=repr)
 
 
@@ -187,9 +187,10 @@ def _unique(names: Sequence[str], what: str) -> None:
 
 
 def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
-    """Raises RunDirectoryError unless the comparison can run in `directory`: it is new or empty, or, with `resume`,
-    that of a comparison whose runs had these configs (what `fastsam.fed.run` lets a resumed run change may differ).
-    Writes nothing.
+    """Raise RunDirectoryError unless the comparison can run in `directory`. Writes nothing.
+
+    The directory must be new or empty. With `resume` it may have an earlier comparison whose runs had these configs;
+    keys that `fastsam.fed.run` lets a resumed run change may differ.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
@@ -225,7 +226,10 @@ def write_record(plan: Plan, directory: Path) -> None:
 
 
 def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
-    """The data sets of a comparison by what was swept of them, e.g. "alpha = 0.1"; one that was not swept under ""."""
+    """Return the data sets of a comparison by the swept values of data keys, e.g. "alpha = 0.1".
+
+    The name is "" if no data key was swept.
+    """
     found: dict[str, FederatedData] = {}
     for run in plan.runs:
         name = panel_name({key: value for key, value in run.point if key in DATA_KEYS})
@@ -234,8 +238,10 @@ def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
 
 
 def facts(plan: Plan, data: Data) -> dict[str, Any]:
-    """What a reader of the report must know: the data, the split, and the keys of the run that count. What differs
-    between swept values of the data has a line for each, with the value in its name."""
+    """Return the facts at the head of the report: the data, the split, and the most important keys of the run.
+
+    A fact that differs between swept values of the data has a line for each value, with the value in its name.
+    """
     config = plan.configs[0]
     swept = {axis.key for axis in plan.sweep}
     share = "participation" if config.cohort is None else "cohort"
@@ -255,7 +261,7 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
 
 
 def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
-    """Of one data set: what it is, how many clients have how much, and how it was dealt out."""
+    """Return the facts of one data set: its size, the samples of its clients, and its split."""
     sizes = [len(y) for _, y in data.clients]
     split = f"{config.split}(alpha={config.alpha:g})" if config.split == "dirichlet" else config.split
     per_client = f"{min(sizes)} to {max(sizes)}" if min(sizes) != max(sizes) else f"{sizes[0]}"
@@ -267,7 +273,10 @@ def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
 
 
 def _merged(told: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """One line for what is the same for all, one with the name for each where it is not."""
+    """Return one line for each fact that is the same in all data sets, and one line per data set for other facts.
+
+    Lines of the second kind have the data set's name in their key.
+    """
     made: dict[str, str] = {}
     for key in dict.fromkeys(key for facts in told.values() for key in facts):
         texts = {name: facts[key] for name, facts in told.items() if key in facts}

@@ -1,8 +1,8 @@
 """The config of a run: one TOML or JSON file, each key also a flag; every key typed and checked.
 
 Layers, the later wins: defaults, the file, the file's table for the algorithm, flags, flags for the algorithm
-(``--fedsam.rho 0.1``). An algorithm's table holds its own options and any key of a run that shall differ for it; an
-option may also stand outside the table, for every algorithm of the run that takes it.
+(``--fedsam.rho 0.1``). An algorithm's table has its own options, and any key of a run with a different value for this
+algorithm. An option outside the table applies to every algorithm of the run that takes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file syste
 
 
 class ConfigError(ValueError):
-    """A config file or flag that cannot be used; the message says which key, what was expected and what would work."""
+    """A config file or flag that cannot be used. The message names the key, what was expected and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,17 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
 
 def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored config.json with the options of today: renamed ones, and those of privacy in their table."""
+    """Return a stored config.json with today's names: options renamed, and privacy options moved to their table."""
     found = with_current_names(stored)
     flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
     return found | {"privacy": flat} if flat else found
 
 
 def imports(source: Source) -> list[tuple[str, str]]:
-    """What the file imports: keys and their import paths, those of a comparison too. Flags are the user's own words."""
+    """Return the imports of the file as pairs of key and import path, with the imports of [compare].
+
+    Keys that a flag overrides are left out, because the user has typed the flag.
+    """
     found = [(key, value) for key, value in source.values.items() if key not in source.flags]
     found += [item for table in source.tables.values() for item in table.items()]
     metrics = source.values.get("metrics")
@@ -114,10 +117,14 @@ def imports(source: Source) -> list[tuple[str, str]]:
 
 
 def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
-    """What a run directory's config will import, in lines to be read before it is resumed.
+    """Return lines that list the imports of a run directory's config, to be read before the run is resumed.
 
-    places: the directory and its config. Raises ConfigError where somebody else made one of them and what is imported
-    was not named by --trust.
+    Args:
+        source: the layers of the config.
+        places: the directory and its config file.
+
+    Raises:
+        ConfigError: another user made one of the places, and an import was not named by --trust.
     """
     found = imports(source)
     lines = [f"{key} imports {path}" for key, path in found]
@@ -157,7 +164,11 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:
-    """The class behind a built-in name or an import path. Raises ConfigError for an unknown name."""
+    """Return the class for a built-in name or an import path.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     if is_import_path(name):
         return import_object(name, "algorithm")
     if name not in registry:
@@ -175,7 +186,7 @@ def algorithm_options(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _options_of(made: Callable[..., Any]) -> dict[str, Any]:
-    """Cached, since a comparison of many runs asks for every algorithm's options in each of them."""
+    """Return the options of a class. Cached, because every run of a comparison needs the options of all algorithms."""
     if dataclasses.is_dataclass(made):
         names = [f.name for f in dataclasses.fields(made) if f.init]
     else:
@@ -190,12 +201,17 @@ def _options_of(made: Callable[..., Any]) -> dict[str, Any]:
 def resolve(
     source: Source, algorithm: str | None = None, beside: Iterable[str] = (), seed: int | None = None
 ) -> RunConfig:
-    """The config of one run.
+    """Return the config of one run.
 
-    algorithm, seed: instead of the source's own. beside: other algorithms of the same comparison; a flat option that
-    only they take is theirs.
-    Raises ConfigError for an unknown key (the nearest good one is named), another algorithm's option, a wrong type or
-    choice, and a key without meaning in this run.
+    Args:
+        source: the layers of the config.
+        algorithm: algorithm in place of the source's.
+        beside: other algorithms of the same comparison. An option outside the tables is ignored if only they take it.
+        seed: seed in place of the source's.
+
+    Raises:
+        ConfigError: a key is unknown (the message names the nearest key), is an option of a different algorithm, has a
+            wrong type or choice, or has no meaning in this run.
     """
     name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):
@@ -242,9 +258,10 @@ def _merge_layers(
 
 
 def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collection[str]) -> dict[str, Any]:
-    """`values` without what the file says and a flag has made meaningless: its `alpha` beside ``--split iid``.
+    """Return `values` without keys of the file that a flag has made meaningless, such as `alpha` with ``--split iid``.
 
-    Raises ConfigError for a key that is a flag itself, or had no meaning in the file either.
+    Raises:
+        ConfigError: a key without meaning was given as a flag, or it had no meaning in the file either.
     """
     foreign, before = (
         foreign_keys(*(keys.get(key, KEYS[key].default) for key in ("data", "split"))) for keys in (values, filed)
@@ -256,13 +273,13 @@ def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collec
 
 
 def _kinds_in_a_file(key: str) -> tuple[type, ...]:
-    """What a file can hold of a key's types: no callable, no device, a list for any sequence."""
+    """Return the types of a key that a file can express: no callable, no device, a list for any sequence."""
     plain = ({Sequence: list, Mapping: dict}.get(kind, kind) for kind in KEYS[key].kinds)
     return tuple(kind for kind in plain if kind in _PLAIN)
 
 
 _FLAT_PRIVACY = ("clip_update", "noise_multiplier", "noise", "delta", "accountant")  # keys of older files
-_PLAIN = (bool, int, float, str, dict, list, type(None))  # what a file holds
+_PLAIN = (bool, int, float, str, dict, list, type(None))  # types that a file can express
 
 
 def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = False) -> Any:

@@ -31,7 +31,7 @@ _IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting")  # 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a config describes: ready to run."""
+    """The data, model and algorithm of a config, ready to run."""
 
     config: RunConfig
     data: data_sets.FederatedData
@@ -79,7 +79,8 @@ def _load_set(config: RunConfig) -> data_sets.FederatedData:
 
 
 def _split(config: RunConfig) -> dict[str, Any]:
-    """How the samples are dealt out; the split "own" knows its clients."""
+    """Return the arguments of the split of samples over clients. The split "own" lists its clients, so it takes no
+    number."""
     clients = None if config.split == "own" else config.clients
     own = {key: getattr(config, key) for key in options_of(config.split)}
     return {"clients": clients, "split": config.split, "seed": config.split_seed} | own
@@ -98,7 +99,11 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """Into the model. Raises ConfigError for a file that is not there, is none, or does not fit."""
+    """Load weights into the model.
+
+    Raises:
+        ConfigError: the file is missing, is not a .safetensors file, or does not fit the model.
+    """
     file = path / "model.safetensors" if path.is_dir() else path
     try:
         model.load_state_dict(safetensors.torch.load(read_bytes(file)))

@@ -1,4 +1,4 @@
-"""What several seeds say of one number."""
+"""The spread of one number over several seeds."""
 
 from __future__ import annotations
 

@@ -22,21 +22,23 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """As it was asked for: "rho", or "fedsam.rho"."""
+        """Return the name as on the command line: "rho", or "fedsam.rho"."""
         return self.key if self.table is None else f"{self.table}.{self.key}"
 
     @property
     def text(self) -> str:
-        """What `parse_axis` reads."""
+        """Return the axis as text, in the form that `parse_axis` reads."""
         return f"{self.name}={','.join(self.values)}"
 
     def is_option_of(self, algorithm: str) -> bool:
-        """Whether the key is the algorithm's own option here, and not one of the run (outside its table a run's key
-        goes first)."""
+        """Return True if the key is an option of the algorithm here, and not a key of the run.
+
+        Outside an algorithm's table, a key of the run has precedence.
+        """
         return self.key in algorithm_options(algorithm) and (self.table is not None or self.key not in KEYS)
 
     def applies_to(self, algorithm: str) -> bool:
-        """Whether runs of this algorithm take the key."""
+        """Return True if runs of this algorithm take the key."""
         if self.table is not None and self.table != short_name(algorithm):
             return False
         return self.is_option_of(algorithm) or self.key in KEYS

@@ -13,7 +13,7 @@ import numpy as np
 from fastsam.lab.plots import figure as figures
 from fastsam.lab.seeds import deviation
 
-# What an axis says; other keys are shown by their name.
+# Labels of axes. Other keys are shown by their name.
 NAMES = {
     "rho": "radius of the perturbation, ρ",
     "beta": "weight of the local gradient, β",
@@ -36,19 +36,22 @@ class Point:
     accuracies: Sequence[float]
 
 
-Line = tuple[
-    float | None, Sequence[float]
-]  # a place on the axis (None: of a label that has none, a level), accuracies of the seeds
+# position on the axis (None for a label without one, shown as a level), and accuracies of the seeds
+Line = tuple[float | None, Sequence[float]]
 
 
 @figures.styled
 def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against `key`: mean over seeds with one standard deviation as a bar. Labels without the key
-    are dashed levels.
+    """Plot final test accuracy against `key`: mean over seeds with one standard deviation as a bar.
 
-    Numbers are on their own scale, a logarithmic one when they are positive and span a factor of 8 or more; other
-    values side by side.
-    panels: title -> label -> points, a panel for each value of what else was swept for all.
+    Labels without the key are dashed levels. Numbers have an axis to scale, a logarithmic one when they are positive
+    and span a factor of 8 or more. Other values are evenly spaced.
+
+    Args:
+        panels: title -> label -> points; one panel for each value of other keys that all runs took.
+        key: the swept key.
+        path: file of the PNG.
+        title: title of the figure.
     """
     every = [point for lines in panels.values() for points in lines.values() for point in points]
     places = _places([point.value for point in every if point.value is not None])
@@ -121,8 +124,10 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 
 
 def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Where each value stands on the axis, by its name: numbers at themselves, others at 0, 1, ... in order of
-    appearance."""
+    """Return the position of each value on the axis, by its name.
+
+    Numbers are at their values, other values at 0, 1, ... in order of appearance.
+    """
     names = list(dict.fromkeys(_name(v) for v in values))
     return (
         {name: float(name) for name in names} if _numeric(names) else {name: float(i) for i, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Who holds which classes."""
+"""Heat maps of the classes of each client."""
 
 from __future__ import annotations
 

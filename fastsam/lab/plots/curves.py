@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 History = Sequence[Mapping[str, Any]]
 Panels = Mapping[str, Mapping[str, Sequence[History]]]  # title -> label -> a history for each seed; one panel is ""
-View = tuple[Callable[[float], float], str, bool]  # of a value, the axis's name, whether it is logarithmic
+View = tuple[Callable[[float], float], str, bool]  # function of a value, name of the axis, True if logarithmic
 
-# What a measure's axis says.
+# Labels of the measures' axes.
 NAMES = {
     "train_set_loss": "training loss of the global model",
     "train_set_accuracy": "training accuracy of the global model",
@@ -50,12 +50,16 @@ def series(history: History, key: str) -> dict[int, float]:
 
 @figures.styled
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
-    """Test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate; a panel of each for
-    every swept value.
+    """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
-    Where no accuracy was measured: the training loss. A line per label; with several seeds their mean, in a band of one
-    standard deviation.
-    panels: title -> label -> one history (list of metrics records) per seed. target: a dashed line at this accuracy.
+    There is a panel of each for every swept value. Without measured accuracies, the training loss is plotted. There is
+    one line per label; with several seeds it is their mean, in a band of one standard deviation.
+
+    Args:
+        panels: title -> label -> one history (list of metrics records) per seed.
+        path: file of the PNG.
+        target: accuracy of a dashed line, or None.
+        title: title of the figure.
     """
     views: list[View] = [
         (lambda a: 100 * a, "test accuracy (%)", False),
@@ -164,9 +168,15 @@ def _lines(
     panels: Mapping[str, Iterable[str]],
     limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> None:
-    """For each label the mean over its seeds at the rounds that all of them have, in a band of one standard deviation.
+    """Draw for each label the mean over its seeds, in a band of one standard deviation.
 
-    panels: title -> labels, of the whole figure: a label looks the same in all of them. limits: of the bands.
+    Only rounds that all seeds of a label have are drawn.
+
+    Args:
+        axes: axes of one panel.
+        runs: label -> one dict of values by round per seed.
+        panels: title -> labels, of the whole figure: a label looks the same in all of them.
+        limits: smallest and largest value of a band.
     """
     axes.locator_params(axis="x", integer=True)
     styles = figures.styles(dict.fromkeys(label for labels in panels.values() for label in labels))

@@ -1,5 +1,5 @@
-"""What all figures share: a figure without global state, its files, sizes for a paper's page, and who has which colour
-and line style."""
+"""Common parts of all figures: figures without global state, their files, sizes for a paper's page, colours and line
+styles."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
 
 def new(width: float, height: float) -> Figure:
-    """A figure of its own, in inches: no pyplot, hence no global state and no display."""
+    """Return a new figure, sizes in inches. It does not use pyplot, so it needs no global state and no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +52,7 @@ def new(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes the PNG, and beside it the same as SVG and PDF. Returns the PNG's path."""
+    """Save the figure as PNG, and as SVG and PDF with the same stem. Return the PNG's path."""
     path = Path(path)
     figure.savefig(path, dpi=200)
     figure.set_layout_engine("none")  # as it is: the other files need not find the places again
@@ -92,7 +92,7 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def wrapped(text: str, inches: float) -> str:
-    """A title in lines that are no wider."""
+    """Return a title broken into lines of at most `inches`."""
     return textwrap.fill(text, max(8, int(inches / 0.075)))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from fastsam.lab.plots import figure as figures
 
-_SPAN = 1e4  # of the colour scale: largest to smallest loss
+_SPAN = 1e4  # largest span of the colour scale: largest loss / smallest loss
 
 
 @figures.styled

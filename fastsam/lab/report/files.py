@@ -29,7 +29,7 @@ from fastsam.lab.report.finished import (
 from fastsam.lab.report.tables import all_tables
 from fastsam.lab.seeds import deviation
 
-# What a comparison's directory holds besides one sub-directory per run; there may be more figures.
+# Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
 COMPARISON_FILES = {
     "report": "report.html", "report (text)": "report.md", "summary": "summary.json", "curves": "curves.png",
     "classes": "classes.png",
@@ -38,8 +38,15 @@ COMPARISON_FILES = {
 
 @dataclass(frozen=True)
 class Context:
-    """What a comparison's report tells besides its runs. counts: [clients, classes] by the swept values of the data;
-    surfaces: by label."""
+    """Content of a comparison's report in addition to its runs.
+
+    Args:
+        title: title of the report.
+        facts: lines below the title.
+        command: command that repeats the comparison.
+        counts: numbers of samples `[clients, classes]`, by the swept values of the data.
+        surfaces: loss surfaces by label.
+    """
 
     title: str
     facts: Mapping[str, Any]
@@ -102,14 +109,17 @@ def draw_plots(
 
 
 def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[Figure]:
-    """The figures of `draw_plots` that need the records alone."""
+    """Draw the figures of `draw_plots` that need only the records."""
     made = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
     return [Figure(made, "Test accuracy and error by round"), *_measures(runs, directory, title)]
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:
-    """By panel and line: a panel for each value of what was swept for all, in it a line for each algorithm and its
-    variants."""
+    """Return the histories by panel and line.
+
+    There is a panel for each value of the keys that all runs took. A panel has a line for each algorithm and its
+    variants.
+    """
     shared, found = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
     for name, group in panels(runs).items():
         lines = found.setdefault(name, {})
@@ -170,7 +180,7 @@ def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> 
 
 
 def _without(runs: Sequence[FinishedRun], keys: Sequence[str]) -> Iterator[tuple[str, str, list[FinishedRun]]]:
-    """The runs of every label, with the panel and the line where they stand in a figure over `keys`."""
+    """Yield panel, line and runs of every label, for a figure that has `keys` on its axis."""
     shared = shared_keys(runs)
     for group in by_label(runs).values():
         panel = {key: value for key, value in group[0].point.items() if key in shared and key not in keys}

@@ -44,7 +44,7 @@ def title(runs: Iterable[FinishedRun], data: str) -> str:
 
 
 def values(group: Group, key: str) -> list[float]:
-    """`key` of the runs that have it; measures and metrics by their own names."""
+    """Return the values of `key` in the runs that have it. Measures and metrics are found by their names."""
     found = [
         {**run.summary.get("measures", {}), **run.summary.get("metrics", {}), **run.summary}.get(key) for run in group
     ]
@@ -74,8 +74,10 @@ def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
 
 
 def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The runs by the values of the keys that all of them took, e.g. "alpha = 0.1"; where there are none, all under
-    ""."""
+    """Return the runs by the values of the keys that all of them took, e.g. "alpha = 0.1".
+
+    The only name is "" if there are no such keys.
+    """
     found: dict[str, list[FinishedRun]] = {}
     shared = shared_keys(runs)
     for run in runs:
@@ -84,20 +86,24 @@ def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 
 def panel_name(point: Mapping[str, Any]) -> str:
-    """What stands above a panel, e.g. "alpha = 0.1"."""
+    """Return the title of a panel, e.g. "alpha = 0.1"."""
     return ", ".join(f"{key} = {value_text(value)}" for key, value in point.items())
 
 
 def line(run: FinishedRun, without: Iterable[str]) -> str:
-    """The name of a run's line where the keys `without` stand elsewhere: its algorithm, and what else was swept."""
+    """Return the name of a run's line: its algorithm, and the values of its swept keys.
+
+    The keys `without` are left out, because a panel or an axis shows them.
+    """
     left = {key: value for key, value in run.point.items() if key not in {*without}}
     return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in left.items())])
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:
-    """The label that `label` is compared with: FedAvg's (without FedAvg, the first algorithm's) that had the same
-    values of the keys that both took; None where it has no run with them. Where all are of one algorithm, the first
-    label is everybody's.
+    """Return the label that `label` is compared with, or None if no run can be compared.
+
+    It is a label of FedAvg, or of the first algorithm if there is no FedAvg. It must have the same values of the keys
+    that both took. If all labels are of one algorithm, all are compared with the first label.
     """
     algorithms = [group[0].algorithm for group in groups.values()]
     if len({*algorithms}) == 1:

@@ -13,7 +13,7 @@ class Table:
     Args:
         title: heading, which is not part of the rendered table.
         head: texts above the columns, which may have several lines.
-        rows: texts of each row, as many as `head` has.
+        rows: texts of each row, one for each column.
         note: explanation of the numbers, which is not part of the rendered table either.
         aligned: `l` or `r` per column; by default the first column is on the left and the others on the right.
     """

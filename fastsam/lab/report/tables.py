@@ -18,12 +18,13 @@ NONE = "–"
 
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
     """Return the short table for a terminal of `width` columns, with heads of two lines and a row per label. If it is
-    too wide, numbers stand closer or the best accuracy is left out.
+    too
+    wide, numbers have less space between them or the best accuracy is left out.
 
     With several seeds a number is the mean ± the sample's standard deviation (n - 1) over them.
 
-    "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on what the validation
-    mode of the header gives each client. "MB sent" counts both directions.
+    "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on the samples that the
+    validation mode of the header gives each client. "MB sent" counts both directions.
     """
     target = target_of(runs)
     header = [
@@ -97,7 +98,7 @@ def accuracy(runs: Sequence[FinishedRun]) -> Table:
 
 
 def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
-    """The metrics that the runs were asked for, over the test set and over the clients."""
+    """Return the table of the runs' metrics, over the test set and over the clients, or None without metrics."""
     names = [key.removeprefix("test_") for key in metrics_of(runs)]
     if not names:
         return None
@@ -154,7 +155,7 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
 
 
 def cost(runs: Sequence[FinishedRun]) -> Table:
-    """What a run cost: time, back-propagations, traffic, memory."""
+    """Return the table of costs: time, back-propagations, traffic, memory."""
     seconds, whole = "{:.3f}".format, "{:,.0f}".format
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),

@@ -1,8 +1,7 @@
-"""The paper's ordering beside ours: which of its claims held, by how much and in how many seeds, and how the ranks of
-all methods agree.
+"""The paper's ordering of methods compared with ours: claims that held, their margins and seeds, and rank correlations.
 
-A claim: in a section of a table, by one metric, a method of the paper's own is ahead of another one. Sizes of scaled
-runs cannot be compared with the paper's, the order of methods can.
+A claim: in a section of a table, by one metric, a method that the paper proposes is ahead of another method. Sizes of
+scaled runs cannot be compared with the paper's, the order of methods can.
 """
 
 from __future__ import annotations
@@ -33,8 +32,18 @@ Outcomes = Mapping[Part, Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """`ahead` is ahead of `other` in `columns` of the section's columns, on average by `paper`. ours: by seed, so much
-    here in the same columns. sample: the margin of one test sample, 0 for numbers that are no accuracies."""
+    """A claim of a paper: `ahead` is ahead of `other`.
+
+    Args:
+        section: title of the section.
+        metric: name of the metric.
+        ahead: the better method.
+        other: the method that it is compared with.
+        columns: number of the section's columns in which the paper has `ahead` ahead.
+        paper: mean margin over these columns in the paper.
+        ours: mean margin over these columns in our runs, one number per seed.
+        sample: margin of one test sample, or 0 for numbers that are not accuracies.
+    """
 
     section: str
     metric: str
@@ -47,12 +56,12 @@ class Claim:
 
     @property
     def undecided(self) -> bool:
-        """Whether the mean margin over the seeds is one sample or less, in either direction."""
+        """Return True if the mean margin over the seeds is one sample or less, in either direction."""
         return bool(self.ours) and abs(float(np.mean(self.ours))) <= self.sample + 1e-9
 
     @property
     def held(self) -> bool:
-        """Whether `ahead` is so here too, on the mean over the seeds."""
+        """Return True if `ahead` is ahead in our runs too, on the mean over the seeds."""
         return bool(self.ours) and not self.undecided and float(np.mean(self.ours)) > 0
 
 
@@ -63,8 +72,10 @@ def number_of(text: str) -> float | None:
 
 
 def multiple_of(text: str, base: str) -> float | None:
-    """What a published cell says of FedAvg's, `base`: .31 of "0.31x", 1 of "246 (1x)", 253/246 of "253" beside it. None
-    for a dash."""
+    """Return a published cell as a multiple of FedAvg's cell `base`, or None for a dash.
+
+    Examples: .31 for "0.31x", 1 for "246 (1x)", 253/246 for "253" if FedAvg's cell is "246 (1x)".
+    """
     found, number, whole = re.search(r"(\d+(?:\.\d+)?)x", text), number_of(text), number_of(base)
     if found is not None or number is None or not whole:
         return None if found is None else float(found[1])
@@ -72,7 +83,7 @@ def multiple_of(text: str, base: str) -> float | None:
 
 
 def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
-    """What the table says of the paper's own methods, cells that are not to be trusted aside."""
+    """Return the claims about the methods that the paper proposes, without cells that cannot be trusted."""
     own = [name for name in OWN[table.name.partition("-")[0]] if name in table.algorithms]
     found = []
     for section, metric in itertools.product(table.sections, table.metrics):
@@ -92,8 +103,11 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
 
 
 def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str], float]:
-    """Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the columns.
-    Left out where there is none."""
+    """Return Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the
+    columns.
+
+    Sections without any tau are left out.
+    """
     found = {}
     for section, metric in itertools.product(table.sections, table.metrics):
         paper, ours = _paper(table, section, metric), _ours(table, section, metric, outcomes)
@@ -121,8 +135,10 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """The claims, those that did not hold first, and the ranks; none where the paper prints no numbers or no run was
-    finished."""
+    """Return the tables of claims, first the claims that did not hold, and the table of ranks.
+
+    The list is empty if the paper prints no numbers or no run was finished.
+    """
     found = claims(table, outcomes)
     every = [claim for claim in found if claim.ours]
     if not every:
@@ -136,9 +152,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
         f"deviation over the seeds.{scaled}"
     )
     if unknown := len(found) - len(every):
-        note += (
-            f" {unknown} claim{'s' * (unknown > 1)} more: not told here, for a run failed or a target was not reached."
-        )
+        note += f" {unknown} claim{'s' * (unknown > 1)} more: a run failed or a target was not reached."
     undecided, held = [c for c in every if c.undecided], [c for c in every if c.held]
     failed = [c for c in every if not c.held and not c.undecided]
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
@@ -175,8 +189,10 @@ def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
-    """By column and algorithm, larger is better; cells without a number and those that are not to be trusted are left
-    out."""
+    """Return the paper's numbers by column and algorithm, with signs such that larger is better.
+
+    Cells without a number and cells that cannot be trusted are left out.
+    """
     j, kind, found = table.metrics.index(metric), METRICS[metric], {}
     for name, cells in section.published.items():
         for i, column in enumerate(section.columns):

@@ -1,9 +1,8 @@
-"""The config files of tables and figures: what is run, what the paper prints, and which of its cells are not to be
-trusted.
+"""The config files of tables and figures: their runs, the paper's numbers, and the cells that cannot be trusted.
 
 `tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A section names a protocol,
-`protocols/NAME.toml`: the keys of a run as in a config file, and in a table `scaled` those that differ when the table
-is run in small.
+`protocols/NAME.toml`. A protocol has the keys of a run as in a config file. Its table `scaled` has the keys that differ
+at the small scale.
 """
 
 from __future__ import annotations
@@ -23,9 +22,15 @@ SCALES = ("digits",)
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison. keys: at the scale asked for, algorithms' tables inside; paper: at the paper's scale.
+    """One comparison.
 
-    same_axis: swept keys that figures show on the axis of another key.
+    Args:
+        title: name of the part.
+        algorithms: names of the algorithms.
+        keys: keys of the config at the chosen scale, with the algorithms' tables.
+        paper: keys of the config at the paper's scale.
+        sweep: swept keys with their values.
+        same_axis: swept keys that figures show on the axis of another key.
     """
 
     title: str
@@ -52,7 +57,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """A block of a table. published: by algorithm, the paper's cells as printed, for each column one per metric."""
+    """A block of a table.
+
+    Args:
+        title: heading of the block.
+        columns: its columns.
+        published: the paper's cells as printed, by algorithm: for each column one cell per metric.
+    """
 
     title: str
     columns: tuple[Column, ...]
@@ -70,7 +81,7 @@ class Distrust:
     metrics: tuple[str, ...] = ()
 
     def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
-        """Whether the cell is one of them."""
+        """Return True if this entry covers the cell."""
         given = (((self.section,) if self.section else (), section), (self.columns, column))
         return all(
             not own or value in own for own, value in (*given, (self.algorithms, algorithm), (self.metrics, metric))
@@ -79,10 +90,12 @@ class Distrust:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper at one scale (None: the paper's own).
+    """A table or figure of a paper at one scale.
 
-    metrics: names of `fastsam.lab.reproduce.metrics.METRICS`. figures: of curves, measures, classes, surfaces,
-    ablations.
+    Args:
+        scale: name of the scale; None for the paper's.
+        metrics: names of `fastsam.lab.reproduce.metrics.METRICS`.
+        figures: names among curves, measures, classes, surfaces, ablations.
     """
 
     name: str
