@@ -15,8 +15,8 @@ from bench.timing import ROTATION
 from fastsam.arena import Layout
 from fastsam_kernels import reference
 
-# where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
-# holds these
+# Largest number of sets. If ROTATION caches need more, that much memory is read before every sample instead. Triton's
+# cache of addresses holds this number.
 MAX_SETS = 64
 SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # standard deviations, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
@@ -102,5 +102,5 @@ def _map(function: Callable[[Tensor], Tensor], operand: Any) -> Any:
 
 
 def _double(tensor: Tensor) -> Tensor:
-    """Return the same values in float64, in memory of their own; integers stay."""
+    """Return a copy with the same values in float64; integers keep their dtype."""
     return tensor.double() if tensor.dtype == torch.float32 else tensor.clone()

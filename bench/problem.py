@@ -122,8 +122,8 @@ def initial_weights(shapes: Shapes, seed: int = 0, device: torch.device | str = 
 class Gradients:
     """Prepared gradients, one fresh tensor per parameter, in three sets that the passes take in turn.
 
-    So the two passes of a step see different gradients, and a parameter's gradient lies elsewhere at every step, as it
-    does under autograd with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender
+    The two passes of a step see different gradients, and the address of a parameter's gradient differs from step to
+    step, as under autograd with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender
     whose gradients were flat to begin with.
     """
 

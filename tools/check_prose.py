@@ -65,7 +65,7 @@ def changed_lines(rev: str) -> dict[str, set[int]]:
 
 
 def main() -> int:
-    """Print every problem; return 1 if there is one."""
+    """Print every problem. Return 1 if any was found, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files to check as a whole")
     parser.add_argument("--since", default="HEAD", metavar="REV", help="check lines that changed since this commit")

@@ -1,8 +1,7 @@
-"""The tasks: small enough for a run of a second on one core, with so few training samples that generalisation is what
-differs.
+"""The tasks: small enough for a run of a second on one core.
 
-What can be had without a network: two sets that ship inside scikit-learn, and two that are made here from a fixed
-generator.
+Runs have so few training samples that the contenders differ in generalisation. All data are available without a
+network: two sets are part of scikit-learn, and two are generated here from a fixed seed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """`load` gives all samples and the number of the last ones that are the test set, which no tuning sees.
+    """A data set and a model.
 
-    train: samples of a run, drawn anew for each seed from those before the test set. noise: share of them whose label
-    is drawn anew from the other classes.
+    Args:
+        load: function that returns all samples, and the number of test samples. The test samples are the last ones;
+            tuning does not use them.
+        train (int): number of training samples of a run, drawn for each seed from the samples before the test set.
+        noise (float): share of the training samples whose label is drawn from the other classes.
     """
 
     title: str
@@ -133,7 +135,7 @@ class NextCharacter(nn.Module):
 
 
 def perceptron(inputs: int, classes: int, width: int = 96) -> nn.Module:
-    """Two hidden layers, each normalised (SAMON perturbs the normalisation alone)."""
+    """Return a model with two hidden layers, each normalised (SAMON perturbs only the normalisation)."""
     layers: list[nn.Module] = [nn.Flatten()]
     for size in (inputs, width):
         layers += [nn.Linear(size, width), nn.LayerNorm(width), nn.ReLU()]

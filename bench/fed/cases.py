@@ -1,7 +1,6 @@
-"""The cases of `python -m bench federated`: ours on every executor, bare loops, and the simulators that one could pick
-instead.
+"""The cases of `python -m bench federated`: our executors, bare loops, and other simulators.
 
-Every contender is a process of its own that trains the same workload (bench/fed/workload.py); they take turns
+Every contender is a separate process that trains the same workload (bench/fed/workload.py); they take turns
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
 """
 
@@ -19,9 +18,9 @@ from bench.fed.race import Entry, race
 from bench.fed.worker import APART
 from bench.fed.workload import Workload
 
-# of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
+# rounds of a chunk; with 20 rounds of the MLP the quartile range of the fastest contender was three times larger
 ROUNDS = {"mlp": 100, "cnn": 2}
-LONGER = 10  # times as many of the MLP for those that need half a millisecond
+LONGER = 10  # factor on the MLP's rounds for contenders with rounds of half a millisecond
 CHUNKS = 12  # turns that each contender takes
 
 
@@ -51,7 +50,9 @@ def _race(
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Everybody on the workload, one thread, and ours with all processors next to the bare loop on one thread."""
+    """All contenders on the workload with one thread, and our executor with all processors, compared with the bare loop
+    on
+    one thread."""
     for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
         load = Workload(model, algorithm)
         entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]

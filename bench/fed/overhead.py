@@ -22,7 +22,8 @@ ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam
 PROTECTED = {"fedavg, noise_multiplier": (("privacy", {"clip": 0.15, "noise_multiplier": 0.5}),)}
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
-# Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
+# Cohort of the short and long rounds whose difference is taken. It makes turns short. The MLP is stacked, so it keeps
+# the rows of a normal round.
 CLIENTS = {"mlp": 20, "cnn": 4}
 ROUNDS = {"mlp": 5, "cnn": 1}  # rounds of each process in a turn
 

@@ -1,5 +1,7 @@
-"""The simulators that one could pick instead, each used as its documentation says, with the fewest parts that train the
-workload. Each runs in an environment of its own, so a function imports its library itself."""
+"""Other simulators, each used as its documentation says, with the fewest parts that train the workload.
+
+Each runs in a separate environment, so a function imports its library itself.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def client_app(workload: Workload) -> Any:
 
 
 def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """Flower's simulation: a server app, a client app, and its Ray backend with as many actors as processors."""
+    """Flower's simulation: a server app, a client app, and its Ray backend with one actor per processor."""
     from flwr.app import ArrayRecord, Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
@@ -197,8 +199,10 @@ def forward(model: str, p: Any, x: Any) -> Any:
 
 
 def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """BlazeFL's own FedAvg (`blazefl.contrib`): its server, and its thread pool with as many clients as torch has
-    threads, one each: faster than one client after the other with all threads."""
+    """BlazeFL's FedAvg (`blazefl.contrib`): its server, and its thread pool with one client per thread of torch.
+
+    This is faster than one client after the other with all threads.
+    """
     from blazefl import contrib
 
     slots = torch.get_num_threads()

@@ -1,7 +1,8 @@
-"""One workload for all: 100 clients with 64 samples in 10 classes, 20 of them a round, one local epoch, batch 16, lr
-0.1, no evaluation.
+"""One workload for all contenders: 100 clients with 64 samples in 10 classes, 20 clients a round, one local epoch,
+batch
+16, lr 0.1, no evaluation.
 
-numpy and torch only: the other simulators run in environments of their own, without fastsam.
+The module imports only numpy and torch, because the other simulators run in separate environments without fastsam.
 """
 
 from __future__ import annotations
@@ -40,11 +41,18 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its
-    own choice of slots.
-    options: others of ours.
+    """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options`.
 
-    device: of the model and the data (the other simulators take the CPU).
+    Args:
+        model (str): "cnn", "mlp", or "mlp:WIDTH".
+        algorithm (str): name of a built-in algorithm.
+        clients (int): number of clients.
+        cohort (int): number of clients in a round.
+        device (str): device of the model and the data (the other simulators use the CPU).
+        slots (int): number of slots; None for the default number.
+        epochs (int): local epochs.
+        lr (float): local learning rate.
+        options: further options of `fed.run`, as pairs.
     """
 
     model: str
@@ -59,11 +67,11 @@ class Workload:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an input."""
+        """Return the shape of an input."""
         return SHAPES[self.model.split(":")[0]]
 
     def make_model(self) -> nn.Module:
-        """The model with the weights that everybody starts from."""
+        """Return the model with the initial weights that all contenders share."""
         torch.manual_seed(0)
         kind, _, width = self.model.partition(":")
         return (cnn() if kind == "cnn" else mlp(int(width or 32))).to(self.device)
@@ -84,7 +92,7 @@ class Workload:
 
     @torch.no_grad()
     def loss_of(self, model: nn.Module) -> float:
-        """Cross-entropy over the data of 100 clients: what the gate looks at."""
+        """Return the cross-entropy over the data of 100 clients. The gate compares it."""
         device = next(model.parameters()).device
         x, y = (torch.cat(part[:100]).to(device) for part in zip(*self.tensors()))
         return float(nn.functional.cross_entropy(model.eval()(x), y))
