@@ -42,7 +42,7 @@ OPTIONAL = {  # packages that some uses need, and what each is for
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Flags for config keys are left over by `parse_known_args`; `fastsam.lab.config` reads them."""
+    """Return the parser. `parse_known_args` leaves flags for config keys over; `fastsam.lab.config` reads them."""
     top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
     text = "print what a shell evaluates to complete this command"
@@ -168,12 +168,15 @@ def _alone(command: str) -> None:
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """A warning as a line for users: where in the code it was raised helps them little."""
+    """Print a warning as one line, without the place in the code that raised it."""
     print(f"warning: {message}", file=sys.stderr)
 
 
 def _report_error(error: Exception, debug: bool) -> int:
-    """One message; the traceback too with --debug. The type is named where the message was not written for users."""
+    """Print the error as one message, with the traceback if --debug was given, and return the exit code.
+
+    The type is named if the message was not written for users.
+    """
     if debug:
         traceback.print_exception(error)
     ours = type(error).__module__.startswith("fastsam.")
@@ -228,7 +231,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam run`."""
+    """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
     from fastsam.lab import compare, experiment, keys, report
     from fastsam.lab import config as configs
@@ -260,7 +263,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam compare`: all configs are checked before the first run starts."""
+    """Run `fastsam compare`. All configs are checked before the first run starts."""
     from fastsam.lab import compare, experiment, report
     from fastsam.lab import config as configs
 
@@ -301,7 +304,7 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam reproduce`."""
+    """Run `fastsam reproduce`."""
     from fastsam.lab import reproduce as tables
 
     console = _console()
@@ -320,7 +323,7 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam reproduce --list`, from a file: to resolve all tables takes torch and seconds."""
+    """Run `fastsam reproduce --list`. It reads a file, because resolving all tables needs torch and seconds."""
     if flags or any((arguments.table, arguments.scale, arguments.seeds, arguments.run_dir, arguments.resume)):
         raise ValueError("--list shows all tables and figures and takes nothing else; leave the other words out")
     listing = resources.files("fastsam.lab") / "reproduce" / "tables" / "listing.json"
@@ -330,7 +333,7 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam plots`."""
+    """Run `fastsam plots`."""
     from fastsam.lab import saved
 
     figures = saved.draw(arguments.directories, arguments.out)
@@ -354,7 +357,7 @@ def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def _trust(arguments: argparse.Namespace) -> str:
-    """The flags as they were given, for a command to copy."""
+    """Return the --trust flags as they were given, for a command that the user can copy."""
     return "".join(f" --trust {shlex.quote(name)}" for name in arguments.trust)
 
 
@@ -397,6 +400,6 @@ def _print_table(console: Console, table: Table) -> None:
 
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:
-    """Lines to read or to copy: not wrapped, not coloured."""
+    """Print lines to read or to copy, without wrapping and colours."""
     for name, value in facts.items():
         console.print(f"{name + ':':<15}{value}", soft_wrap=True, highlight=False, markup=False)

@@ -43,14 +43,14 @@ class PlannedRun:
 
     @property
     def label(self) -> str:
-        """The name of the run's line in reports, the same for all seeds, e.g. "fedsam rho=0.05"."""
+        """Return the name of the run's line in reports, the same for all seeds, e.g. "fedsam rho=0.05"."""
         return " ".join(
             [short_name(self.config.algorithm), *(f"{key}={value_text(value)}" for key, value in self.point)]
         )
 
     @property
     def directory(self) -> str:
-        """The sub-directory, e.g. "fedsam-rho=0.05-seed0"."""
+        """Return the name of the sub-directory, e.g. "fedsam-rho=0.05-seed0"."""
         named = "-".join([*self.label.split(" "), f"seed{self.config.seed}"])
         return "".join(c if c.isalnum() or c in "-_.=+" else "_" for c in named)
 
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def configs(self) -> tuple[RunConfig, ...]:
-        """The config of each run."""
+        """Return the config of each run."""
         return tuple(run.config for run in self.runs)
 
     def record(self) -> dict[str, Any]:
@@ -99,14 +99,18 @@ def plan(
     seeds: Sequence[str] | None = None,
     sweep: Sequence[str] | None = None,
 ) -> Plan:
-    """All runs of a comparison, resolved and checked before the first one starts.
+    """Return all runs of a comparison, resolved and checked before the first one starts.
 
-    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and
-    no sweep.
-    algorithms: `ALL` alone for every one there is. sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false";
-    several of them are combined. An algorithm that does not take a key runs without it, once.
-    Raises ConfigError as `fastsam.lab.config.resolve` does, for an algorithm or seed named twice, for a sweep that no
-    algorithm takes, and for runs that would not share their data (a swept key of the data aside).
+    Args:
+        source: layers of the config. Its [compare] table has the defaults of the other arguments.
+        algorithms: names of the algorithms; only `ALL` for all built-in ones.
+        seeds: seeds as texts; by default the seeds of [compare], else the source's seed.
+        sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are combined. An algorithm
+            that does not take a key runs without it, once.
+
+    Raises:
+        ConfigError: a config cannot be resolved (see `fastsam.lab.config.resolve`), an algorithm or seed is named
+            twice, no algorithm takes a swept key, or runs differ in a key of the data that is not swept.
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
     if names == [ALL]:
@@ -211,7 +215,7 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory; empty when there is none that can be read."""
+    """Return the config.json of a directory, or an empty dict if it cannot be read."""
     try:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
@@ -220,7 +224,7 @@ def _config_of(directory: Path) -> dict[str, Any]:
 
 
 def write_record(plan: Plan, directory: Path) -> None:
-    """The comparison's config.json, from which it can be repeated or resumed."""
+    """Write the comparison's config.json, from which it can be repeated or resumed."""
     make_directory(directory)
     write_json(directory / "config.json", plan.record())
 
@@ -304,7 +308,17 @@ def train(
     resume_command: str,
     every: int | None = None,
 ) -> FinishedRun:
-    """One run. Ctrl-C, and a disk that is full, leave with the command that continues it. every: see `RunProgress`."""
+    """Train one run.
+
+    Args:
+        built: data, model and algorithm.
+        directory: run directory.
+        resume: continue an interrupted run.
+        console: terminal for progress.
+        label: name of the run in the progress line.
+        resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
+        every: see `RunProgress`.
+    """
     try:
         with RunProgress(console, label, built.config.rounds, every) as progress:
             result = experiment.start(built, directory, resume, progress)
@@ -327,7 +341,7 @@ def train(
 
 
 def load_all(plan: Plan) -> dict[str, FederatedData]:
-    """The data sets of a comparison, each loaded once, by `data_key`: one, unless a key of the data is swept."""
+    """Return the data sets of a comparison by `data_key`, each loaded once: one, unless a key of the data is swept."""
     first = {data_key(config): config for config in reversed(plan.configs)}
     return {key: experiment.load_data(config) for key, config in first.items()}
 
@@ -335,9 +349,14 @@ def load_all(plan: Plan) -> dict[str, FederatedData]:
 def train_all(
     plan: Plan, data: Data, directory: Path, resume: bool, console: Console, again: str
 ) -> tuple[list[FinishedRun], dict[str, str]]:
-    """The finished runs, and why others failed, by name. again: the command that repeats the comparison.
+    """Train all runs. Return the finished runs, and the errors of failed runs by name.
 
-    Raises RuntimeError when no run was finished, RunDirectoryError as a run does.
+    Args:
+        again: command that repeats the comparison.
+
+    Raises:
+        RuntimeError: no run was finished.
+        RunDirectoryError: a run directory cannot be used.
     """
     resume_command = f"{again} --run-dir {shlex.quote(str(directory))} --resume"
     runs: list[FinishedRun] = []
@@ -367,7 +386,7 @@ def train_all(
 def surfaces(
     plan: Plan, data: Data, runs: Sequence[FinishedRun], points: int, directory: Path
 ) -> Mapping[str, np.ndarray]:
-    """The loss surface of each label's first run; see `report.loss_surfaces`."""
+    """Return the loss surface of each label's first run; see `report.loss_surfaces`."""
     configs = {(planned.label, planned.config.seed): planned.config for planned in plan.runs}
 
     def build(run: FinishedRun) -> tuple[Any, Any, Any]:

@@ -67,8 +67,16 @@ class Source:
 
 
 def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
-    """The config file (.toml, or .json such as a run directory's config.json) with flags over it. Raises ConfigError,
-    FileNotFoundError."""
+    """Return the layers of a config file, with flags as the last layer.
+
+    Args:
+        path: a .toml file, or a .json file such as a run directory's config.json.
+        flags: flags of the command line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a flag cannot be used.
+        FileNotFoundError: there is no such file.
+    """
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run directory's config is {path / 'config.json'}")
@@ -140,10 +148,13 @@ def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
 
 
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """``["--lr", "0.1", "--fedsam.rho=0.2"]`` as ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}); dashes in keys become
-    underscores.
+    """Return flags as a dict of keys and a dict of tables; dashes in keys become underscores.
 
-    A key without a value means "true". Raises ConfigError for anything else.
+    ``["--lr", "0.1", "--fedsam.rho=0.2"]`` becomes ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}). A key without a value
+    means "true".
+
+    Raises:
+        ConfigError: an argument is not a flag.
     """
     flat: dict[str, str] = {}
     tables: dict[str, dict[str, str]] = {}
@@ -180,7 +191,7 @@ def algorithm_class(name: str) -> Callable[..., Any]:
 
 
 def algorithm_options(name: str) -> dict[str, Any]:
-    """The names of an algorithm's options and their types (Any where unknown)."""
+    """Return the names of an algorithm's options and their types (Any if unknown)."""
     return dict(_options_of(algorithm_class(name)))
 
 
@@ -233,7 +244,7 @@ def resolve(
 def _merge_layers(
     source: Source, name: str, beside: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The keys as the file has them, the keys with the flags over them, and the algorithm's options; all typed."""
+    """Return three dicts of typed values: keys of the file, keys with flags applied, and the algorithm's options."""
     own, short = algorithm_options(name), short_name(name)
     filed: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -283,9 +294,12 @@ _PLAIN = (bool, int, float, str, dict, list, type(None))  # types that a file ca
 
 
 def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = False) -> Any:
-    """`value` as one of the types `allowed`, unless a user's own is among them.
+    """Return `value` as one of the types `allowed`. Values are not checked if `allowed` has a user's class.
 
-    An integer is a float, nothing else is converted; strings are parsed when `text`. Raises ConfigError.
+    An integer is a float, nothing else is converted; strings are parsed when `text`.
+
+    Raises:
+        ConfigError: the value has a different type.
     """
     if text:
         value = _parse(value, allowed)
@@ -301,8 +315,10 @@ def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = Fals
 
 
 def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
-    """A flag's text as the first of its key's types that reads it; the text itself when none does (the type check then
-    complains)."""
+    """Return a flag's text as the first of its key's types that can parse it.
+
+    If no type can, return the text; the type check then raises an error.
+    """
     if type(None) in allowed and value.lower() in ("none", "null"):
         return None
     for kind in allowed:
@@ -323,8 +339,10 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of an algorithm that is a dataclass, defaults included; its own checks speak now, before anything
-    runs."""
+    """Return all options of an algorithm that is a dataclass, defaults included.
+
+    Its checks run here, before anything is trained.
+    """
     try:
         made = algorithm_class(name)(**options)
     except ValueError as error:
@@ -337,8 +355,10 @@ def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tables(source: Source, used: Sequence[str]) -> None:
-    """Tables must belong to an algorithm that exists, and hold keys that it or the run takes, also when it does not run
-    this time."""
+    """Check that each table belongs to an existing algorithm, and that the algorithm or the run takes its keys.
+
+    Tables of algorithms that do not run this time are checked too.
+    """
     names = {short_name(name): name for name in [*registry, *used]}
     for tables in (source.tables, source.flag_tables):
         for table, content in tables.items():
@@ -357,7 +377,7 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
 
 
 def takers_of(option: str) -> list[str]:
-    """The built-in algorithms that have this option."""
+    """Return the built-in algorithms that have this option."""
     return [name for name in registry if option in algorithm_options(name)]
 
 

@@ -118,14 +118,18 @@ OPTION_TABLES = {
 
 
 def short_name(algorithm: str) -> str:
-    """The name of an algorithm's table and directory: the built-in name, or an import path's class in lower case."""
+    """Return the name of an algorithm's table and directory: its built-in name, or the lower-case class name of an
+    import
+    path."""
     return algorithm.rpartition(":")[2].lower()
 
 
 @functools.cache
 def foreign_keys(data: str, split: str) -> dict[str, str]:
-    """The keys without meaning in this run, and why: data's own keys depend on where the data come from, the split's on
-    the split."""
+    """Return the keys without meaning in this run, and the reasons.
+
+    Keys of the data depend on the source of the data, and keys of the split on the split.
+    """
     known, why = _data_keys(data)
     out = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in known}
     if "split" in known:
@@ -142,7 +146,7 @@ SOURCE_KEYS = tuple(key for key in table(DataKeys) if key not in ("data", "augme
 
 
 def _data_keys(data: str) -> tuple[frozenset[str], str]:
-    """The keys of `SOURCE_KEYS` and of splits that `data` takes, and what to say of the others."""
+    """Return the keys of `SOURCE_KEYS` and of splits that `data` takes, and the reason that excludes other keys."""
     if is_import_path(data):
         return frozenset({"data_options"}), "the function makes the clients"
     if is_pattern(data):
@@ -155,7 +159,7 @@ def _data_keys(data: str) -> tuple[frozenset[str], str]:
 
 
 def set_parameters(data: str) -> set[str]:
-    """The keys that a built-in data set takes as arguments (`split_seed` is its `seed`)."""
+    """Return the keys that a built-in data set takes as arguments (`split_seed` is its `seed`)."""
     names = set(inspect.signature(SETS[data]).parameters)
     return {"split_seed" if name == "seed" else name for name in names} & {*SOURCE_KEYS}
 

@@ -52,8 +52,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def to_pandas(directory: str | Path) -> pandas.DataFrame:
-    """The records of all runs of a directory (see `runs_in`) in one data frame, with the columns `run` and `seed`.
-    Needs pandas."""
+    """Return the records of all runs of a directory (see `runs_in`) in one data frame.
+
+    It has the additional columns `run` and `seed`. Needs pandas.
+    """
     import pandas
 
     rows = [{"run": run.label, "seed": run.seed, **record} for run in runs_in(directory) for record in run.history]

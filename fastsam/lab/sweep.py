@@ -45,8 +45,13 @@ class Axis:
 
 
 def parse_axis(text: str) -> Axis:
-    """``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``; commas inside brackets do not separate. Raises ConfigError
-    for anything else."""
+    """Return the axis of a text: ``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``.
+
+    Commas inside brackets do not separate values.
+
+    Raises:
+        ConfigError: the text has a different form, or the key cannot be swept.
+    """
     name, equals, listed = str(text).partition("=")
     values = tuple(_split(listed))
     if not equals or not name.strip() or not values:
@@ -62,7 +67,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that are outside brackets, without the empty ones."""
+    """Yield the parts between commas that are outside brackets, without the empty ones."""
     depth, part = 0, ""
     for c in [*text, ","]:
         depth += (c in "([{") - (c in ")]}")
@@ -75,8 +80,11 @@ def _split(text: str) -> Iterator[str]:
 
 
 def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
-    """Raises ConfigError for a key that none of the algorithms takes, with the algorithms that do or the nearest good
-    key."""
+    """Check that at least one of the algorithms takes each key.
+
+    Raises:
+        ConfigError: no algorithm takes a key. The message names the algorithms that do, or the nearest key.
+    """
     for axis in axes:
         if any(axis.applies_to(name) for name in algorithms):
             continue
@@ -91,13 +99,13 @@ def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
 
 
 def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]:
-    """Every choice of one value per axis; one empty choice when there is no axis."""
+    """Yield every choice of one value per axis; one empty choice if there is no axis."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield tuple(zip(axes, values, strict=True))
 
 
 def with_values(source: Source, values: Sequence[tuple[Axis, str]]) -> Source:
-    """The source with these values over its own flags."""
+    """Return the source with these values in place of its flags."""
     flags, tables = dict(source.flags), {table: dict(own) for table, own in source.flag_tables.items()}
     for axis, value in values:
         if axis.table is None:

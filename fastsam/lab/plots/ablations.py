@@ -77,10 +77,9 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
 
 @figures.styled
 def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes; labels without a rho are
-    dashed levels.
+    """Plot final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes.
 
-    panels: title -> label -> (ratio, accuracies).
+    Labels without a rho are dashed levels. panels: title -> label -> (ratio, accuracies).
     """
     figure, grid, styles = _grid(panels)
     for axes, lines in zip(grid, panels.values(), strict=True):
@@ -93,7 +92,7 @@ def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, 
 
 
 def _grid(panels: Mapping[str, Mapping[str, Any]]) -> tuple[Any, list[Any], dict[str, dict[str, Any]]]:
-    """A figure with a panel for each title, side by side, three in a row; and the style of each label in all of
+    """Return a figure with a panel for each title, three in a row, its panels, and the style of each label in all of
     them."""
     styles = figures.styles(dict.fromkeys(label for lines in panels.values() for label in lines))
     columns = min(3, len(panels))
@@ -150,7 +149,7 @@ def _wide(places: Sequence[float]) -> bool:
 
 
 def _tick(axes: Any, places: Sequence[float]) -> None:
-    """The swept values themselves as ticks, where they do not crowd."""
+    """Set the swept values as ticks, unless they are too many."""
     if len(places) <= 8:
         axes.set_xticks(places, [f"{x:g}" for x in places])
 

@@ -44,7 +44,7 @@ _ABREAST = 3  # panels in a row
 
 
 def series(history: History, key: str) -> dict[int, float]:
-    """round -> value, of the rounds that have one (rounds without evaluation have none)."""
+    """Return the values of `key` by round; rounds without evaluation have none."""
     return {record["round"]: record[key] for record in history if record.get(key) is not None}
 
 
@@ -97,8 +97,10 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
 
 @figures.styled
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
-    """One small plot by round for each of `keys`, of the records that hold it, and for every swept value; lines and
-    bands as in `curves`."""
+    """Draw one small plot by round for each of `keys` and every swept value.
+
+    Lines and bands are as in `curves`. Only records that have the key are used.
+    """
     if len(panels) == 1:
         columns = min(3, len(keys))
         figure = figures.new(
@@ -129,7 +131,7 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
 
 
 def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
-    """The histories as round -> value."""
+    """Return the histories as round -> value."""
     return {
         name: {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}
         for name, lines in panels.items()
@@ -137,8 +139,10 @@ def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, floa
 
 
 def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
-    """A figure with a column of `views` axes for every panel; one panel has them side by side. More than three panels
-    go on below."""
+    """Return a figure with a column of `views` axes for every panel, and its axes.
+
+    A single panel has its views side by side. After three panels a new block of rows begins.
+    """
     if panels == 1:
         figure = figures.new(figures.PAGE, 2.9)
         return figure, [list(figure.subplots(1, views, squeeze=False)[0])]
@@ -153,7 +157,7 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
 
 
 def _share_range(row: Sequence[Any]) -> None:
-    """The same range on the vertical axis, named once, so that panels can be compared with the eye."""
+    """Set one range on the vertical axes and label only the first, so that panels can be compared by eye."""
     ranges = [axes.get_ylim() for axes in row]
     for axes in row:
         axes.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))

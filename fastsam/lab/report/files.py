@@ -56,7 +56,7 @@ class Context:
 
 
 def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: Path) -> None:
-    """summary.json, the figures, report.md and report.html into the comparison's directory."""
+    """Write summary.json, the figures, report.md and report.html into the comparison's directory."""
     write_json(directory / "summary.json", summary(runs, directory))
     figures = [
         *draw_plots(runs, context.counts, directory, context.title),
@@ -68,8 +68,11 @@ def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: P
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
-    """summary.json of a comparison: each run's own summary, and per label the mean and the sample's standard deviation
-    over seeds of its numbers. swept: the values that a run took."""
+    """Return the content of a comparison's summary.json.
+
+    It has the summary of each run, and per label the mean and the sample's standard deviation over seeds of its
+    numbers. `swept` has the swept values of a run.
+    """
     averaged: dict[str, Any] = {}
     for label, group in by_label(runs).items():
         first = {**group[0].summary.get("measures", {}), **group[0].summary.get("metrics", {}), **group[0].summary}
@@ -98,11 +101,15 @@ def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
 def draw_plots(
     runs: Sequence[FinishedRun], counts: Mapping[str, np.ndarray], directory: Path, title: str
 ) -> list[Figure]:
-    """curves.png, classes.png and, where something was measured, metrics.png and measures.png in `directory`, as PNG,
-    SVG and PDF.
+    """Draw curves.png and classes.png, and metrics.png and measures.png if anything was measured.
 
-    title: above every figure. counts: [clients, classes] by the swept values of the data, under "" where none was
-    swept.
+    Each figure is saved in `directory` as PNG, SVG and PDF.
+
+    Args:
+        runs: finished runs.
+        counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was swept.
+        directory: directory of the figures.
+        title: title of every figure.
     """
     held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
     return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]
@@ -151,8 +158,10 @@ def _surfaces(grids: Mapping[str, np.ndarray], directory: Path) -> list[Figure]:
 
 
 def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> list[Figure]:
-    """One figure per swept key; and one over rho/lr where either was swept. A panel for every value of the others that
-    all runs took."""
+    """Draw one figure per swept key, and one over rho/lr if either was swept.
+
+    A figure has a panel for every value of the other keys that all runs took.
+    """
     figures = []
     for key in dict.fromkeys(key for run in runs for key in run.point):
         found: dict[str, dict[str, list[plots.Point]]] = {}

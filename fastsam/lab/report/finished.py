@@ -30,7 +30,7 @@ Group = Sequence[FinishedRun]
 
 
 def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The runs (one per seed) of each label, in order of appearance."""
+    """Return the runs (one per seed) of each label, in order of appearance."""
     groups: dict[str, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
@@ -38,7 +38,7 @@ def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 
 def title(runs: Iterable[FinishedRun], data: str) -> str:
-    """The algorithms (their number, where they are many) and the name of the data."""
+    """Return the names of the algorithms (their number, if there are more than five) and of the data."""
     names = list(dict.fromkeys(run.algorithm for run in runs))
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"
 
@@ -52,23 +52,25 @@ def values(group: Group, key: str) -> list[float]:
 
 
 def metrics_of(runs: Iterable[FinishedRun]) -> list[str]:
-    """The metrics of the test set that the runs took, as keys of their records."""
+    """Return the metrics of the test set that the runs took, as keys of their records."""
     return list(dict.fromkeys(key for run in runs for key in run.summary.get("metrics", {}) if key.startswith("test_")))
 
 
 def target_of(runs: Iterable[FinishedRun]) -> float | None:
-    """The target accuracy of the first run that has one."""
+    """Return the target accuracy of the first run that has one."""
     return next((run.summary["target"] for run in runs if run.summary.get("target") is not None), None)
 
 
 def value_text(value: Any) -> str:
-    """A swept value in a label."""
+    """Return a swept value as it is shown in a label."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
-    """The swept keys that every run took: their values are settings in which algorithms are compared, not variants of
-    an algorithm."""
+    """Return the swept keys that every run took.
+
+    Their values are settings in which algorithms are compared, not variants of an algorithm.
+    """
     points = [run.point for run in runs]
     return tuple(key for key in (points[0] if points else ()) if all(key in point for point in points))
 

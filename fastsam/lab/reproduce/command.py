@@ -92,7 +92,7 @@ def reproduce(
 
 
 def show(made: Document, console: Console) -> None:
-    """The tables of a report on a terminal."""
+    """Print the tables of a report on a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.measure import Measurement
     from rich.table import Table as RichTable

@@ -64,7 +64,7 @@ def _until(key: str) -> Number:
 
 
 def _stored_vectors(run: FinishedRun, target: float | None) -> float:
-    """Vectors of the model's size that a client receives or keeps between the rounds, as declared."""
+    """Return the vectors of the model's size that a client receives or keeps between rounds, as declared."""
     made = registry[run.algorithm](**run.summary["hyperparameters"])
     return made.download_vectors + made.client_vectors
 
@@ -87,7 +87,7 @@ METRICS: Mapping[str, Metric] = {
 
 
 def groups_of(column: Column, algorithm: str, outcomes: Mapping[Part, Outcome]) -> Groups:
-    """The runs of an algorithm in a column."""
+    """Return the runs of an algorithm in a column, by part."""
     return [[run for run in outcomes[part].runs if run.algorithm == algorithm] for part in column.parts]
 
 
@@ -106,7 +106,7 @@ def value(metric: Metric, groups: Groups, target: float | None, number: Number |
 
 
 def cell(metric: Metric, groups: Groups, base: Groups, target: float | None) -> tuple[float | None, str]:
-    """The number (mean over the seeds; None when a seed has none) and the text of a cell. base: FedAvg's runs."""
+    """Return the number (mean over the seeds; None if a seed has none) and the text of a cell. base: FedAvg's runs."""
     values = value(metric, groups, target)
     known = [v for v in values if v is not None]
     if not known:

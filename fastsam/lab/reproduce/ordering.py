@@ -66,7 +66,7 @@ class Claim:
 
 
 def number_of(text: str) -> float | None:
-    """The number that a published cell begins with: 79.52 of "79.52 ± 0.13"; None for a dash or a bound."""
+    """Return the number at the start of a published cell, 79.52 for "79.52 ± 0.13"; None for a dash or a bound."""
     found = re.match(r"\d+(?:\.\d+)?", text)
     return None if found is None else float(found[0])
 
@@ -125,8 +125,10 @@ def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str],
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's tau-b of two orders: 1 for the same, -1 for the reverse; pairs that are equal in one of them count for
-    nothing. NaN if all are."""
+    """Return Kendall's tau-b of two orders: 1 for the same order, -1 for the reverse.
+
+    Pairs that are equal in one of the orders do not count. It is NaN if all pairs are equal in one of them.
+    """
     signs = [
         (np.sign(a - b), np.sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(one, other, strict=True), 2)
     ]
@@ -177,7 +179,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 
 def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
-    """For summary.json."""
+    """Return claims and rank correlations for summary.json."""
     taus = [
         {"section": section, "metric": metric, "tau": tau}
         for (section, metric), tau in rank_correlations(table, outcomes).items()
@@ -206,8 +208,10 @@ def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str],
 
 
 def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> dict[tuple[int, str], list[float | None]]:
-    """By column and algorithm, the number of each seed, larger being better; multiples of FedAvg's mean where the paper
-    has such."""
+    """Return the number of each seed by column and algorithm, with signs such that larger is better.
+
+    If the paper prints multiples of FedAvg's number, ours are multiples of FedAvg's mean.
+    """
     kind, found = METRICS[metric], {}
     for i, column in enumerate(section.columns):
         numbers = {name: value(kind, groups_of(column, name, outcomes), column.target) for name in table.algorithms}
@@ -221,7 +225,7 @@ def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> di
 
 
 def _complete(values: Sequence[float | None]) -> list[float]:
-    """The values, or none of them where one is missing."""
+    """Return the values, or an empty list if one is missing."""
     known = [v for v in values if v is not None]
     return known if len(known) == len(values) else []
 

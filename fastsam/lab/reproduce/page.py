@@ -25,7 +25,7 @@ Outcomes = Mapping[Part, Outcome]
 
 
 def algorithm_name(name: str) -> str:
-    """As the papers spell it."""
+    """Return the algorithm's name as the papers spell it."""
     return registry[name].__name__.replace("_", "-")
 
 
@@ -90,7 +90,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 
 def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
-    """Some columns of a section. Cells that are not to be trusted are numbered, with the reasons in the note."""
+    """Return a table of some columns of a section. Cells that cannot be trusted are numbered; the note has reasons."""
     head, reasons = ["algorithm"], dict[str, int]()
     for i in columns:
         for name in table.metrics:
@@ -148,13 +148,13 @@ def _published_cell(
 
 
 def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
-    """Our number and its text."""
+    """Return our number and its text."""
     groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
     return cell(METRICS[metric], groups, base, column.target)
 
 
 def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """For figures, which print no numbers: ours."""
+    """Return tables of our numbers, for figures, because these print no numbers."""
     found = []
     for part, outcome in outcomes.items():
         made = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
@@ -215,7 +215,7 @@ def _surface_label(part: Part, label: str, outcomes: Outcomes) -> str:
 
 
 def record(table: Table, outcomes: Outcomes) -> list[dict[str, Any]]:
-    """Every cell, for summary.json."""
+    """Return every cell, for summary.json."""
     cells = []
     for section in table.sections:
         for i, column in enumerate(section.columns):

@@ -74,7 +74,7 @@ def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
 
 
 def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Plan]:
-    """The comparison of each part, all checked. Raises ConfigError."""
+    """Return the comparison of each part, all checked. Raises ConfigError."""
     made = {}
     for part, own in sources.items():
         plan = compare.plan(own, part.algorithms, [str(s) for s in seeds], part.sweep)
@@ -101,8 +101,10 @@ def check_data(plans: Mapping[Part, Plan]) -> None:
 def run(
     table: Table, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
 ) -> dict[Part, Outcome]:
-    """All parts, one after the other. A run that fails does not stop the others; a part of which none was finished has
-    no runs."""
+    """Run all parts, one after the other.
+
+    A run that fails does not stop the remaining runs. If no run of a part was finished, its outcome has no runs.
+    """
     outcomes = {}
     for number, (part, plan) in enumerate(plans.items(), 1):
         text = f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs"
@@ -135,8 +137,10 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
-    """The run with the mean and standard deviation over clients of its final model's accuracy on their training
-    samples."""
+    """Return the run with the accuracy of its final model on training samples in its summary.
+
+    The numbers are the mean and standard deviation over clients.
+    """
     config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
     shown = data[compare.data_key(config)]
     built = experiment.build(config, shown)
@@ -148,7 +152,7 @@ def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> Fi
 
 @torch.no_grad()
 def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torch.device | str | None) -> np.ndarray:
-    """Accuracy on each client's training samples, `[clients]` in 0..1."""
+    """Return the accuracy on each client's training samples, `[clients]` in 0..1."""
     model.eval().to(device or "cpu")
     first = next(model.parameters())
     accuracies = []

@@ -42,7 +42,7 @@ class Part:
 
     @property
     def slug(self) -> str:
-        """The part's directory."""
+        """Return the name of the part's directory."""
         return re.sub(r"[^a-z0-9.]+", "-", self.title.lower()).strip("-")
 
 
@@ -113,7 +113,7 @@ class Table:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All that is run; columns may share parts."""
+        """Return all parts, each once; columns may share parts."""
         found: list[Part] = []
         for part in (part for section in self.sections for column in section.columns for part in column.parts):
             found += [part] if part not in found else []
@@ -121,12 +121,12 @@ class Table:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data sets at the paper's scale."""
+        """Return the data sets at the paper's scale."""
         return tuple(dict.fromkeys(str(part.paper["data"]) for part in self.parts))
 
 
 def names() -> list[str]:
-    """All tables and figures, paper by paper in their order there."""
+    """Return the names of all tables and figures, paper by paper, in the order of the paper."""
     files = (resources.files(__package__) / "tables").iterdir()
     found = [file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")]
     papers = ("fedsam", "fedlesam", "fedgmt")
@@ -134,7 +134,7 @@ def names() -> list[str]:
 
 
 def load(name: str, scale: str | None = None) -> Table:
-    """A table at a scale. Raises ConfigError for a name or a scale that does not exist."""
+    """Return a table at a scale. Raises ConfigError for a name or a scale that does not exist."""
     if name not in names():
         raise ConfigError(f"there is no table {name!r}{nearest(name, names())}; choose from {', '.join(names())}")
     if scale is not None and scale not in SCALES:
@@ -151,7 +151,7 @@ def load(name: str, scale: str | None = None) -> Table:
 
 
 def source(part: Part, name: str, at_paper: bool = False) -> Source:
-    """The part's config, as `fastsam.lab.config.resolve` takes it."""
+    """Return the part's config, as `fastsam.lab.config.resolve` takes it."""
     content = part.paper if at_paper else part.keys
     tables = {key: value for key, value in content.items() if _is_table(key, value)}
     return Source({k: v for k, v in content.items() if k not in tables}, tables, name=name)
@@ -193,7 +193,7 @@ def _column(
 
 
 def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str | None) -> tuple[Part, ...]:
-    """The parts of another table whose sections are of this protocol, for these algorithms."""
+    """Return the parts of another table whose sections have this protocol, for these algorithms."""
     content = _read("tables", other)
     sections = [
         _section(section | {"algorithms": algorithms}, content, scale)
@@ -204,7 +204,7 @@ def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str |
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The later wins; the tables of algorithms are merged key by key, other values replaced."""
+    """Merge layers; the later wins. The tables of algorithms are merged key by key, other values replaced."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():

@@ -67,7 +67,7 @@ class Found:
     accuracies: Mapping[str, Mapping[Point, float]] = field(hash=False)
 
     def taken(self, algorithm: str) -> Point:
-        """The best point; none where no run was finished, or the grid has no key of the algorithm's."""
+        """Return the best point; empty if no run was finished, or the algorithm takes no key of the grid."""
         points = self.accuracies.get(algorithm, {})
         return max(points, key=lambda point: points[point], default=())
 
@@ -150,8 +150,10 @@ def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Found:
 
 
 def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[Point, float]]:
-    """Means over what else the runs differ in, of their last ten evaluated rounds. A point of which a run is missing
-    has none."""
+    """Return the mean accuracy of each point, over the last ten evaluated rounds and over other swept keys.
+
+    A point is left out if one of its runs is missing.
+    """
     collected: dict[str, dict[Point, list[float]]] = {}
     for run in runs:
         point = tuple((key, f"{value:g}") for key, value in run.point.items() if key in keys)
@@ -230,7 +232,7 @@ def _row(one: Found, algorithm: str, grid: Grid) -> list[str]:
 
 
 def record(found: Mapping[Part, Found], grid: Grid) -> dict[str, Any]:
-    """For summary.json: the grid, and every point of every method."""
+    """Return the grid and every point of every method, for summary.json."""
     parts = [
         {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy,
             "taken": point == one.taken(algorithm)}
