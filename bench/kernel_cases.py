@@ -60,7 +60,7 @@ class Op:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The operands of the parameters' size, each once."""
+        """Return the operands of the parameters' size, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def call(self, kernels: Any, operands: Operands) -> None:
@@ -133,7 +133,7 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
 
 
 def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
-    """`[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
+    """Return `[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
     common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
     common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
     of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}

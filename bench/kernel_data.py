@@ -86,7 +86,7 @@ class Operator:
         return found and f"{name}: {found}"
 
     def pieces(self, operand: Any) -> Sequence[Tensor]:
-        """The segments of an operand; other tensors whole."""
+        """Return the segments of a field; other tensors whole."""
         tensors = _tensors(operand)
         if len(tensors) == 1 and tensors[0].shape[-1] == self.layout.row_size:
             return list(reference.segments(tensors, self.table, self.case.size.rows))

@@ -40,7 +40,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        """Raises ValueError (statistics.StatisticsError) without values."""
+        """Return median and quartiles. Raises ValueError (statistics.StatisticsError) without values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""Checks the docstrings and comments of changed lines: python tools/check_prose.py [--since REV] [FILE ...].
+"""Check of docstrings and comments on changed lines: python tools/check_prose.py [--since REV] [FILE ...].
 
 A docstring must not begin with a question word or a preposition, a sentence has at most 40 words, and some words are
 banned because readers took them for something else (CONTRIBUTING.md has the rules). Without files it checks the lines

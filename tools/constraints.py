@@ -18,7 +18,7 @@ OLDEST = (2, 10)
 
 
 def keep_installed_torch(text: str, installed: str | None) -> str:
-    """`text` with `torch==installed`, and without pins of triton and torchvision, which belong to one torch.
+    """Return `text` with `torch==installed`, and without pins of triton and torchvision, which belong to one torch.
 
     Raises SystemExit for a torch that is too old.
     """

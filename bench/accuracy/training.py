@@ -1,8 +1,8 @@
 """The measurement of one contender on one task: tuning, the report's runs, and the time of a step.
 
 All contenders are tuned with equally many trials, on seeds and samples that the report does not use. Then each trains
-with the seeds of the report: for the task's number of steps (`steps`), and for the number of steps that fits into SGD's
-time (`time`), by measured times of a step.
+with the seeds of the report, by two protocols. `steps` has the task's number of steps. `time` has the number of steps
+that fits into SGD's time, by measured times of a step.
 """
 
 from __future__ import annotations

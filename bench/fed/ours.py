@@ -13,7 +13,7 @@ from fastsam import fed
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: an executor."""
+    """Train with `fed.run` and return the model. option: an executor."""
     return fed.run(
         workload.make_model(),
         workload.tensors(),

@@ -1,8 +1,9 @@
-"""The cost of an algorithm next to FedAvg, whose processes take turns: of a local step, and of a round.
+"""The cost of a local step and of a round of an algorithm, relative to FedAvg. The processes of both take turns.
 
-A local step's cost is a marginal cost: the time of a round with `LONG` local epochs less the time of a round with one,
-over the steps between. The other costs of a round (constants, states, uploads, sums, the server's step) cancel in that
-difference, and count in the round's. The clock is the process's CPU time where one thread trains.
+A local step's cost is a marginal cost. It is the time of a round with `LONG` local epochs less the time of a round with
+one, divided by the number of additional steps. The other costs of a round (constants, states, uploads, sums, the
+server's step) cancel in that difference, and count in the cost of a round. If one thread trains, the clock is the
+process's CPU time.
 """
 
 from __future__ import annotations

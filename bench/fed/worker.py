@@ -106,8 +106,10 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """The most memory that this program had. Not `ru_maxrss`: that begins with the memory of the process that started
-    this one."""
+    """Return the largest memory of this program in MiB.
+
+    `ru_maxrss` is not used, because it begins with the memory of the process that started this one.
+    """
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 

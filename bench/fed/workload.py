@@ -19,12 +19,12 @@ SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
 
 
 def mlp(width: int = 32) -> nn.Module:
-    """64-width-10."""
+    """Return the MLP 64-width-10."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, CLASSES))
 
 
 def cnn() -> nn.Module:
-    """On 28x28x1; 225,034 parameters."""
+    """Return a CNN for 28x28x1; 225,034 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -77,7 +77,7 @@ class Workload:
         return (cnn() if kind == "cnn" else mlp(int(width or 32))).to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per client float32 inputs and int64 labels: a prototype per class, and noise."""
+        """Return per client float32 inputs and int64 labels: a prototype per class, and noise."""
         random = np.random.default_rng(0)
         prototypes = random.normal(size=(CLASSES, *self.shape))
         made = []
