@@ -36,7 +36,12 @@ ALL = "all"  # algorithms
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run. point: the swept keys that its algorithm takes, with their values in this run."""
+    """One run of a comparison.
+
+    Args:
+        config: config of the run.
+        point: swept keys that its algorithm takes, with their values in this run.
+    """
 
     config: RunConfig
     point: tuple[tuple[str, Any], ...] = ()
@@ -57,8 +62,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a comparison, all checked: through the algorithms, within each the points of the sweep, within each
-    the seeds."""
+    """The runs of a comparison, all checked.
+
+    They are ordered by algorithm, then by point of the sweep, then by seed.
+    """
 
     name: str
     algorithms: tuple[str, ...]

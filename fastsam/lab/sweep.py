@@ -14,7 +14,13 @@ from fastsam.lab.keys import KEYS, short_name
 
 @dataclass(frozen=True)
 class Axis:
-    """A swept key. table: the algorithm that it is for, None for all that take it. values: as on the command line."""
+    """A swept key.
+
+    Args:
+        table: algorithm that the key is for; None for all algorithms that take it.
+        key: name of the key.
+        values: values as on the command line.
+    """
 
     table: str | None
     key: str

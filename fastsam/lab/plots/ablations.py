@@ -29,8 +29,12 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one value of the swept key: `accuracies` of the seeds, in 0..1. value None: the label does not take
-    the key."""
+    """The runs of one value of the swept key.
+
+    Args:
+        value: the value; None if the label does not take the key.
+        accuracies: accuracies of the seeds, in 0..1.
+    """
 
     value: Any
     accuracies: Sequence[float]

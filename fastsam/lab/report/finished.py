@@ -1,4 +1,4 @@
-"""FinishedRun runs, grouped for reports."""
+"""Finished runs, grouped for reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: `label` is its line's name in the report (the algorithm, and the values of a sweep).
+    """A finished run.
 
-    summary and history are the run's own. algorithm: its short name. point: the swept keys that it took. lr: its local
-    learning rate.
+    Args:
+        label: name of its line in the report: the algorithm, and the values of a sweep.
+        seed: random seed.
+        summary: content of its summary.json.
+        history: its records.
+        run_dir: its directory.
+        algorithm: short name of the algorithm.
+        point: swept keys that it took, with their values.
+        lr: local learning rate; None if it is not a number.
     """
 
     label: str

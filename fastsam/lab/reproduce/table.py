@@ -48,7 +48,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: the mean over its parts. target: accuracy in 0..1 for numbers of rounds."""
+    """A column, whose numbers are means over its parts.
+
+    Args:
+        name: text in the head.
+        parts: comparisons.
+        target: accuracy in 0..1 for numbers of rounds, or None.
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -72,7 +78,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Distrust:
-    """Published cells that cannot be right, and why. Empty: all of them."""
+    """Published cells that cannot be right.
+
+    Args:
+        reason: explanation for the report.
+        section: title of a section; empty for all.
+        columns: names of columns; empty for all.
+        algorithms: names of algorithms; empty for all.
+        metrics: names of metrics; empty for all.
+    """
 
     reason: str
     section: str = ""
