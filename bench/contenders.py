@@ -1,4 +1,4 @@
-"""The contenders: every way of doing a SAM step's optimizer part that is compared, behind one small protocol.
+"""The contenders: ways of doing a SAM step's optimizer part, with one small protocol.
 
 A contender is built from the initial weights. Before each of its `phases()` it gets the gradients of backward pass i by
 `take(gradients, i)`, which is not timed.
@@ -39,11 +39,11 @@ class Contender:
 
     Args:
         absent: reason why it cannot be measured here, or empty.
-        backend: name of our backend, empty for others.
+        backend: name of our backend, empty for any other.
         compiles (bool): takes most of a minute to get ready.
         norm_error (float): relative error of the gradient's norm that the gate allows; the default suits float32 sums
             over tensors of 2 M elements.
-        sam: variant whose step in float64 is the reference; None if nothing states what the contender computes.
+        sam: variant whose step in float64 is the reference, or None if the contender has no such reference.
         floor (float): bytes per parameter and step.
         rival: name of our contender that it is compared with, or empty.
     """

@@ -28,7 +28,8 @@ class CopiedSAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def first_step(self) -> None:
-        """Perturb the weights: one norm per tensor, stacked and normed again; a clone of every weight in every step."""
+        """Perturb the weights, with a norm per tensor, the norm of these norms, and a clone of every weight in every
+        step."""
         norm = torch.norm(torch.stack([(1.0 * p.grad).norm(p=2) for _, p in self._each()]), p=2)
         for group, p in self._each():
             self.state[p]["old_p"] = p.data.clone()
@@ -36,7 +37,7 @@ class CopiedSAM(torch.optim.Optimizer):
 
     @torch.no_grad()
     def second_step(self) -> None:
-        """Point `p.data` at the clones, and take the base optimizer's step."""
+        """Restore the weights by setting `p.data` to the clones, and take the base optimizer's step."""
         for _, p in self._each():
             p.data = self.state[p]["old_p"]
         self.base_optimizer.step()

@@ -57,9 +57,9 @@ def check(
     """Build every contender and take `STEPS` steps with it.
 
     Returns:
-        The steppers that agree with their reference, ready to be measured; and per name of the other contenders the
-        reason: how they disagree, or the exception that they raised. A peer that breaks with a new version of torch
-        costs its own row only.
+        The steppers that agree with their reference, ready to be measured, and the reason of each other contender by
+        name: its disagreement, or the exception that it raised. A peer that breaks with a new version of torch costs
+        only its own row.
     """
     green: dict[str, Stepper] = {}
     red: dict[str, str] = {}

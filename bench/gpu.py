@@ -86,7 +86,10 @@ PARTS = (
 
 
 def surroundings() -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the environment of the parts, and the facts of the machine; those of a broken torch are its last words."""
+    """Return the environment of the parts, and the facts of the machine.
+
+    If torch is broken, the facts are the last line of its error.
+    """
     PACKAGES.mkdir(parents=True, exist_ok=True)
     if not (link := PACKAGES / "fastsam_kernels").exists():
         link.symlink_to(ROOT / "kernels", target_is_directory=True)

@@ -1,7 +1,7 @@
 """The registry of kernel cases: every op with the operands that it reads and writes, and the order of measurement.
 
-The bytes of an op are those of its operands, each once: no implementation can move fewer. tests/ops/test_bytes.py finds
-the operands of each op by experiment and holds this table to them.
+The bytes of an op are the bytes of its operands, each counted once: no implementation can move fewer.
+tests/ops/test_bytes.py finds the operands of each op by experiment and compares them with this table.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Op:
     Args:
         function: its name in a backend.
         reads, writes: the operands of the parameters' size.
-        arguments: those of the call; names of operands stand for the operands.
+        arguments: arguments of the call; names of operands stand for the operands.
         options: keyword arguments of the call.
         sums (bool): it writes sums per row instead of elements.
         whole (bool): it works on whole fields, paddings included, without a table.
@@ -60,7 +60,7 @@ class Op:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The operands of the parameters' size, each once."""
+        """Return the operands of the parameters' size, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def call(self, kernels: Any, operands: Operands) -> None:
@@ -89,7 +89,7 @@ OPS: dict[str, Op] = {
         Op("restore", "restore_", ("backup",), ("params",), ("params", "backup", "table")),
         Op("update_adam", "update_", ("backup", "grads", "exp_avg", "exp_avg_sq"), ("params", "exp_avg", "exp_avg_sq"),
            _ADAM, {"steps": "steps"}),
-        # With CLIP_FULL, so that the weights belong to what is clipped.
+        # CLIP_FULL is set, so phi*w is inside the clipped norm and the op reads the weights.
         Op("update_norm", "update_norm_", ("backup", "grads", "g1", "q"), (), ("sumsq", *_STEP),
            {"g1": "g1", "q": "q"}, sums=True),
         Op("dual_norm", "dual_norm_", ("grads", "mu", "s"), (), ("sumsq", *_DUAL), sums=True),
@@ -133,7 +133,7 @@ def kernel_cases(sizes: list[Size], ops: list[Op]) -> Iterator[KernelCase]:
 
 
 def hparams_of(op: Op, rows: int, device: torch.device | str, radius: float) -> Tensor:
-    """`[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
+    """Return `[rows, 1, WIDTH]`, slightly different in every row; perturbations of about `radius` per element."""
     common = {HParam.RHO: radius, HParam.NU: 1e-12, HParam.LR: 0.1, HParam.DECAY: 1e-4, HParam.A: 1.0}
     common |= {HParam.B: 0.5, HParam.PHI: 0.25, HParam.CLIP_FULL: float(op.name == "update_norm")}
     of_adam = {adam.BETA1: 0.9, adam.BETA2: 0.999, adam.EPS: 1e-8, HParam.LR: 1e-3, HParam.DECOUPLED: 1.0}

@@ -15,8 +15,8 @@ from bench.timing import ROTATION
 from fastsam.arena import Layout
 from fastsam_kernels import reference
 
-# where ROTATION caches take more, as much memory is read before every sample instead; Triton's cache of addresses
-# holds these
+# Largest number of sets. If ROTATION caches need more, that much memory is read before every sample instead. Triton's
+# cache of addresses holds this number.
 MAX_SETS = 64
 SCALE = {"params": 0.05, "backup": 0.05, "grads": 0.01, "g1": 0.01}  # standard deviations, elsewhere 0.01
 EPS = torch.finfo(torch.float32).eps
@@ -86,7 +86,7 @@ class Operator:
         return found and f"{name}: {found}"
 
     def pieces(self, operand: Any) -> Sequence[Tensor]:
-        """The segments of an operand; other tensors whole."""
+        """Return the segments of a field; other tensors whole."""
         tensors = _tensors(operand)
         if len(tensors) == 1 and tensors[0].shape[-1] == self.layout.row_size:
             return list(reference.segments(tensors, self.table, self.case.size.rows))
@@ -102,5 +102,5 @@ def _map(function: Callable[[Tensor], Tensor], operand: Any) -> Any:
 
 
 def _double(tensor: Tensor) -> Tensor:
-    """Return the same values in float64, in memory of their own; integers stay."""
+    """Return a copy with the same values in float64; integers keep their dtype."""
     return tensor.double() if tensor.dtype == torch.float32 else tensor.clone()

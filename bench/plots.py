@@ -74,7 +74,7 @@ def _step(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
-    """Fraction of the floor by parameters, for each backend."""
+    """Plot the fraction of the floor by parameters, for each backend."""
     points: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for case in record["cases"]:
         if case.get("layout") == "scattered" and not case["size"].startswith(("cut", "rows")):
@@ -93,7 +93,7 @@ def _kernels(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def _federated(record: Record) -> Iterator[tuple[str, Any]]:
-    """Speeds as bars, a group per race; growth as lines."""
+    """Plot speeds as bars, a group per race; growth as lines."""
     speed, growth = ([case for case in record["cases"] if case["part"] == part] for part in ("speed", "growth"))
     if not speed and not growth:
         return

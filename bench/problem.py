@@ -2,8 +2,7 @@
 
 A benchmark measures the optimizer part of one SAM step: from the gradients of the first pass to the perturbed weights,
 and from the gradients of the second pass to the new weights (SGD with momentum and weight decay). The two backward
-passes are not in it: their gradients are prepared, and handed over as autograd leaves them, in other memory at every
-step.
+passes are not part of it. Their gradients are prepared, and have a different address at every step, as under autograd.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Size:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters of all rows."""
+        """Return the number of parameters of all rows."""
         return self.rows * sum(self.lengths)
 
     @property
@@ -56,8 +55,10 @@ class Size:
 
 
 def _resnet18(small: bool = False) -> Shapes:
-    """ResNet-18 (He et al. 2016, table 1) in the order of torchvision's module: 62 tensors, 11,689,512 parameters. With
-    `small` the stem and the classifier of CIFAR-10: 11,173,962."""
+    """Return the shapes of ResNet-18 (He et al. 2016, table 1) in the order of torchvision's module.
+
+    It has 62 tensors, 11,689,512 parameters. With `small` it has the stem and the classifier of CIFAR-10: 11,173,962.
+    """
 
     def norm(channels: int) -> list[tuple[int, ...]]:
         return [(channels,), (channels,)]
@@ -75,7 +76,7 @@ def _resnet18(small: bool = False) -> Shapes:
 
 
 def _client_cnn(*channels: int) -> Shapes:
-    """A client's CNN: 3x3 convolutions, each with a group norm, and a classifier of ten classes."""
+    """Return the shapes of a client CNN: 3x3 convolutions, each with a group norm, and a classifier of ten classes."""
     shapes: list[tuple[int, ...]] = []
     for before, after in itertools.pairwise((3, *channels)):
         shapes += [(after, before, 3, 3), (after,), (after,)]
@@ -114,7 +115,7 @@ KERNEL_SIZES: dict[str, Size] = {
 
 
 def initial_weights(shapes: Shapes, seed: int = 0, device: torch.device | str = "cpu") -> list[Tensor]:
-    """Weights of an ordinary magnitude, float32, the same for every contender."""
+    """Return weights of an ordinary magnitude, float32, the same for every contender."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).mul_(0.05).to(device) for shape in shapes]
 
@@ -122,8 +123,8 @@ def initial_weights(shapes: Shapes, seed: int = 0, device: torch.device | str = 
 class Gradients:
     """Prepared gradients, one fresh tensor per parameter, in three sets that the passes take in turn.
 
-    So the two passes of a step see different gradients, and a parameter's gradient lies elsewhere at every step, as it
-    does under autograd with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender
+    The two passes of a step see different gradients, and the address of a parameter's gradient differs from step to
+    step, as under autograd with `zero_grad(set_to_none=True)`. `flat(i)` is the set i as one tensor, for the contender
     whose gradients were flat to begin with.
     """
 

@@ -16,7 +16,7 @@ from bench.problem import Gradients, Size, initial_weights
 from bench.timing import ROTATION, Machine, Summary, interleave, intra_op_threads
 
 TOUCHED = 20  # bytes per parameter: weight, saved weight, momentum, two gradients
-MAX_STEPPERS = 16  # where ROTATION caches take more, as much memory is read before every sample
+MAX_STEPPERS = 16  # if ROTATION caches need more, that much memory is read before every sample
 HOST_STEPS = 50
 INTERVAL = 10  # steps: two intervals of SAM(interval=5), one of the other variants that do not perturb in every step
 VIEWS = (
@@ -81,7 +81,7 @@ class Fleet:
         return Summary.of(taken[HOST_STEPS // 5 :]).median
 
     def calls(self) -> dict[str, float]:
-        """Return the kernels of ours, and torch's calls, of a step: the mean over an interval."""
+        """Return the numbers of our kernels and of torch's calls in a step: the mean over an interval."""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for _ in range(INTERVAL):
                 self.steps()

@@ -40,7 +40,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Summary:
-        """Raises ValueError (statistics.StatisticsError) without values."""
+        """Return median and quartiles. Raises ValueError (statistics.StatisticsError) without values."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
@@ -124,7 +124,7 @@ class Machine:
         elements = COPY_BYTES[device.type] // 4
         self._source = torch.ones(elements, device=device)
         self._target = torch.zeros(elements, device=device)
-        # Only read: a cache full of changed lines would be written back on the time of what is measured.
+        # Only read: the write-back of changed cache lines would add to the measured time.
         self._sweep = torch.ones(ROTATION * self.cache_bytes // 4, device=device)
         self._captures: torch.cuda.Stream | None = None
         self._refused: str | None = None

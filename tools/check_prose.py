@@ -1,4 +1,4 @@
-"""Checks the docstrings and comments of changed lines: python tools/check_prose.py [--since REV] [FILE ...].
+"""Check of docstrings and comments on changed lines: python tools/check_prose.py [--since REV] [FILE ...].
 
 A docstring must not begin with a question word or a preposition, a sentence has at most 40 words, and some words are
 banned because readers took them for something else (CONTRIBUTING.md has the rules). Without files it checks the lines
@@ -65,7 +65,7 @@ def changed_lines(rev: str) -> dict[str, set[int]]:
 
 
 def main() -> int:
-    """Print every problem; return 1 if there is one."""
+    """Print every problem. Return 1 if any was found, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="files to check as a whole")
     parser.add_argument("--since", default="HEAD", metavar="REV", help="check lines that changed since this commit")

@@ -1,10 +1,10 @@
-"""Print pip constraints that keep the torch of this environment: the given file, less its own pins of torch and what
-belongs to it.
+"""Print pip constraints that keep the torch of this environment.
 
     python tools/constraints.py constraints.txt
 
-The pins of the file stand where the environment has no torch yet. A torch older than fastsam can use is an error,
-because silently replacing it could break what else lives there.
+The output is the given file with the installed torch, and without pins of packages that belong to one torch. If torch
+is not installed, the file is printed unchanged. A torch older than fastsam can use is an error, because silently
+replacing it could break other packages of the environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OLDEST = (2, 10)
 
 
 def keep_installed_torch(text: str, installed: str | None) -> str:
-    """`text` with `torch==installed`, and without pins of triton and torchvision, which belong to one torch.
+    """Return `text` with `torch==installed`, and without pins of triton and torchvision, which belong to one torch.
 
     Raises SystemExit for a torch that is too old.
     """

@@ -11,7 +11,7 @@ START, END = "<!-- keys:all -->\n", "<!-- /keys -->\n"
 
 
 def page(text: str) -> str:
-    """The page with the table between its marks."""
+    """Return the page with the table between its marks."""
     before, _, rest = text.partition(START)
     keys = KEYS | {f"{table}.{key}": row for table, rows in OPTION_TABLES.items() for key, row in rows.items()}
     rows = [f"| `{key}` | `{row.default_text}` | {row.meaning} |\n" for key, row in keys.items()]

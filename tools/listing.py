@@ -11,7 +11,7 @@ FILE = Path(__file__).parents[1] / "fastsam" / "lab" / "reproduce" / "tables" / 
 
 
 def text() -> str:
-    """A line for each table: name, title, data sets, numbers of runs."""
+    """Return a line for each table: name, title, data sets, numbers of runs."""
     lines = (json.dumps(row, ensure_ascii=False) for row in reproduce.listing())
     return "[\n" + ",\n".join(lines) + "\n]\n"
 

@@ -1,1 +1,1 @@
-"""What the variants of SAM are worth: accuracy on small tasks, at equal steps and at equal time, beside SGD's."""
+"""Accuracy of the variants of SAM on small tasks, at equal steps and at equal time, compared with SGD's."""

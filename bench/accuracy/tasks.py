@@ -1,8 +1,7 @@
-"""The tasks: small enough for a run of a second on one core, with so few training samples that generalisation is what
-differs.
+"""The tasks: small enough for a run of a second on one core.
 
-What can be had without a network: two sets that ship inside scikit-learn, and two that are made here from a fixed
-generator.
+Runs have so few training samples that the contenders differ in generalisation. All data are available without a
+network: two sets are part of scikit-learn, and two are generated here from a fixed seed.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """`load` gives all samples and the number of the last ones that are the test set, which no tuning sees.
+    """A data set and a model.
 
-    train: samples of a run, drawn anew for each seed from those before the test set. noise: share of them whose label
-    is drawn anew from the other classes.
+    Args:
+        load: function that returns all samples, and the number of test samples. The test samples are the last ones;
+            tuning does not use them.
+        train (int): number of training samples of a run, drawn for each seed from the samples before the test set.
+        noise (float): share of the training samples whose label is drawn from the other classes.
     """
 
     title: str
@@ -36,8 +38,10 @@ class Task:
     batch: int = 32
 
     def split(self, seed: int, tuning: bool) -> tuple[Pair, Pair]:
-        """The training samples of a seed, and what to evaluate on: when tuning, the pool's other samples (500 at most),
-        with clean labels."""
+        """Return the training samples of a seed, and the samples for evaluation.
+
+        When tuning, the second are the pool's other samples (500 at most), with clean labels.
+        """
         x, y, test = self.load()
         pool, rng = len(x) - test, torch.Generator().manual_seed(seed)
         order = torch.randperm(pool, generator=rng)
@@ -47,8 +51,10 @@ class Task:
 
 
 def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) -> Tensor:
-    """`labels` (`[n]`, integers), of which round(share * n), chosen at random, are drawn anew, each uniformly from the
-    other classes."""
+    """Return `labels` (`[n]`, integers) with round(share * n) of them, chosen at random, replaced.
+
+    A new label is drawn uniformly from the other classes.
+    """
     made = labels.clone()
     if not share:
         return made
@@ -59,7 +65,7 @@ def corrupted(labels: Tensor, classes: int, share: float, rng: torch.Generator) 
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor, int]:
-    """1797 images `[1, 8, 8]` of digits, 800 of them the test set."""
+    """Return 1797 images `[1, 8, 8]` of digits, with 800 test images."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -68,7 +74,7 @@ def digits() -> tuple[Tensor, Tensor, int]:
 
 @functools.cache
 def cancer() -> tuple[Tensor, Tensor, int]:
-    """569 samples of 30 standardised figures, two classes, 250 of them the test set."""
+    """Return 569 samples of 30 standardised figures, in two classes, with 250 test samples."""
     from sklearn.datasets import load_breast_cancer
 
     x, y = load_breast_cancer(return_X_y=True)
@@ -77,8 +83,10 @@ def cancer() -> tuple[Tensor, Tensor, int]:
 
 @functools.cache
 def images() -> tuple[Tensor, Tensor, int]:
-    """2000 images `[1, 12, 12]` of ten smooth templates, shifted by up to two pixels, with noise as strong as they are;
-    1000 the test set."""
+    """Return 2000 images `[1, 12, 12]` of ten smooth templates, with 1000 test images.
+
+    Templates are shifted by up to two pixels, and the noise is as strong as the templates.
+    """
     rng = np.random.default_rng(7)
     templates = np.kron(rng.standard_normal((10, 4, 4)), np.ones((3, 3)))
     y = rng.integers(10, size=2000)
@@ -101,8 +109,10 @@ _WORDS = {
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Pieces of 16 characters of sentences whose verbs agree with their subjects, and the characters that follow each;
-    150 of 600 the test set."""
+    """Return pieces of 16 characters, and the characters that follow each character; 150 of 600 are test pieces.
+
+    The sentences have verbs that agree with their subjects.
+    """
     rng = np.random.default_rng(11)
     made = ""
     while len(made) < 600 * (LENGTH + 1):
@@ -133,7 +143,7 @@ class NextCharacter(nn.Module):
 
 
 def perceptron(inputs: int, classes: int, width: int = 96) -> nn.Module:
-    """Two hidden layers, each normalised (SAMON perturbs the normalisation alone)."""
+    """Return a model with two hidden layers, each normalised (SAMON perturbs only the normalisation)."""
     layers: list[nn.Module] = [nn.Flatten()]
     for size in (inputs, width):
         layers += [nn.Linear(size, width), nn.LayerNorm(width), nn.ReLU()]
@@ -141,7 +151,7 @@ def perceptron(inputs: int, classes: int, width: int = 96) -> nn.Module:
 
 
 def cnn(side: int, classes: int) -> nn.Module:
-    """Two convolutions with group norms, each followed by pooling."""
+    """Return a model with two convolutions with group norms, each followed by pooling."""
     layers: list[nn.Module] = []
     for before, after in ((1, 8), (8, 16)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(4, after), nn.ReLU(), nn.MaxPool2d(2)]

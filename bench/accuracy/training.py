@@ -1,8 +1,8 @@
-"""The measurement of one contender on one task: tuning, the report's runs, and how long a step takes.
+"""The measurement of one contender on one task: tuning, the report's runs, and the time of a step.
 
-A contender is tuned by as many trials as everybody else, on seeds and samples that the report does not see. Then it
-trains with the seeds of the report, for as many steps as everybody (`steps`), and for as many as fit into SGD's time
-(`time`), by measured times of a step.
+All contenders are tuned with equally many trials, on seeds and samples that the report does not use. Then each trains
+with the seeds of the report, by two protocols. `steps` has the task's number of steps. `time` has the number of steps
+that fits into SGD's time, by measured times of a step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fastsam.fed.step.model_copy import Replica, trainable
 
 SEEDS, TUNING_SEEDS = (0, 1, 2, 3, 4), (1000,)
 QUICK_STEPS = 20
-RADIUS = 0.1  # of the sharpness
-SAMPLE = 10  # steps of a sample of the clock: two whole periods of what perturbs in one step of five
+RADIUS = 0.1  # radius of the sharpness measure
+SAMPLE = 10  # steps of one timing sample: two whole periods of variants that perturb in one step of five
 
 
 MOMENTUM, WEIGHT_DECAY = 0.9, 5e-4
@@ -40,11 +40,12 @@ DECAYS, RHOS = (0.0, 5e-4, 5e-3), (0.02, 0.05, 0.15)
 
 @dataclass(frozen=True)
 class Contender:
-    """Who is compared, and the second number of its grid.
+    """A contender of the comparison, and the second number of its grid.
 
     Args:
         make: function from the second number of a trial to a variant; None for SGD.
-        second: what the second number is.
+        values: grid of the second number.
+        second: name of the second number.
         share (float): fraction of a task's steps.
     """
 
@@ -67,7 +68,7 @@ def contenders() -> dict[str, Contender]:
     """Return SGD, and every variant of SAM with its own defaults and radii."""
     found = {
         "SGD": Contender(None, DECAYS, "weight decay"),
-        "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # what stopping early does, alone
+        "SGD, half the steps": Contender(None, DECAYS, "weight decay", share=0.5),  # the effect of only stopping early
         "SAM": Contender(lambda rho: SAM(rho)),
         "ASAM": Contender(lambda rho: SAM(rho, adaptive=True), (0.2, 0.5, 1.0)),
         "SAM, interval=5": Contender(lambda rho: SAM(rho, interval=5)),
@@ -133,7 +134,7 @@ def run(
         for group in optimizer.param_groups:
             group["lr"] = trial[0] * (1 - number / steps)
         act()
-    leave = getattr(optimizer, "eval", None)  # a variant of one pass rests at perturbed weights
+    leave = getattr(optimizer, "eval", None)  # one-pass variants leave the weights perturbed
     if leave is not None:
         leave()
     model.eval()
@@ -143,8 +144,10 @@ def run(
 
 
 def tune(task: Task, contender: Contender, seeds: Sequence[int], steps: int) -> list[dict[str, Any]]:
-    """Return every trial of the grid with its mean validation accuracy over the seeds, the best first; of equals the
-    first of the grid."""
+    """Return every trial of the grid with its mean validation accuracy over the seeds, the best first.
+
+    Equally good trials keep the order of the grid.
+    """
     scored = []
     for lr, value in itertools.product(task.lrs, contender.values):
         found = [run(task, contender, (lr, value), seed, steps, tuning=True)[0] for seed in seeds]

@@ -14,9 +14,16 @@ loss = nn.functional.cross_entropy
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: "tensors", SGD over the parameters' list; "channels_last", that with the model in this memory format (one
-    line more, for who knows that convolutions and pooling on a CPU gain by it); "flat", all parameters are views of one
-    buffer."""
+    """Train with a bare loop and return the model.
+
+    Args:
+        workload: the workload.
+        rounds: number of rounds.
+        tick: function that is called after every round.
+        option: "tensors" is SGD over the parameters' list. "channels_last" is the same with the model in this memory
+            format, one more line, which makes convolutions and pooling faster on a CPU. "flat": all parameters are
+            views of one buffer.
+    """
     model, data = workload.make_model(), workload.tensors()
     if option == "channels_last":
         model = model.to(memory_format=torch.channels_last)

@@ -1,7 +1,6 @@
-"""The cases of `python -m bench federated`: ours on every executor, bare loops, and the simulators that one could pick
-instead.
+"""The cases of `python -m bench federated`: our executors, bare loops, and other simulators.
 
-Every contender is a process of its own that trains the same workload (bench/fed/workload.py); they take turns
+Every contender is a separate process that trains the same workload (bench/fed/workload.py); they take turns
 (bench/fed/race.py). `make bench-fed` makes the environments of the other simulators.
 """
 
@@ -19,14 +18,14 @@ from bench.fed.race import Entry, race
 from bench.fed.worker import APART
 from bench.fed.workload import Workload
 
-# of a chunk; with 20 of the MLP the quartiles of the fastest lay three times as far apart
+# rounds of a chunk; with 20 rounds of the MLP the quartile range of the fastest contender was three times larger
 ROUNDS = {"mlp": 100, "cnn": 2}
-LONGER = 10  # times as many of the MLP for those that need half a millisecond
+LONGER = 10  # factor on the MLP's rounds for contenders with rounds of half a millisecond
 CHUNKS = 12  # turns that each contender takes
 
 
 def all_of(options: Options) -> Iterator[Case]:
-    """Federated rounds: ours on every executor, bare loops and other simulators."""
+    """Federated rounds: our executors, bare loops and other simulators."""
     if options.device == "cuda":
         for name in on_gpu.jobs(options.device):
             yield Case("gpu", name, (), partial(on_gpu.run, name, options.device))
@@ -51,7 +50,10 @@ def _race(
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """Everybody on the workload, one thread, and ours with all processors next to the bare loop on one thread."""
+    """Yield the races of all contenders on the workload, with one thread.
+
+    Our executor with all processors is compared with the bare loop on one thread.
+    """
     for model, algorithm in itertools.product(("mlp", "cnn"), ("fedavg", "fedsam")):
         load = Workload(model, algorithm)
         entries = [Entry("bare loop", "bare:tensors", load), Entry("bare loop, flat", "bare:flat", load)]
@@ -69,7 +71,7 @@ def speed(options: Options) -> Iterator[Case]:
 
 
 def overheads(options: Options) -> Iterator[Case]:
-    """The cost of an algorithm next to FedAvg, on the plain executor with one thread and on the default one."""
+    """Yield the cost of each algorithm next to FedAvg, on the plain executor with one thread and on the default one."""
     for model, executor in itertools.product(overhead.CLIENTS, overhead.EXECUTORS):
         title = f"{model.upper()}, {executor}"
         for label, load in overhead.loads(model).items():
@@ -79,7 +81,7 @@ def overheads(options: Options) -> Iterator[Case]:
 
 
 def growth(options: Options) -> Iterator[Case]:
-    """The growth of a round's time with clients, parameters and slots."""
+    """Yield the growth of a round's time with clients, parameters and slots."""
     widths = (133, 1333) if options.quick else (133, 1333, 13333, 133333)
     clients = {n: Workload("mlp", clients=n, cohort=10) for n in (10, 100, 1000, 10000)[: 3 if options.quick else 4]}
     parameters = {75 * width + 10: Workload(f"mlp:{width}", cohort=4) for width in widths}
@@ -95,7 +97,10 @@ def growth(options: Options) -> Iterator[Case]:
 
 
 def ranks(options: Options) -> Iterator[Case]:
-    """Two processes next to one, one thread each; and two that share only the machine, as the bound for ranks."""
+    """Yield the race of two processes and one, with one thread each.
+
+    Two processes that share only the machine are the bound for ranks.
+    """
     load = Workload("cnn")
     half = replace(load, cohort=load.cohort // 2)
     entries = [Entry("1 rank", "ours:sequential", load), Entry("2 ranks", "ours:sequential", load, ranks=2)]
@@ -104,7 +109,7 @@ def ranks(options: Options) -> Iterator[Case]:
 
 
 def loop_share(options: Options) -> Iterator[Case]:
-    """The loop's own share of a CNN round."""
+    """Yield the loop's share of a CNN round."""
     rounds, name = options.number(10, 2), "fastsam, sequential"
     measure = partial(share.measure, Workload("cnn"), rounds)
     yield Case("share", "CNN, the loop's own time", [name], lambda _: {"rows": [{"name": name, **measure()}]})

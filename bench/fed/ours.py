@@ -13,7 +13,7 @@ from fastsam import fed
 
 
 def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str) -> nn.Module:
-    """option: an executor."""
+    """Train with `fed.run` and return the model. option: an executor."""
     return fed.run(
         workload.make_model(),
         workload.tensors(),
@@ -33,7 +33,10 @@ def train(workload: Workload, rounds: int, tick: Callable[[], None], option: str
 
 
 def counted(workload: Workload, tick: Callable[[], None]) -> Callable[[int, torch.Generator], list[int]]:
-    """Sampling on several ranks, all of which count rounds: `progress` is called on the first alone."""
+    """Return a sampler for several ranks that counts rounds on all of them.
+
+    It is needed because `progress` is called only on the first rank.
+    """
 
     def sample(round: int, generator: torch.Generator) -> list[int]:
         if round and dist.get_rank():

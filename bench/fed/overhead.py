@@ -1,8 +1,9 @@
-"""The cost of an algorithm next to FedAvg, whose processes take turns: of a local step, and of a round.
+"""The cost of a local step and of a round of an algorithm, relative to FedAvg. The processes of both take turns.
 
-A local step's cost is a marginal cost: the time of a round with `LONG` local epochs less the time of a round with one,
-over the steps between. The other costs of a round (constants, states, uploads, sums, the server's step) cancel in that
-difference, and count in the round's. The clock is the process's CPU time where one thread trains.
+A local step's cost is a marginal cost. It is the time of a round with `LONG` local epochs less the time of a round with
+one, divided by the number of additional steps. The other costs of a round (constants, states, uploads, sums, the
+server's step) cancel in that difference, and count in the cost of a round. If one thread trains, the clock is the
+process's CPU time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ALGORITHMS = ("scaffold", "fedcm", "feddyn", "fedlesam", "fedlesam-s", "fedlesam
 PROTECTED = {"fedavg, noise_multiplier": (("privacy", {"clip": 0.15, "noise_multiplier": 0.5}),)}
 EXECUTORS = ("sequential", "auto")
 LONG = 5  # local epochs of a long round
-# Clients of the rounds whose difference is taken: short turns, but as many rows as a round has where they are stacked.
+# Cohort of the short and long rounds whose difference is taken. It makes turns short. The MLP is stacked, so it keeps
+# the rows of a normal round.
 CLIENTS = {"mlp": 20, "cnn": 4}
 ROUNDS = {"mlp": 5, "cnn": 1}  # rounds of each process in a turn
 

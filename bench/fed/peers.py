@@ -1,5 +1,7 @@
-"""The simulators that one could pick instead, each used as its documentation says, with the fewest parts that train the
-workload. Each runs in an environment of its own, so a function imports its library itself."""
+"""Other simulators, each used as its documentation says, with the fewest parts that train the workload.
+
+Each runs in a separate environment, so a function imports its library itself.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Tick = Callable[[], None]
 
 
 def train(workload: Workload, rounds: int, tick: Tick, option: str) -> nn.Module:
-    """option: name of a simulator."""
+    """Train with a simulator and return the model. option: name of the simulator."""
     return PEERS[option](workload, rounds, tick)
 
 
@@ -28,7 +30,7 @@ MODEL: dict[str, Any] = {}  # state of an actor's process: client apps are funct
 
 
 def client_app(workload: Workload) -> Any:
-    """The app that trains one client; the model and the data stay in its process."""
+    """Return the app that trains one client; the model and the data stay in its process."""
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
 
@@ -52,7 +54,7 @@ def client_app(workload: Workload) -> Any:
 
 
 def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """Flower's simulation: a server app, a client app, and its Ray backend with as many actors as processors."""
+    """Train with Flower's simulation: a server app, a client app, and its Ray backend with one actor per processor."""
     from flwr.app import ArrayRecord, Context
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg
@@ -79,7 +81,7 @@ def flower(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
 
 
 def pfl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """Apple's pfl: its simulated backend with PyTorch models."""
+    """Train with Apple's pfl: its simulated backend with PyTorch models."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
     from pfl.algorithm.federated_averaging import FederatedAveraging
@@ -110,7 +112,7 @@ def pfl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
 
 
 def fedlab(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """FedLab's standalone simulation: its serial trainer and its synchronous server."""
+    """Train with FedLab's standalone simulation: its serial trainer and its synchronous server."""
     _without_torchvision()
     from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer
     from fedlab.contrib.algorithm.basic_server import SyncServerHandler
@@ -137,8 +139,10 @@ def fedlab(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
 
 
 def _without_torchvision() -> None:
-    """FedLab imports torchvision for data sets that are not used here; an empty module does where none fits the
-    installed torch."""
+    """Replace torchvision by an empty module if no torchvision fits the installed torch.
+
+    FedLab imports torchvision for data sets that are not used here.
+    """
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):
@@ -150,7 +154,7 @@ def _without_torchvision() -> None:
 
 
 def fedjax(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """FedJAX's federated averaging, jitted, on the same two models written for JAX."""
+    """Train with FedJAX's federated averaging, jitted, on the same two models written for JAX."""
     import fedjax
     import jax
     import jax.numpy as jnp
@@ -197,8 +201,11 @@ def forward(model: str, p: Any, x: Any) -> Any:
 
 
 def blazefl(workload: Workload, rounds: int, tick: Tick) -> nn.Module:
-    """BlazeFL's own FedAvg (`blazefl.contrib`): its server, and its thread pool with as many clients as torch has
-    threads, one each: faster than one client after the other with all threads."""
+    """Train with BlazeFL's FedAvg (`blazefl.contrib`): its server, and its thread pool with one client per thread of
+    torch.
+
+    This is faster than one client after the other with all threads.
+    """
     from blazefl import contrib
 
     slots = torch.get_num_threads()

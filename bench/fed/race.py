@@ -27,9 +27,9 @@ class Entry:
         contender: its module and option, as bench/fed/worker.py takes them.
         python: interpreter whose environment has it.
         ranks (int): number of processes, started by torchrun.
-        longer (int): times as many rounds a chunk, for a contender that would be done before a processor that has
-            waited is at its speed again.
-        ours (bool): whether its failure is one of the benchmark.
+        longer (int): factor on the rounds of a chunk. It lengthens chunks that would end before an idle processor has
+            reached its full speed again.
+        ours (bool): True if its failure is a failure of the benchmark.
     """
 
     label: str
@@ -42,7 +42,7 @@ class Entry:
     ours: bool = True
 
     def start(self, chunks: int, rounds: int) -> Process:
-        """Start its process, with as many threads in every library's own pool."""
+        """Start its process. Every library's thread pool has `threads` threads."""
         launcher = []
         if self.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
@@ -55,11 +55,12 @@ class Entry:
 
 
 def turns(entries: Sequence[Entry], chunks: int, rounds: int) -> tuple[Rounds, list[dict[str, Any]]]:
-    """Let all entries train, interleaved. Return their samples, and a row each with its loss and memory or a problem.
+    """Let all entries train, interleaved. Return their samples, and a row for each entry: loss and memory, or a
+    problem.
 
-    An entry that dies is left out from then on, with its last words. A sample counts only if training worked: the loss
-    over all data, after as many rounds or more, is near that of the first entry. If the two train on other data or
-    another model, the loss must be better than a guess.
+    An entry that dies is left out from then on, and its row has its last words. A sample counts only if training
+    worked: the loss over all data must be near the loss of the first entry, which had no more rounds. If the two train
+    on different data or models, the loss must be better than a guess.
     """
     problems: dict[str, str] = {}
 

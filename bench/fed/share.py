@@ -1,8 +1,9 @@
-"""How much of a CNN round is the loop's own: outside autograd (forward, backward) and outside the kernels (also that of
-the sums).
+"""The loop's share of a CNN round: time outside autograd (forward, backward) and outside the kernels, the kernels of
+the
+sums included.
 
-Strictly: the loop's are also the gathers of batches, the copies of the global weights into a client's row, and the
-server's step, which torch's own operations do and any loop has.
+The share is strict. It includes the gathers of batches, the copies of the global weights into a client's row, and the
+server's step. Torch operations do these, and any loop has them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One contender in a process of its own: `python -m bench.fed.worker NAME WORKLOAD CHUNKS ROUNDS THREADS`; WORKLOAD is
+"""One contender in a separate process: `python -m bench.fed.worker NAME WORKLOAD CHUNKS ROUNDS THREADS`; WORKLOAD is
 JSON.
 
-It gets ready and trains one chunk of rounds whose time does not count, and then a chunk whenever a line comes in on
-standard input, answering with the seconds of a round. After the last chunk it says the loss over all data and its peak
+It gets ready and trains one chunk of rounds whose time does not count. For each line on standard input it trains a
+chunk and answers with the seconds of a round. After the last chunk it reports the loss over all data and its peak
 memory. Several processes of a launcher (torchrun) begin every chunk together; rank 0 reads and answers.
 """
 
@@ -55,8 +55,10 @@ class Chunks:
 
 
 def apart() -> Callable[[], None]:
-    """Makes strangers of a launcher's processes: each is one alone from now on. Returns what waits until all of them
-    are there."""
+    """Make a launcher's processes independent: each of them continues as a single process.
+
+    Return a function that waits until all processes have called it.
+    """
     from torch import distributed
 
     store, _, size = next(distributed.rendezvous("env://"))
@@ -104,8 +106,10 @@ def main() -> None:
 
 
 def peak_mib() -> float:
-    """The most memory that this program had. Not `ru_maxrss`: that begins with the memory of the process that started
-    this one."""
+    """Return the largest memory of this program in MiB.
+
+    `ru_maxrss` is not used, because it begins with the memory of the process that started this one.
+    """
     status = Path("/proc/self/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
 

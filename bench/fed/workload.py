@@ -1,7 +1,8 @@
-"""One workload for all: 100 clients with 64 samples in 10 classes, 20 of them a round, one local epoch, batch 16, lr
-0.1, no evaluation.
+"""One workload for all contenders: 100 clients with 64 samples in 10 classes, 20 clients a round, one local epoch,
+batch
+16, lr 0.1, no evaluation.
 
-numpy and torch only: the other simulators run in environments of their own, without fastsam.
+The module imports only numpy and torch, because the other simulators run in separate environments without fastsam.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ SHAPES = {"mlp": (64,), "cnn": (1, 28, 28)}
 
 
 def mlp(width: int = 32) -> nn.Module:
-    """64-width-10."""
+    """Return the MLP 64-width-10."""
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, CLASSES))
 
 
 def cnn() -> nn.Module:
-    """On 28x28x1; 225,034 parameters."""
+    """Return a CNN for 28x28x1; 225,034 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3),
         nn.ReLU(),
@@ -40,11 +41,18 @@ def cnn() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """model: "cnn", "mlp", or "mlp:WIDTH". cohort: clients a round. slots, epochs, lr: of ours; None for its
-    own choice of slots.
-    options: others of ours.
+    """A federated workload. Only our executors use `slots`, `epochs`, `lr` and `options`.
 
-    device: of the model and the data (the other simulators take the CPU).
+    Args:
+        model (str): "cnn", "mlp", or "mlp:WIDTH".
+        algorithm (str): name of a built-in algorithm.
+        clients (int): number of clients.
+        cohort (int): number of clients in a round.
+        device (str): device of the model and the data (the other simulators use the CPU).
+        slots (int): number of slots; None for the default number.
+        epochs (int): local epochs.
+        lr (float): local learning rate.
+        options: further options of `fed.run`, as pairs.
     """
 
     model: str
@@ -59,17 +67,17 @@ class Workload:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an input."""
+        """Return the shape of an input."""
         return SHAPES[self.model.split(":")[0]]
 
     def make_model(self) -> nn.Module:
-        """The model with the weights that everybody starts from."""
+        """Return the model with the initial weights that all contenders share."""
         torch.manual_seed(0)
         kind, _, width = self.model.partition(":")
         return (cnn() if kind == "cnn" else mlp(int(width or 32))).to(self.device)
 
     def data(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per client float32 inputs and int64 labels: a prototype per class, and noise."""
+        """Return per client float32 inputs and int64 labels: a prototype per class, and noise."""
         random = np.random.default_rng(0)
         prototypes = random.normal(size=(CLASSES, *self.shape))
         made = []
@@ -84,7 +92,7 @@ class Workload:
 
     @torch.no_grad()
     def loss_of(self, model: nn.Module) -> float:
-        """Cross-entropy over the data of 100 clients: what the gate looks at."""
+        """Return the cross-entropy over the data of 100 clients. The gate compares it."""
         device = next(model.parameters()).device
         x, y = (torch.cat(part[:100]).to(device) for part in zip(*self.tensors()))
         return float(nn.functional.cross_entropy(model.eval()(x), y))

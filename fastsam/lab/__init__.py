@@ -1,2 +1,1 @@
-"""What experimenters do with federated runs: config files, the command line, comparisons, reports, plots, the papers'
-tables."""
+"""Experiments with federated runs: config files, the command line, comparisons, reports, plots, the papers' tables."""

@@ -1,4 +1,4 @@
-"""What `fastsam info` ends with: what is missing on this machine, and where to begin."""
+"""The last lines of `fastsam info`: a missing part of this machine, and how to begin."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ def steps(
     gpu: bool,
     which: Callable[[str], str | None] = shutil.which,
 ) -> list[str]:
-    """At most two lines, or paragraphs: the one thing worth doing first, where there is one, and where to begin.
+    """Return one or two lines (a line may be a paragraph): the most useful thing to install, if any, and how to begin.
 
-    unavailable: why backends cannot serve, by (name, device). torch_cuda: the CUDA that torch is built for; gpu:
-    whether it sees one.
+    Args:
+        unavailable: reasons why backends cannot be used, by (name, device).
+        torch_cuda: CUDA version that torch is built for, or None.
+        gpu: True if torch can use a GPU.
+        which: function that finds a program by its name.
     """
     native, cuda = (unavailable.get(("native", device)) for device in ("cpu", "cuda"))
     if native is not None:

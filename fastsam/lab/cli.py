@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 USAGE, INTERRUPTED = 2, 130
 MISSING = "not installed"
-MOST_POINTS = 1001  # of a side of a loss surface: a million losses
+MOST_POINTS = 1001  # largest number of points on a side of a loss surface: a million losses
 OPTIONAL = {  # packages that some uses need, and what each is for
     "triton": f"kernels for GPUs: {install_command('triton')}",
     "torchvision": f"EMNIST, CIFAR, image folders and the model vit_b_32: {torchvision_command()}",
@@ -42,7 +42,7 @@ OPTIONAL = {  # packages that some uses need, and what each is for
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line. Flags for config keys are left over by `parse_known_args`; `fastsam.lab.config` reads them."""
+    """Return the parser. `parse_known_args` leaves flags for config keys over; `fastsam.lab.config` reads them."""
     top = Parser(prog="fastsam", description="Fused Sharpness-Aware Minimization, and federated experiments with it.")
     top.add_argument("--version", action="store_true", help="print the version and exit")
     text = "print what a shell evaluates to complete this command"
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"\ninterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `fastsam info | head -1` has what it wanted
+    except BrokenPipeError:  # the reader closed the pipe, as in `fastsam info | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -162,18 +162,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _alone(command: str) -> None:
-    """Raises ValueError where a launcher started several processes of a command that is one."""
+    """Raise ValueError if a launcher started several processes of a command that needs only one."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"`fastsam {command}` runs in one process; torchrun is for `fastsam run`")
 
 
 def _show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    """A warning as a line for users: where in the code it was raised helps them little."""
+    """Print a warning as one line, without the place in the code that raised it."""
     print(f"warning: {message}", file=sys.stderr)
 
 
 def _report_error(error: Exception, debug: bool) -> int:
-    """One message; the traceback too with --debug. The type is named where the message was not written for users."""
+    """Print the error as one message, with the traceback if --debug was given, and return the exit code.
+
+    The type is named if the message was not written for users.
+    """
     if debug:
         traceback.print_exception(error)
     ours = type(error).__module__.startswith("fastsam.")
@@ -190,8 +193,10 @@ def _report_error(error: Exception, debug: bool) -> int:
 
 
 def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Print versions, those of the optional packages too, and the table of backends, and what to do next; with `--json`
-    the same as an object. Return 1 if torch cannot be imported."""
+    """Print versions, optional packages included, then the table of backends, and what to do next.
+
+    With `--json` print the same as a JSON object. Return 1 if torch cannot be imported.
+    """
     python = f"{platform.python_version()} ({platform.machine()}, {platform.system()})"
     versions = {DISTRIBUTION: _version(DISTRIBUTION), "python": python} | {p: _version(p) for p in ("torch", "numpy")}
     for package, use in OPTIONAL.items():
@@ -226,7 +231,7 @@ def info(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam run`."""
+    """Run `fastsam run`."""
     from fastsam.fed.sums.ranks import join_ranks
     from fastsam.lab import compare, experiment, keys, report
     from fastsam.lab import config as configs
@@ -238,7 +243,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     if arguments.print_config:
         print(json.dumps(config.record(), indent=1))
         return 0
-    experiment.keywords(config)  # bad ones are told before data are read
+    experiment.keywords(config)  # bad keywords are reported before data are read
     built = experiment.build(config)
     with join_ranks() as ranks:
         # The directory of rank 0: a number that is free now may be taken a moment later.
@@ -258,7 +263,7 @@ def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam compare`: all configs are checked before the first run starts."""
+    """Run `fastsam compare`. All configs are checked before the first run starts."""
     from fastsam.lab import compare, experiment, report
     from fastsam.lab import config as configs
 
@@ -299,7 +304,7 @@ def compare(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam reproduce`."""
+    """Run `fastsam reproduce`."""
     from fastsam.lab import reproduce as tables
 
     console = _console()
@@ -318,7 +323,7 @@ def reproduce(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam reproduce --list`, from a file: to resolve all tables takes torch and seconds."""
+    """Run `fastsam reproduce --list`. It reads a file, because resolving all tables needs torch and seconds."""
     if flags or any((arguments.table, arguments.scale, arguments.seeds, arguments.run_dir, arguments.resume)):
         raise ValueError("--list shows all tables and figures and takes nothing else; leave the other words out")
     listing = resources.files("fastsam.lab") / "reproduce" / "tables" / "listing.json"
@@ -328,7 +333,7 @@ def list_tables(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """`fastsam plots`."""
+    """Run `fastsam plots`."""
     from fastsam.lab import saved
 
     figures = saved.draw(arguments.directories, arguments.out)
@@ -337,8 +342,11 @@ def plots(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
-    """Before a run is resumed, and so before anything is imported: what its config imports. Raises ConfigError, see
-    `show_imports`."""
+    """Print the imports of a config before its run is resumed, and so before anything is imported.
+
+    Raises:
+        ConfigError: see `show_imports`.
+    """
     if not arguments.resume:
         return
     from fastsam.lab.config import show_imports
@@ -349,13 +357,15 @@ def _show_imports(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def _trust(arguments: argparse.Namespace) -> str:
-    """The flags as they were given, for a command to copy."""
+    """Return the --trust flags as they were given, for a command that the user can copy."""
     return "".join(f" --trust {shlex.quote(name)}" for name in arguments.trust)
 
 
 def numbered_directory(stem: str, resume: bool, parent: Path = Path("runs")) -> Path:
-    """``runs/<stem>-001``: the next number for every start, so that nothing is overwritten; with `resume` the last one
-    that exists."""
+    """Return ``runs/<stem>-NNN`` with the number after the highest existing one, so that nothing is overwritten.
+
+    With `resume`, return the existing directory with the highest number. The first number is 001.
+    """
     pattern = re.compile(re.escape(stem) + r"-(\d{3,})")
     taken = [
         int(m.group(1)) for path in (parent.iterdir() if parent.is_dir() else ()) if (m := pattern.fullmatch(path.name))
@@ -390,6 +400,6 @@ def _print_table(console: Console, table: Table) -> None:
 
 
 def _say(console: Console, facts: Mapping[str, object]) -> None:
-    """Lines to read or to copy: not wrapped, not coloured."""
+    """Print lines to read or to copy, without wrapping and colours."""
     for name, value in facts.items():
         console.print(f"{name + ':':<15}{value}", soft_wrap=True, highlight=False, markup=False)

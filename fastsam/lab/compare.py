@@ -36,29 +36,36 @@ ALL = "all"  # algorithms
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run. point: the swept keys that its algorithm takes, with their values in this run."""
+    """One run of a comparison.
+
+    Args:
+        config: config of the run.
+        point: swept keys that its algorithm takes, with their values in this run.
+    """
 
     config: RunConfig
     point: tuple[tuple[str, Any], ...] = ()
 
     @property
     def label(self) -> str:
-        """The name of the run's line in reports, the same for all seeds, e.g. "fedsam rho=0.05"."""
+        """Return the name of the run's line in reports, the same for all seeds, e.g. "fedsam rho=0.05"."""
         return " ".join(
             [short_name(self.config.algorithm), *(f"{key}={value_text(value)}" for key, value in self.point)]
         )
 
     @property
     def directory(self) -> str:
-        """The sub-directory, e.g. "fedsam-rho=0.05-seed0"."""
+        """Return the name of the sub-directory, e.g. "fedsam-rho=0.05-seed0"."""
         named = "-".join([*self.label.split(" "), f"seed{self.config.seed}"])
         return "".join(c if c.isalnum() or c in "-_.=+" else "_" for c in named)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs of a comparison, all checked: through the algorithms, within each the points of the sweep, within each
-    the seeds."""
+    """The runs of a comparison, all checked.
+
+    They are ordered by algorithm, then by point of the sweep, then by seed.
+    """
 
     name: str
     algorithms: tuple[str, ...]
@@ -68,11 +75,11 @@ class Plan:
 
     @property
     def configs(self) -> tuple[RunConfig, ...]:
-        """The config of each run."""
+        """Return the config of each run."""
         return tuple(run.config for run in self.runs)
 
     def record(self) -> dict[str, Any]:
-        """What the comparison's config.json holds; `fastsam compare` reads it again to this same plan."""
+        """Return the comparison's config.json. `fastsam compare` reads it again to this same plan."""
         records: dict[str, dict[str, Any]] = {}
         for config in self.configs:
             records.setdefault(short_name(config.algorithm), config.record())
@@ -99,14 +106,18 @@ def plan(
     seeds: Sequence[str] | None = None,
     sweep: Sequence[str] | None = None,
 ) -> Plan:
-    """All runs of a comparison, resolved and checked before the first one starts.
+    """Return all runs of a comparison, resolved and checked before the first one starts.
 
-    algorithms, seeds, sweep: from the command line; default: the source's [compare] table, then the source's seed, and
-    no sweep.
-    algorithms: `ALL` alone for every one there is. sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false";
-    several of them are combined. An algorithm that does not take a key runs without it, once.
-    Raises ConfigError as `fastsam.lab.config.resolve` does, for an algorithm or seed named twice, for a sweep that no
-    algorithm takes, and for runs that would not share their data (a swept key of the data aside).
+    Args:
+        source: layers of the config. Its [compare] table has the defaults of the other arguments.
+        algorithms: names of the algorithms; only `ALL` for all built-in ones.
+        seeds: seeds as texts; by default the seeds of [compare], else the source's seed.
+        sweep: texts such as "rho=0.01,0.05" or "fedsmoo.dyn=true,false"; several of them are combined. An algorithm
+            that does not take a key runs without it, once.
+
+    Raises:
+        ConfigError: a config cannot be resolved (see `fastsam.lab.config.resolve`), an algorithm or seed is named
+            twice, no algorithm takes a swept key, or runs differ in a key of the data that is not swept.
     """
     names = list(algorithms or source.compare.get("algorithms") or [])
     if names == [ALL]:
@@ -167,7 +178,7 @@ def _check_data(configs: Sequence[RunConfig], swept: set[str]) -> None:
 
 
 def data_key(config: RunConfig) -> str:
-    """What two configs have in common that run on the same data."""
+    """Return a key that is equal for two configs if they run on the same data."""
     return json.dumps([getattr(config, key) for key in DATA_KEYS], default=repr)
 
 
@@ -187,9 +198,10 @@ def _unique(names: Sequence[str], what: str) -> None:
 
 
 def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
-    """Raises RunDirectoryError unless the comparison can run in `directory`: it is new or empty, or, with `resume`,
-    that of a comparison whose runs had these configs (what `fastsam.fed.run` lets a resumed run change may differ).
-    Writes nothing.
+    """Raise RunDirectoryError unless the comparison can run in `directory`. Writes nothing.
+
+    The directory must be new or empty. With `resume` it may have an earlier comparison whose runs had these configs;
+    keys that `fastsam.fed.run` lets a resumed run change may differ.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
@@ -210,7 +222,7 @@ def check_directory(plan: Plan, directory: Path, resume: bool) -> None:
 
 
 def _config_of(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory; empty when there is none that can be read."""
+    """Return the config.json of a directory, or an empty dict if it cannot be read."""
     try:
         content = read_json(directory / "config.json")
     except (OSError, ValueError):
@@ -219,13 +231,16 @@ def _config_of(directory: Path) -> dict[str, Any]:
 
 
 def write_record(plan: Plan, directory: Path) -> None:
-    """The comparison's config.json, from which it can be repeated or resumed."""
+    """Write the comparison's config.json, from which it can be repeated or resumed."""
     make_directory(directory)
     write_json(directory / "config.json", plan.record())
 
 
 def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
-    """The data sets of a comparison by what was swept of them, e.g. "alpha = 0.1"; one that was not swept under ""."""
+    """Return the data sets of a comparison by the swept values of data keys, e.g. "alpha = 0.1".
+
+    The name is "" if no data key was swept.
+    """
     found: dict[str, FederatedData] = {}
     for run in plan.runs:
         name = panel_name({key: value for key, value in run.point if key in DATA_KEYS})
@@ -234,8 +249,10 @@ def by_swept_data(plan: Plan, data: Data) -> dict[str, FederatedData]:
 
 
 def facts(plan: Plan, data: Data) -> dict[str, Any]:
-    """What a reader of the report must know: the data, the split, and the keys of the run that count. What differs
-    between swept values of the data has a line for each, with the value in its name."""
+    """Return the facts at the head of the report: the data, the split, and the most important keys of the run.
+
+    A fact that differs between swept values of the data has a line for each value, with the value in its name.
+    """
     config = plan.configs[0]
     swept = {axis.key for axis in plan.sweep}
     share = "participation" if config.cohort is None else "cohort"
@@ -255,7 +272,7 @@ def facts(plan: Plan, data: Data) -> dict[str, Any]:
 
 
 def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
-    """Of one data set: what it is, how many clients have how much, and how it was dealt out."""
+    """Return the facts of one data set: its size, the samples of its clients, and its split."""
     sizes = [len(y) for _, y in data.clients]
     split = f"{config.split}(alpha={config.alpha:g})" if config.split == "dirichlet" else config.split
     per_client = f"{min(sizes)} to {max(sizes)}" if min(sizes) != max(sizes) else f"{sizes[0]}"
@@ -267,7 +284,10 @@ def _data_facts(config: RunConfig, data: FederatedData) -> dict[str, str]:
 
 
 def _merged(told: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """One line for what is the same for all, one with the name for each where it is not."""
+    """Return one line for each fact that is the same in all data sets, and one line per data set for other facts.
+
+    Lines of the second kind have the data set's name in their key.
+    """
     made: dict[str, str] = {}
     for key in dict.fromkeys(key for facts in told.values() for key in facts):
         texts = {name: facts[key] for name, facts in told.items() if key in facts}
@@ -295,7 +315,17 @@ def train(
     resume_command: str,
     every: int | None = None,
 ) -> FinishedRun:
-    """One run. Ctrl-C, and a disk that is full, leave with the command that continues it. every: see `RunProgress`."""
+    """Train one run.
+
+    Args:
+        built: data, model and algorithm.
+        directory: run directory.
+        resume: continue an interrupted run.
+        console: terminal for progress.
+        label: name of the run in the progress line.
+        resume_command: command that continues the run. Ctrl-C and a full disk raise errors that show it.
+        every: see `RunProgress`.
+    """
     try:
         with RunProgress(console, label, built.config.rounds, every) as progress:
             result = experiment.start(built, directory, resume, progress)
@@ -318,7 +348,7 @@ def train(
 
 
 def load_all(plan: Plan) -> dict[str, FederatedData]:
-    """The data sets of a comparison, each loaded once, by `data_key`: one, unless a key of the data is swept."""
+    """Return the data sets of a comparison by `data_key`, each loaded once: one, unless a key of the data is swept."""
     first = {data_key(config): config for config in reversed(plan.configs)}
     return {key: experiment.load_data(config) for key, config in first.items()}
 
@@ -326,9 +356,14 @@ def load_all(plan: Plan) -> dict[str, FederatedData]:
 def train_all(
     plan: Plan, data: Data, directory: Path, resume: bool, console: Console, again: str
 ) -> tuple[list[FinishedRun], dict[str, str]]:
-    """The finished runs, and why others failed, by name. again: the command that repeats the comparison.
+    """Train all runs. Return the finished runs, and the errors of failed runs by name.
 
-    Raises RuntimeError when no run was finished, RunDirectoryError as a run does.
+    Args:
+        again: command that repeats the comparison.
+
+    Raises:
+        RuntimeError: no run was finished.
+        RunDirectoryError: a run directory cannot be used.
     """
     resume_command = f"{again} --run-dir {shlex.quote(str(directory))} --resume"
     runs: list[FinishedRun] = []
@@ -358,7 +393,7 @@ def train_all(
 def surfaces(
     plan: Plan, data: Data, runs: Sequence[FinishedRun], points: int, directory: Path
 ) -> Mapping[str, np.ndarray]:
-    """The loss surface of each label's first run; see `report.loss_surfaces`."""
+    """Return the loss surface of each label's first run; see `report.loss_surfaces`."""
     configs = {(planned.label, planned.config.seed): planned.config for planned in plan.runs}
 
     def build(run: FinishedRun) -> tuple[Any, Any, Any]:

@@ -1,8 +1,8 @@
 """The config of a run: one TOML or JSON file, each key also a flag; every key typed and checked.
 
 Layers, the later wins: defaults, the file, the file's table for the algorithm, flags, flags for the algorithm
-(``--fedsam.rho 0.1``). An algorithm's table holds its own options and any key of a run that shall differ for it; an
-option may also stand outside the table, for every algorithm of the run that takes it.
+(``--fedsam.rho 0.1``). An algorithm's table has its own options, and any key of a run with a different value for this
+algorithm. An option outside the table applies to every algorithm of the run that takes it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LONGEST_NAME = 120  # bytes; the algorithm and a number follow, and a file syste
 
 
 class ConfigError(ValueError):
-    """A config file or flag that cannot be used; the message says which key, what was expected and what would work."""
+    """A config file or flag that cannot be used. The message names the key, what was expected and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,16 @@ class Source:
 
 
 def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
-    """The config file (.toml, or .json such as a run directory's config.json) with flags over it. Raises ConfigError,
-    FileNotFoundError."""
+    """Return the layers of a config file, with flags as the last layer.
+
+    Args:
+        path: a .toml file, or a .json file such as a run directory's config.json.
+        flags: flags of the command line.
+
+    Raises:
+        ConfigError: the file cannot be read, or a flag cannot be used.
+        FileNotFoundError: there is no such file.
+    """
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a directory; a run directory's config is {path / 'config.json'}")
@@ -95,14 +103,17 @@ def read(path: str | Path, flags: Sequence[str] = ()) -> Source:
 
 
 def with_current_options(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored config.json with the options of today: renamed ones, and those of privacy in their table."""
+    """Return a stored config.json with today's names: options renamed, and privacy options moved to their table."""
     found = with_current_names(stored)
     flat = {("clip" if key == "clip_update" else key): found.pop(key) for key in _FLAT_PRIVACY if key in found}
     return found | {"privacy": flat} if flat else found
 
 
 def imports(source: Source) -> list[tuple[str, str]]:
-    """What the file imports: keys and their import paths, those of a comparison too. Flags are the user's own words."""
+    """Return the imports of the file as pairs of key and import path, with the imports of [compare].
+
+    Keys that a flag overrides are left out, because the user has typed the flag.
+    """
     found = [(key, value) for key, value in source.values.items() if key not in source.flags]
     found += [item for table in source.tables.values() for item in table.items()]
     metrics = source.values.get("metrics")
@@ -114,10 +125,14 @@ def imports(source: Source) -> list[tuple[str, str]]:
 
 
 def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
-    """What a run directory's config will import, in lines to be read before it is resumed.
+    """Return lines that list the imports of a run directory's config, to be read before the run is resumed.
 
-    places: the directory and its config. Raises ConfigError where somebody else made one of them and what is imported
-    was not named by --trust.
+    Args:
+        source: the layers of the config.
+        places: the directory and its config file.
+
+    Raises:
+        ConfigError: another user made one of the places, and an import was not named by --trust.
     """
     found = imports(source)
     lines = [f"{key} imports {path}" for key, path in found]
@@ -133,10 +148,13 @@ def show_imports(source: Source, places: Iterable[Path]) -> list[str]:
 
 
 def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """``["--lr", "0.1", "--fedsam.rho=0.2"]`` as ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}); dashes in keys become
-    underscores.
+    """Return flags as a dict of keys and a dict of tables; dashes in keys become underscores.
 
-    A key without a value means "true". Raises ConfigError for anything else.
+    ``["--lr", "0.1", "--fedsam.rho=0.2"]`` becomes ({"lr": "0.1"}, {"fedsam": {"rho": "0.2"}}). A key without a value
+    means "true".
+
+    Raises:
+        ConfigError: an argument is not a flag.
     """
     flat: dict[str, str] = {}
     tables: dict[str, dict[str, str]] = {}
@@ -157,7 +175,11 @@ def parse_flags(flags: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[st
 
 
 def algorithm_class(name: str) -> Callable[..., Any]:
-    """The class behind a built-in name or an import path. Raises ConfigError for an unknown name."""
+    """Return the class for a built-in name or an import path.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
     if is_import_path(name):
         return import_object(name, "algorithm")
     if name not in registry:
@@ -169,13 +191,13 @@ def algorithm_class(name: str) -> Callable[..., Any]:
 
 
 def algorithm_options(name: str) -> dict[str, Any]:
-    """The names of an algorithm's options and their types (Any where unknown)."""
+    """Return the names of an algorithm's options and their types (Any if unknown)."""
     return dict(_options_of(algorithm_class(name)))
 
 
 @functools.cache
 def _options_of(made: Callable[..., Any]) -> dict[str, Any]:
-    """Cached, since a comparison of many runs asks for every algorithm's options in each of them."""
+    """Return the options of a class. Cached, because every run of a comparison needs the options of all algorithms."""
     if dataclasses.is_dataclass(made):
         names = [f.name for f in dataclasses.fields(made) if f.init]
     else:
@@ -190,12 +212,17 @@ def _options_of(made: Callable[..., Any]) -> dict[str, Any]:
 def resolve(
     source: Source, algorithm: str | None = None, beside: Iterable[str] = (), seed: int | None = None
 ) -> RunConfig:
-    """The config of one run.
+    """Return the config of one run.
 
-    algorithm, seed: instead of the source's own. beside: other algorithms of the same comparison; a flat option that
-    only they take is theirs.
-    Raises ConfigError for an unknown key (the nearest good one is named), another algorithm's option, a wrong type or
-    choice, and a key without meaning in this run.
+    Args:
+        source: the layers of the config.
+        algorithm: algorithm in place of the source's.
+        beside: other algorithms of the same comparison. An option outside the tables is ignored if only they take it.
+        seed: seed in place of the source's.
+
+    Raises:
+        ConfigError: a key is unknown (the message names the nearest key), is an option of a different algorithm, has a
+            wrong type or choice, or has no meaning in this run.
     """
     name = algorithm or (source.values | source.flags).get("algorithm", RunConfig.algorithm)
     if not isinstance(name, str):
@@ -217,7 +244,7 @@ def resolve(
 def _merge_layers(
     source: Source, name: str, beside: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The keys as the file has them, the keys with the flags over them, and the algorithm's options; all typed."""
+    """Return three dicts of typed values: keys of the file, keys with flags applied, and the algorithm's options."""
     own, short = algorithm_options(name), short_name(name)
     filed: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -242,9 +269,10 @@ def _merge_layers(
 
 
 def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collection[str]) -> dict[str, Any]:
-    """`values` without what the file says and a flag has made meaningless: its `alpha` beside ``--split iid``.
+    """Return `values` without keys of the file that a flag has made meaningless, such as `alpha` with ``--split iid``.
 
-    Raises ConfigError for a key that is a flag itself, or had no meaning in the file either.
+    Raises:
+        ConfigError: a key without meaning was given as a flag, or it had no meaning in the file either.
     """
     foreign, before = (
         foreign_keys(*(keys.get(key, KEYS[key].default) for key in ("data", "split"))) for keys in (values, filed)
@@ -256,19 +284,22 @@ def _with_meaning(values: dict[str, Any], filed: dict[str, Any], flagged: Collec
 
 
 def _kinds_in_a_file(key: str) -> tuple[type, ...]:
-    """What a file can hold of a key's types: no callable, no device, a list for any sequence."""
+    """Return the types of a key that a file can express: no callable, no device, a list for any sequence."""
     plain = ({Sequence: list, Mapping: dict}.get(kind, kind) for kind in KEYS[key].kinds)
     return tuple(kind for kind in plain if kind in _PLAIN)
 
 
 _FLAT_PRIVACY = ("clip_update", "noise_multiplier", "noise", "delta", "accountant")  # keys of older files
-_PLAIN = (bool, int, float, str, dict, list, type(None))  # what a file holds
+_PLAIN = (bool, int, float, str, dict, list, type(None))  # types that a file can express
 
 
 def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = False) -> Any:
-    """`value` as one of the types `allowed`, unless a user's own is among them.
+    """Return `value` as one of the types `allowed`. Values are not checked if `allowed` has a user's class.
 
-    An integer is a float, nothing else is converted; strings are parsed when `text`. Raises ConfigError.
+    An integer is a float, nothing else is converted; strings are parsed when `text`.
+
+    Raises:
+        ConfigError: the value has a different type.
     """
     if text:
         value = _parse(value, allowed)
@@ -284,8 +315,10 @@ def check_type(key: str, value: Any, allowed: tuple[Any, ...], text: bool = Fals
 
 
 def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
-    """A flag's text as the first of its key's types that reads it; the text itself when none does (the type check then
-    complains)."""
+    """Return a flag's text as the first of its key's types that can parse it.
+
+    If no type can, return the text; the type check then raises an error.
+    """
     if type(None) in allowed and value.lower() in ("none", "null"):
         return None
     for kind in allowed:
@@ -306,8 +339,10 @@ def _parse(value: str, allowed: tuple[Any, ...]) -> Any:
 
 
 def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All options of an algorithm that is a dataclass, defaults included; its own checks speak now, before anything
-    runs."""
+    """Return all options of an algorithm that is a dataclass, defaults included.
+
+    Its checks run here, before anything is trained.
+    """
     try:
         made = algorithm_class(name)(**options)
     except ValueError as error:
@@ -320,8 +355,10 @@ def _complete(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tables(source: Source, used: Sequence[str]) -> None:
-    """Tables must belong to an algorithm that exists, and hold keys that it or the run takes, also when it does not run
-    this time."""
+    """Check that each table belongs to an existing algorithm, and that the algorithm or the run takes its keys.
+
+    Tables of algorithms that do not run this time are checked too.
+    """
     names = {short_name(name): name for name in [*registry, *used]}
     for tables in (source.tables, source.flag_tables):
         for table, content in tables.items():
@@ -340,7 +377,7 @@ def _check_tables(source: Source, used: Sequence[str]) -> None:
 
 
 def takers_of(option: str) -> list[str]:
-    """The built-in algorithms that have this option."""
+    """Return the built-in algorithms that have this option."""
     return [name for name in registry if option in algorithm_options(name)]
 
 

@@ -31,7 +31,7 @@ _IMPORTED = ("loss", "lr", "server_lr", "sampler", "available", "weighting")  # 
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a config describes: ready to run."""
+    """The data, model and algorithm of a config, ready to run."""
 
     config: RunConfig
     data: data_sets.FederatedData
@@ -40,7 +40,13 @@ class Experiment:
 
 
 def load_data(config: RunConfig) -> data_sets.FederatedData:
-    """The data set of a config. Raises ValueError, FileNotFoundError, and ConnectionError for a download that fails."""
+    """Return the data set of a config.
+
+    Raises:
+        ValueError: the data cannot be used.
+        FileNotFoundError: a file is missing.
+        ConnectionError: a download failed.
+    """
     data = _load(config)
     return data if config.augment == "auto" else replace(data, augment=named(config.augment))
 
@@ -65,7 +71,7 @@ def _load(config: RunConfig) -> data_sets.FederatedData:
 
 
 def _load_set(config: RunConfig) -> data_sets.FederatedData:
-    """A built-in data set, with the keys that it takes."""
+    """Return a built-in data set, made with the keys that it takes."""
     taken = set_parameters(config.data)
     arguments = {key: getattr(config, key) for key in taken - {"split_seed"}} | {"seed": config.split_seed}
     foreign = set(config.data_options) - set_options(config.data)
@@ -79,14 +85,15 @@ def _load_set(config: RunConfig) -> data_sets.FederatedData:
 
 
 def _split(config: RunConfig) -> dict[str, Any]:
-    """How the samples are dealt out; the split "own" knows its clients."""
+    """Return the arguments of the split of samples over clients. The split "own" lists its clients, so it takes no
+    number."""
     clients = None if config.split == "own" else config.clients
     own = {key: getattr(config, key) for key in options_of(config.split)}
     return {"clients": clients, "split": config.split, "seed": config.split_seed} | own
 
 
 def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Experiment:
-    """The experiment of a config. data: already loaded (by a config that agrees in all `DATA_KEYS`)."""
+    """Return the experiment of a config. data: data already loaded by a config that agrees in all `DATA_KEYS`."""
     data = load_data(config) if data is None else data
     model = models.build(config.model, data.in_shape, data.classes, config.seed, **config.model_options)
     if data.pixels is not None:
@@ -98,7 +105,11 @@ def build(config: RunConfig, data: data_sets.FederatedData | None = None) -> Exp
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """Into the model. Raises ConfigError for a file that is not there, is none, or does not fit."""
+    """Load weights into the model.
+
+    Raises:
+        ConfigError: the file is missing, is not a .safetensors file, or does not fit the model.
+    """
     file = path / "model.safetensors" if path.is_dir() else path
     try:
         model.load_state_dict(safetensors.torch.load(read_bytes(file)))
@@ -112,7 +123,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
 
 
 def keywords(config: RunConfig) -> dict[str, Any]:
-    """The keywords of `fastsam.fed.run` that a config stands for, checked. Raises ValueError as `run` would."""
+    """Return the checked keywords of `fastsam.fed.run` for a config. Raises ValueError as `run` would."""
     made = {key: getattr(config, key) for key in table(Settings)}
     imported = [key for key in _IMPORTED if isinstance(made[key], str) and is_import_path(made[key])]
     made |= {key: import_object(made[key], key) for key in imported}

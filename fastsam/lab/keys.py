@@ -20,7 +20,7 @@ from fastsam.fed.stages.compression import TopK
 
 @dataclass(frozen=True)
 class DataKeys:
-    """The data set and how it is dealt out: what a comparison's runs have in common."""
+    """The data set and its split over clients. They are the same for all runs of a comparison."""
 
     # fmt: off
     data: str = option("digits",
@@ -76,11 +76,13 @@ class ModelKeys:
 
 @dataclass(frozen=True)
 class RunConfig(Settings, ModelKeys, DataKeys):
-    """All keys of one run, resolved. Raises ValueError for a value out of range; what an import path names is looked at
-    later.
+    """All keys of one run, resolved. Import paths are checked later.
 
-    `options` are the algorithm's own (its hyper-parameters): no key of this name exists, they stand in the algorithm's
+    `options` are the algorithm's hyper-parameters. There is no key of this name: they are written in the algorithm's
     table.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     # fmt: off
@@ -93,7 +95,8 @@ class RunConfig(Settings, ModelKeys, DataKeys):
         self.name_sampler()
 
     def record(self) -> dict[str, Any]:
-        """What config.json holds: every key with a meaning in this run, and the table of the algorithm's options.
+        """Return the content of config.json: every key with a meaning in this run, and the table of the algorithm's
+        options.
 
         Read again it gives this same config.
         """
@@ -111,18 +114,22 @@ TABLES = frozenset(key for key, row in KEYS.items() if {dict, Mapping} & {*row.k
 OPTION_TABLES = {
     "privacy": table(Privacy),
     "compression": table(TopK),
-}  # keys whose table has options of its own, also as flags: --privacy.clip
+}  # keys whose table has options, which are also flags: --privacy.clip
 
 
 def short_name(algorithm: str) -> str:
-    """The name of an algorithm's table and directory: the built-in name, or an import path's class in lower case."""
+    """Return the name of an algorithm's table and directory: its built-in name, or the lower-case class name of an
+    import
+    path."""
     return algorithm.rpartition(":")[2].lower()
 
 
 @functools.cache
 def foreign_keys(data: str, split: str) -> dict[str, str]:
-    """The keys without meaning in this run, and why: data's own keys depend on where the data come from, the split's on
-    the split."""
+    """Return the keys without meaning in this run, and the reasons.
+
+    Keys of the data depend on the source of the data, and keys of the split on the split.
+    """
     known, why = _data_keys(data)
     out = {key: f"data is {data!r}, {why}" for key in (*SOURCE_KEYS, *_SPLIT_OPTIONS) if key not in known}
     if "split" in known:
@@ -139,7 +146,7 @@ SOURCE_KEYS = tuple(key for key in table(DataKeys) if key not in ("data", "augme
 
 
 def _data_keys(data: str) -> tuple[frozenset[str], str]:
-    """The keys of `SOURCE_KEYS` and of splits that `data` takes, and what to say of the others."""
+    """Return the keys of `SOURCE_KEYS` and of splits that `data` takes, and the reason that excludes other keys."""
     if is_import_path(data):
         return frozenset({"data_options"}), "the function makes the clients"
     if is_pattern(data):
@@ -152,17 +159,17 @@ def _data_keys(data: str) -> tuple[frozenset[str], str]:
 
 
 def set_parameters(data: str) -> set[str]:
-    """The keys that a built-in data set takes as arguments (`split_seed` is its `seed`)."""
+    """Return the keys that a built-in data set takes as arguments (`split_seed` is its `seed`)."""
     names = set(inspect.signature(SETS[data]).parameters)
     return {"split_seed" if name == "seed" else name for name in names} & {*SOURCE_KEYS}
 
 
 def set_options(data: str) -> set[str]:
-    """The further arguments of a built-in data set, which stand in `data_options`."""
+    """Return the arguments of a built-in data set that have no key; they are given in `data_options`."""
     not_for_files = {"alpha", "seed", "augment", "folder_set", "options"}
     return set(inspect.signature(SETS[data]).parameters) - set_parameters(data) - not_for_files
 
 
 def is_pattern(data: str) -> bool:
-    """Whether `data` names many files."""
+    """Return True if `data` is a pattern for many files."""
     return not is_import_path(data) and any(c in data for c in "*?[")

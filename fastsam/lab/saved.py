@@ -1,4 +1,4 @@
-"""Runs read back from their directories, those that were started from Python too: for figures, and for pandas."""
+"""Finished runs, read back from their directories for figures and for pandas. Runs started from Python are included."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ _SEED = re.compile(r"-seed\d+$")
 
 
 def runs_in(directory: str | Path) -> list[FinishedRun]:
-    """The run of a run directory, or all runs below another one (a comparison's, a folder of run directories), by their
-    paths.
+    """Return the run of a run directory, or all runs below any other directory, sorted by their paths.
 
-    A run alone is called by its algorithm, one of several by its directory, without its seed. One that is not finished
-    has an empty summary. Raises ValueError where there is none.
+    A single run is named after its algorithm. One of several runs is named after its directory, without its seed. The
+    summary of a run that is not finished is empty.
+
+    Raises:
+        ValueError: the directory has no run.
     """
     top = Path(directory)
     places = [top] if (top / "metrics.jsonl").is_file() else sorted(p.parent for p in top.rglob("metrics.jsonl"))
@@ -44,14 +46,16 @@ def _read(place: Path, top: Path) -> FinishedRun:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is not there yet."""
+    """Return the content of a file, or nothing if the file does not exist yet."""
     found = read_json(path) if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 
 def to_pandas(directory: str | Path) -> pandas.DataFrame:
-    """The records of all runs of a directory (see `runs_in`) in one data frame, with the columns `run` and `seed`.
-    Needs pandas."""
+    """Return the records of all runs of a directory (see `runs_in`) in one data frame.
+
+    It has the additional columns `run` and `seed`. Needs pandas.
+    """
     import pandas
 
     rows = [{"run": run.label, "seed": run.seed, **record} for run in runs_in(directory) for record in run.history]
@@ -59,10 +63,16 @@ def to_pandas(directory: str | Path) -> pandas.DataFrame:
 
 
 def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
-    """curves.png and, where something was measured, measures.png and metrics.png, each as SVG and PDF too, of all runs
-    of the directories.
+    """Draw curves.png of all runs of the directories, and measures.png and metrics.png if anything was measured.
 
-    out: where they go; by default into the directory, if it is one. Raises ValueError.
+    Each figure is also saved as SVG and PDF.
+
+    Args:
+        directories: run directories, or directories above them.
+        out: directory of the figures; by default `directories[0]`, if it is the only one.
+
+    Raises:
+        ValueError: a directory has no run, or there are several directories and no `out`.
     """
     if out is None and len(directories) > 1:
         raise ValueError(f"{len(directories)} directories: say with --out where the figures of all of them shall go")
@@ -76,6 +86,6 @@ def draw(directories: Sequence[Path], out: Path | None) -> list[Figure]:
 
 
 def _named(run: FinishedRun, directory: str, runs: int) -> FinishedRun:
-    """The run with the name of its directory, where there are several beside its own."""
+    """Return the run renamed after its directory, followed by its label if the directory has several runs."""
     label = directory if runs == 1 else f"{directory} {run.label}"
     return replace(run, label=label, algorithm=label)

@@ -1,4 +1,4 @@
-"""What several seeds say of one number."""
+"""The spread of one number over several seeds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 
 
 def deviation(values: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> np.ndarray:
-    """The sample's standard deviation (n - 1) over the first axis, the seeds: they are a sample of all seeds. Zero for
-    one seed."""
+    """Return the sample's standard deviation (n - 1) over the first axis, the seeds. Zero for one seed.
+
+    The seeds are a sample of all seeds.
+    """
     found = np.asarray(values, dtype=np.float64)
     return found.std(axis=0, ddof=1) if len(found) > 1 else np.zeros(found.shape[1:])

@@ -14,7 +14,13 @@ from fastsam.lab.keys import KEYS, short_name
 
 @dataclass(frozen=True)
 class Axis:
-    """A swept key. table: the algorithm that it is for, None for all that take it. values: as on the command line."""
+    """A swept key.
+
+    Args:
+        table: algorithm that the key is for; None for all algorithms that take it.
+        key: name of the key.
+        values: values as on the command line.
+    """
 
     table: str | None
     key: str
@@ -22,29 +28,36 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """As it was asked for: "rho", or "fedsam.rho"."""
+        """Return the name as on the command line: "rho", or "fedsam.rho"."""
         return self.key if self.table is None else f"{self.table}.{self.key}"
 
     @property
     def text(self) -> str:
-        """What `parse_axis` reads."""
+        """Return the axis as text, in the form that `parse_axis` reads."""
         return f"{self.name}={','.join(self.values)}"
 
     def is_option_of(self, algorithm: str) -> bool:
-        """Whether the key is the algorithm's own option here, and not one of the run (outside its table a run's key
-        goes first)."""
+        """Return True if the key is an option of the algorithm here, and not a key of the run.
+
+        Outside an algorithm's table, a key of the run has precedence.
+        """
         return self.key in algorithm_options(algorithm) and (self.table is not None or self.key not in KEYS)
 
     def applies_to(self, algorithm: str) -> bool:
-        """Whether runs of this algorithm take the key."""
+        """Return True if runs of this algorithm take the key."""
         if self.table is not None and self.table != short_name(algorithm):
             return False
         return self.is_option_of(algorithm) or self.key in KEYS
 
 
 def parse_axis(text: str) -> Axis:
-    """``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``; commas inside brackets do not separate. Raises ConfigError
-    for anything else."""
+    """Return the axis of a text: ``"rho=0.01,0.05"`` or ``"fedsmoo.dyn=true,false"``.
+
+    Commas inside brackets do not separate values.
+
+    Raises:
+        ConfigError: the text has a different form, or the key cannot be swept.
+    """
     name, equals, listed = str(text).partition("=")
     values = tuple(_split(listed))
     if not equals or not name.strip() or not values:
@@ -60,7 +73,7 @@ def parse_axis(text: str) -> Axis:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that are outside brackets, without the empty ones."""
+    """Yield the parts between commas that are outside brackets, without the empty ones."""
     depth, part = 0, ""
     for c in [*text, ","]:
         depth += (c in "([{") - (c in ")]}")
@@ -73,8 +86,11 @@ def _split(text: str) -> Iterator[str]:
 
 
 def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
-    """Raises ConfigError for a key that none of the algorithms takes, with the algorithms that do or the nearest good
-    key."""
+    """Check that at least one of the algorithms takes each key.
+
+    Raises:
+        ConfigError: no algorithm takes a key. The message names the algorithms that do, or the nearest key.
+    """
     for axis in axes:
         if any(axis.applies_to(name) for name in algorithms):
             continue
@@ -89,13 +105,13 @@ def check_taken(axes: Sequence[Axis], algorithms: Sequence[str]) -> None:
 
 
 def combinations(axes: Sequence[Axis]) -> Iterator[tuple[tuple[Axis, str], ...]]:
-    """Every choice of one value per axis; one empty choice when there is no axis."""
+    """Yield every choice of one value per axis; one empty choice if there is no axis."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield tuple(zip(axes, values, strict=True))
 
 
 def with_values(source: Source, values: Sequence[tuple[Axis, str]]) -> Source:
-    """The source with these values over its own flags."""
+    """Return the source with these values in place of its flags."""
     flags, tables = dict(source.flags), {table: dict(own) for table, own in source.flag_tables.items()}
     for axis, value in values:
         if axis.table is None:

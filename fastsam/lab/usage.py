@@ -9,7 +9,7 @@ import shutil
 import textwrap
 from typing import Any, NoReturn
 
-INDENT = 22  # columns before a meaning: what the longest key, and two blanks, leave free
+INDENT = 22  # columns before a meaning: the longest key and two blanks
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,7 +69,7 @@ def _keys(topic: str) -> list[str]:
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """`name`, and `text` in the column beside it, wrapped to the terminal's width."""
+    """Return the lines of `name` and `text` in two columns, wrapped to the terminal's width."""
     width = max(60, shutil.get_terminal_size().columns - 2)
     return textwrap.wrap(
         text,

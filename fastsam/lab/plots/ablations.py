@@ -13,7 +13,7 @@ import numpy as np
 from fastsam.lab.plots import figure as figures
 from fastsam.lab.seeds import deviation
 
-# What an axis says; other keys are shown by their name.
+# Labels of axes. Other keys are shown by their name.
 NAMES = {
     "rho": "radius of the perturbation, ρ",
     "beta": "weight of the local gradient, β",
@@ -29,26 +29,33 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Point:
-    """The runs of one value of the swept key: `accuracies` of the seeds, in 0..1. value None: the label does not take
-    the key."""
+    """The runs of one value of the swept key.
+
+    Args:
+        value: the value; None if the label does not take the key.
+        accuracies: accuracies of the seeds, in 0..1.
+    """
 
     value: Any
     accuracies: Sequence[float]
 
 
-Line = tuple[
-    float | None, Sequence[float]
-]  # a place on the axis (None: of a label that has none, a level), accuracies of the seeds
+# position on the axis (None for a label without one, shown as a level), and accuracies of the seeds
+Line = tuple[float | None, Sequence[float]]
 
 
 @figures.styled
 def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against `key`: mean over seeds with one standard deviation as a bar. Labels without the key
-    are dashed levels.
+    """Plot final test accuracy against `key`: mean over seeds with one standard deviation as a bar.
 
-    Numbers are on their own scale, a logarithmic one when they are positive and span a factor of 8 or more; other
-    values side by side.
-    panels: title -> label -> points, a panel for each value of what else was swept for all.
+    Labels without the key are dashed levels. Numbers have an axis to scale, a logarithmic one when they are positive
+    and span a factor of 8 or more. Other values are evenly spaced.
+
+    Args:
+        panels: title -> label -> points; one panel for each value of other keys that all runs took.
+        key: the swept key.
+        path: file of the PNG.
+        title: title of the figure.
     """
     every = [point for lines in panels.values() for points in lines.values() for point in points]
     places = _places([point.value for point in every if point.value is not None])
@@ -74,10 +81,9 @@ def ablation(panels: Mapping[str, Mapping[str, Sequence[Point]]], key: str, path
 
 @figures.styled
 def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, title: str = "") -> Path:
-    """Final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes; labels without a rho are
-    dashed levels.
+    """Plot final test accuracy against log10(rho/lr), the ratio that the FedLESAM paper tunes.
 
-    panels: title -> label -> (ratio, accuracies).
+    Labels without a rho are dashed levels. panels: title -> label -> (ratio, accuracies).
     """
     figure, grid, styles = _grid(panels)
     for axes, lines in zip(grid, panels.values(), strict=True):
@@ -90,7 +96,7 @@ def ratio(panels: Mapping[str, Mapping[str, Sequence[Line]]], path: str | Path, 
 
 
 def _grid(panels: Mapping[str, Mapping[str, Any]]) -> tuple[Any, list[Any], dict[str, dict[str, Any]]]:
-    """A figure with a panel for each title, side by side, three in a row; and the style of each label in all of
+    """Return a figure with a panel for each title, three in a row, its panels, and the style of each label in all of
     them."""
     styles = figures.styles(dict.fromkeys(label for lines in panels.values() for label in lines))
     columns = min(3, len(panels))
@@ -121,8 +127,10 @@ def _bars(axes: Any, label: str, points: Sequence[tuple[float, Sequence[float]]]
 
 
 def _places(values: Sequence[Any]) -> dict[str, float]:
-    """Where each value stands on the axis, by its name: numbers at themselves, others at 0, 1, ... in order of
-    appearance."""
+    """Return the position of each value on the axis, by its name.
+
+    Numbers are at their values, other values at 0, 1, ... in order of appearance.
+    """
     names = list(dict.fromkeys(_name(v) for v in values))
     return (
         {name: float(name) for name in names} if _numeric(names) else {name: float(i) for i, name in enumerate(names)}
@@ -145,7 +153,7 @@ def _wide(places: Sequence[float]) -> bool:
 
 
 def _tick(axes: Any, places: Sequence[float]) -> None:
-    """The swept values themselves as ticks, where they do not crowd."""
+    """Set the swept values as ticks, unless they are too many."""
     if len(places) <= 8:
         axes.set_xticks(places, [f"{x:g}" for x in places])
 

@@ -1,4 +1,4 @@
-"""Who holds which classes."""
+"""Heat maps of the classes of each client."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _ABREAST = 3  # panels in a row
 
 @figures.styled
 def classes(panels: Mapping[str, np.ndarray], path: str | Path, title: str = "") -> Path:
-    """Heat maps of the numbers of samples, in one colour scale. panels: title -> [clients, classes], one for every
-    swept value of the data."""
+    """Plot heat maps of the numbers of samples, in one colour scale.
+
+    panels: title -> [clients, classes], one for every swept value of the data.
+    """
     columns = min(_ABREAST, len(panels))
     rows = -(-len(panels) // columns)
     clients, count = (max(counts.shape[axis] for counts in panels.values()) for axis in (0, 1))

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 History = Sequence[Mapping[str, Any]]
 Panels = Mapping[str, Mapping[str, Sequence[History]]]  # title -> label -> a history for each seed; one panel is ""
-View = tuple[Callable[[float], float], str, bool]  # of a value, the axis's name, whether it is logarithmic
+View = tuple[Callable[[float], float], str, bool]  # function of a value, name of the axis, True if logarithmic
 
-# What a measure's axis says.
+# Labels of the measures' axes.
 NAMES = {
     "train_set_loss": "training loss of the global model",
     "train_set_accuracy": "training accuracy of the global model",
@@ -44,18 +44,22 @@ _ABREAST = 3  # panels in a row
 
 
 def series(history: History, key: str) -> dict[int, float]:
-    """round -> value, of the rounds that have one (rounds without evaluation have none)."""
+    """Return the values of `key` by round; rounds without evaluation have none."""
     return {record["round"]: record[key] for record in history if record.get(key) is not None}
 
 
 @figures.styled
 def curves(panels: Panels, path: str | Path, target: float | None = None, title: str = "") -> Path:
-    """Test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate; a panel of each for
-    every swept value.
+    """Plot test accuracy by round, and test error on a logarithmic axis, where runs near 100 % separate.
 
-    Where no accuracy was measured: the training loss. A line per label; with several seeds their mean, in a band of one
-    standard deviation.
-    panels: title -> label -> one history (list of metrics records) per seed. target: a dashed line at this accuracy.
+    There is a panel of each for every swept value. Without measured accuracies, the training loss is plotted. There is
+    one line per label; with several seeds it is their mean, in a band of one standard deviation.
+
+    Args:
+        panels: title -> label -> one history (list of metrics records) per seed.
+        path: file of the PNG.
+        target: accuracy of a dashed line, or None.
+        title: title of the figure.
     """
     views: list[View] = [
         (lambda a: 100 * a, "test accuracy (%)", False),
@@ -93,8 +97,10 @@ def curves(panels: Panels, path: str | Path, target: float | None = None, title:
 
 @figures.styled
 def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str = "") -> Path:
-    """One small plot by round for each of `keys`, of the records that hold it, and for every swept value; lines and
-    bands as in `curves`."""
+    """Draw one small plot by round for each of `keys` and every swept value.
+
+    Lines and bands are as in `curves`. Only records that have the key are used.
+    """
     if len(panels) == 1:
         columns = min(3, len(keys))
         figure = figures.new(
@@ -125,7 +131,7 @@ def measures(panels: Panels, keys: Sequence[str], path: str | Path, title: str =
 
 
 def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, float]]]]:
-    """The histories as round -> value."""
+    """Return the histories as round -> value."""
     return {
         name: {label: [series(history, key) for history in seeds] for label, seeds in lines.items()}
         for name, lines in panels.items()
@@ -133,8 +139,10 @@ def _values(panels: Panels, key: str) -> dict[str, dict[str, list[dict[int, floa
 
 
 def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
-    """A figure with a column of `views` axes for every panel; one panel has them side by side. More than three panels
-    go on below."""
+    """Return a figure with a column of `views` axes for every panel, and its axes.
+
+    A single panel has its views side by side. After three panels a new block of rows begins.
+    """
     if panels == 1:
         figure = figures.new(figures.PAGE, 2.9)
         return figure, [list(figure.subplots(1, views, squeeze=False)[0])]
@@ -149,7 +157,7 @@ def _grid(panels: int, views: int) -> tuple[Figure, list[list[Any]]]:
 
 
 def _share_range(row: Sequence[Any]) -> None:
-    """The same range on the vertical axis, named once, so that panels can be compared with the eye."""
+    """Set one range on the vertical axes and label only the first, so that panels can be compared by eye."""
     ranges = [axes.get_ylim() for axes in row]
     for axes in row:
         axes.set_ylim(min(low for low, _ in ranges), max(high for _, high in ranges))
@@ -164,9 +172,15 @@ def _lines(
     panels: Mapping[str, Iterable[str]],
     limits: tuple[float, float] = (-np.inf, np.inf),
 ) -> None:
-    """For each label the mean over its seeds at the rounds that all of them have, in a band of one standard deviation.
+    """Draw for each label the mean over its seeds, in a band of one standard deviation.
 
-    panels: title -> labels, of the whole figure: a label looks the same in all of them. limits: of the bands.
+    Only rounds that all seeds of a label have are drawn.
+
+    Args:
+        axes: axes of one panel.
+        runs: label -> one dict of values by round per seed.
+        panels: title -> labels, of the whole figure: a label looks the same in all of them.
+        limits: smallest and largest value of a band.
     """
     axes.locator_params(axis="x", integer=True)
     styles = figures.styles(dict.fromkeys(label for labels in panels.values() for label in labels))

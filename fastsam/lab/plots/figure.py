@@ -1,5 +1,5 @@
-"""What all figures share: a figure without global state, its files, sizes for a paper's page, and who has which colour
-and line style."""
+"""Common parts of all figures: figures without global state, their files, sizes for a paper's page, colours and line
+styles."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _STYLE: Any = {  # matplotlib's types list its settings one by one
 
 
 def styled(draw: Callable[P, T]) -> Callable[P, T]:
-    """A function that draws, with letters and lines of the size that they have on a paper's page; matplotlib's own
-    settings stay as they are."""
+    """Decorate a function that draws: letters and lines get the sizes that they have on a paper's page.
+
+    Matplotlib's global settings do not change.
+    """
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -42,7 +44,7 @@ def styled(draw: Callable[P, T]) -> Callable[P, T]:
 
 
 def new(width: float, height: float) -> Figure:
-    """A figure of its own, in inches: no pyplot, hence no global state and no display."""
+    """Return a new figure, sizes in inches. It does not use pyplot, so it needs no global state and no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -52,7 +54,7 @@ def new(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Writes the PNG, and beside it the same as SVG and PDF. Returns the PNG's path."""
+    """Save the figure as PNG, and as SVG and PDF with the same stem. Return the PNG's path."""
     path = Path(path)
     figure.savefig(path, dpi=200)
     figure.set_layout_engine("none")  # as it is: the other files need not find the places again
@@ -62,23 +64,23 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def rename(path: Path, stem: str) -> Path:
-    """A saved figure under another name, in all its formats. Returns the PNG's new path."""
+    """Rename a saved figure in all its formats. Return the PNG's new path."""
     for suffix in FORMATS:
         path.with_suffix(suffix).rename(path.with_name(stem + suffix))
     return path.with_name(stem + ".png")
 
 
 def remove(path: Path) -> None:
-    """A saved figure, in all its formats."""
+    """Remove a saved figure in all its formats."""
     for suffix in FORMATS:
         path.with_suffix(suffix).unlink()
 
 
 def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """A colour for each algorithm, the first word of a label, and a line style for each variant, what follows it
-    ("rho=0.05").
+    """Return a colour for each algorithm and a line style for each variant.
 
-    Another ten algorithms have the same colours in other line styles.
+    The algorithm is the first word of a label, the variant is the rest ("rho=0.05"). After ten algorithms, colours
+    repeat with other line styles.
     """
     words = {label: label.partition(" ")[::2] for label in labels}
     algorithms = list(dict.fromkeys(algorithm for algorithm, _ in words.values()))
@@ -92,19 +94,19 @@ def styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def wrapped(text: str, inches: float) -> str:
-    """A title in lines that are no wider."""
+    """Return a title broken into lines of at most `inches`."""
     return textwrap.fill(text, max(8, int(inches / 0.075)))
 
 
 def finish(axes: Any) -> None:
-    """A light grid, no frame above and to the right."""
+    """Draw a light grid, and remove the frame above and to the right."""
     axes.grid(True, color="0.9", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def legend(figure: Figure, panels: Iterable[Any]) -> None:
-    """The legend of all `panels` below the figure, where it covers no line; every label once. None for one label."""
+    """Draw the legend of all `panels` below the figure, every label once. A single label has no legend."""
     entries: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -124,7 +126,7 @@ def legend(figure: Figure, panels: Iterable[Any]) -> None:
 
 
 def logarithmic(axes: Any, which: str = "y") -> None:
-    """A logarithmic axis with plain numbers; at 1, 2 and 5 of every decade where there are few decades."""
+    """Make an axis logarithmic, with plain numbers at every decade; also at 2 and 5 if there are few decades."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     (axes.set_yscale if which == "y" else axes.set_xscale)("log")

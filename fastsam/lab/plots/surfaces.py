@@ -9,16 +9,15 @@ import numpy as np
 
 from fastsam.lab.plots import figure as figures
 
-_SPAN = 1e4  # of the colour scale: largest to smallest loss
+_SPAN = 1e4  # largest span of the colour scale: largest loss / smallest loss
 
 
 @figures.styled
 def surfaces(grids: Mapping[str, np.ndarray], radius: float, path: str | Path, title: str = "") -> Path:
-    """The loss on each label's grid `[points, points]` over [-radius, radius]^2, in one logarithmic colour scale with
-    level lines.
+    """Plot the loss on each label's grid `[points, points]` over [-radius, radius]^2, with level lines.
 
-    All share the scale, so that a flatter surface has fewer lines; it ends at 1e4 times the smallest loss, where losses
-    that are not finite are shown, too. A cross marks the weights themselves.
+    All grids share one logarithmic colour scale, so that a flatter surface has fewer lines. The scale ends at 1e4 times
+    the smallest loss. Losses that are not finite are shown at its end. A cross marks the weights themselves.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import MaxNLocator, NullLocator, StrMethodFormatter

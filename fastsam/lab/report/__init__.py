@@ -1,4 +1,4 @@
-"""What a run or a comparison ends with: tables, report.md, report.html, summary.json and the figures."""
+"""The report of a run or a comparison: tables, report.md, report.html, summary.json and the figures."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fastsam.lab.report.table import Table
 
 @dataclass(frozen=True)
 class Figure:
-    """A PNG file and what it shows."""
+    """A PNG file and its caption."""
 
     path: Path
     caption: str

@@ -29,7 +29,7 @@ from fastsam.lab.report.finished import (
 from fastsam.lab.report.tables import all_tables
 from fastsam.lab.seeds import deviation
 
-# What a comparison's directory holds besides one sub-directory per run; there may be more figures.
+# Files of a comparison's directory in addition to one sub-directory per run. There may be more figures.
 COMPARISON_FILES = {
     "report": "report.html", "report (text)": "report.md", "summary": "summary.json", "curves": "curves.png",
     "classes": "classes.png",
@@ -38,8 +38,15 @@ COMPARISON_FILES = {
 
 @dataclass(frozen=True)
 class Context:
-    """What a comparison's report tells besides its runs. counts: [clients, classes] by the swept values of the data;
-    surfaces: by label."""
+    """Content of a comparison's report in addition to its runs.
+
+    Args:
+        title: title of the report.
+        facts: lines below the title.
+        command: command that repeats the comparison.
+        counts: numbers of samples `[clients, classes]`, by the swept values of the data.
+        surfaces: loss surfaces by label.
+    """
 
     title: str
     facts: Mapping[str, Any]
@@ -49,7 +56,7 @@ class Context:
 
 
 def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: Path) -> None:
-    """summary.json, the figures, report.md and report.html into the comparison's directory."""
+    """Write summary.json, the figures, report.md and report.html into the comparison's directory."""
     write_json(directory / "summary.json", summary(runs, directory))
     figures = [
         *draw_plots(runs, context.counts, directory, context.title),
@@ -61,8 +68,11 @@ def write_comparison(runs: Sequence[FinishedRun], context: Context, directory: P
 
 
 def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
-    """summary.json of a comparison: each run's own summary, and per label the mean and the sample's standard deviation
-    over seeds of its numbers. swept: the values that a run took."""
+    """Return the content of a comparison's summary.json.
+
+    It has the summary of each run, and per label the mean and the sample's standard deviation over seeds of its
+    numbers. `swept` has the swept values of a run.
+    """
     averaged: dict[str, Any] = {}
     for label, group in by_label(runs).items():
         first = {**group[0].summary.get("measures", {}), **group[0].summary.get("metrics", {}), **group[0].summary}
@@ -91,25 +101,32 @@ def summary(runs: Sequence[FinishedRun], directory: Path) -> dict[str, Any]:
 def draw_plots(
     runs: Sequence[FinishedRun], counts: Mapping[str, np.ndarray], directory: Path, title: str
 ) -> list[Figure]:
-    """curves.png, classes.png and, where something was measured, metrics.png and measures.png in `directory`, as PNG,
-    SVG and PDF.
+    """Draw curves.png and classes.png, and metrics.png and measures.png if anything was measured.
 
-    title: above every figure. counts: [clients, classes] by the swept values of the data, under "" where none was
-    swept.
+    Each figure is saved in `directory` as PNG, SVG and PDF.
+
+    Args:
+        runs: finished runs.
+        counts: numbers of samples `[clients, classes]`, by the swept values of the data; under "" if none was swept.
+        directory: directory of the figures.
+        title: title of every figure.
     """
     held = plots.classes(counts, directory / "classes.png", f"who holds which classes: {title}")
     return [*draw_curves(runs, directory, title), Figure(held, "Who holds which classes")]
 
 
 def draw_curves(runs: Sequence[FinishedRun], directory: Path, title: str) -> list[Figure]:
-    """The figures of `draw_plots` that need the records alone."""
+    """Draw the figures of `draw_plots` that need only the records."""
     made = plots.curves(_histories(runs), directory / "curves.png", target_of(runs), title)
     return [Figure(made, "Test accuracy and error by round"), *_measures(runs, directory, title)]
 
 
 def _histories(runs: Sequence[FinishedRun]) -> plots.Panels:
-    """By panel and line: a panel for each value of what was swept for all, in it a line for each algorithm and its
-    variants."""
+    """Return the histories by panel and line.
+
+    There is a panel for each value of the keys that all runs took. A panel has a line for each algorithm and its
+    variants.
+    """
     shared, found = shared_keys(runs), dict[str, dict[str, list[Sequence[Mapping[str, Any]]]]]()
     for name, group in panels(runs).items():
         lines = found.setdefault(name, {})
@@ -141,8 +158,10 @@ def _surfaces(grids: Mapping[str, np.ndarray], directory: Path) -> list[Figure]:
 
 
 def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> list[Figure]:
-    """One figure per swept key; and one over rho/lr where either was swept. A panel for every value of the others that
-    all runs took."""
+    """Draw one figure per swept key, and one over rho/lr if either was swept.
+
+    A figure has a panel for every value of the other keys that all runs took.
+    """
     figures = []
     for key in dict.fromkeys(key for run in runs for key in run.point):
         found: dict[str, dict[str, list[plots.Point]]] = {}
@@ -170,7 +189,7 @@ def ablations(runs: Sequence[FinishedRun], directory: Path, title: str = "") -> 
 
 
 def _without(runs: Sequence[FinishedRun], keys: Sequence[str]) -> Iterator[tuple[str, str, list[FinishedRun]]]:
-    """The runs of every label, with the panel and the line where they stand in a figure over `keys`."""
+    """Yield panel, line and runs of every label, for a figure that has `keys` on its axis."""
     shared = shared_keys(runs)
     for group in by_label(runs).values():
         panel = {key: value for key, value in group[0].point.items() if key in shared and key not in keys}

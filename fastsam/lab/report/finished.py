@@ -1,4 +1,4 @@
-"""FinishedRun runs, grouped for reports."""
+"""Finished runs, grouped for reports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: `label` is its line's name in the report (the algorithm, and the values of a sweep).
+    """A finished run.
 
-    summary and history are the run's own. algorithm: its short name. point: the swept keys that it took. lr: its local
-    learning rate.
+    Args:
+        label: name of its line in the report: the algorithm, and the values of a sweep.
+        seed: random seed.
+        summary: content of its summary.json.
+        history: its records.
+        run_dir: its directory.
+        algorithm: short name of the algorithm.
+        point: swept keys that it took, with their values.
+        lr: local learning rate; None if it is not a number.
     """
 
     label: str
@@ -30,7 +37,7 @@ Group = Sequence[FinishedRun]
 
 
 def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The runs (one per seed) of each label, in order of appearance."""
+    """Return the runs (one per seed) of each label, in order of appearance."""
     groups: dict[str, list[FinishedRun]] = {}
     for run in runs:
         groups.setdefault(run.label, []).append(run)
@@ -38,13 +45,13 @@ def by_label(runs: Iterable[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 
 def title(runs: Iterable[FinishedRun], data: str) -> str:
-    """The algorithms (their number, where they are many) and the name of the data."""
+    """Return the names of the algorithms (their number, if there are more than five) and of the data."""
     names = list(dict.fromkeys(run.algorithm for run in runs))
     return f"{', '.join(names) if len(names) <= 5 else f'{len(names)} algorithms'} on {data}"
 
 
 def values(group: Group, key: str) -> list[float]:
-    """`key` of the runs that have it; measures and metrics by their own names."""
+    """Return the values of `key` in the runs that have it. Measures and metrics are found by their names."""
     found = [
         {**run.summary.get("measures", {}), **run.summary.get("metrics", {}), **run.summary}.get(key) for run in group
     ]
@@ -52,30 +59,34 @@ def values(group: Group, key: str) -> list[float]:
 
 
 def metrics_of(runs: Iterable[FinishedRun]) -> list[str]:
-    """The metrics of the test set that the runs took, as keys of their records."""
+    """Return the metrics of the test set that the runs took, as keys of their records."""
     return list(dict.fromkeys(key for run in runs for key in run.summary.get("metrics", {}) if key.startswith("test_")))
 
 
 def target_of(runs: Iterable[FinishedRun]) -> float | None:
-    """The target accuracy of the first run that has one."""
+    """Return the target accuracy of the first run that has one."""
     return next((run.summary["target"] for run in runs if run.summary.get("target") is not None), None)
 
 
 def value_text(value: Any) -> str:
-    """A swept value in a label."""
+    """Return a swept value as it is shown in a label."""
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def shared_keys(runs: Iterable[FinishedRun]) -> tuple[str, ...]:
-    """The swept keys that every run took: their values are settings in which algorithms are compared, not variants of
-    an algorithm."""
+    """Return the swept keys that every run took.
+
+    Their values are settings in which algorithms are compared, not variants of an algorithm.
+    """
     points = [run.point for run in runs]
     return tuple(key for key in (points[0] if points else ()) if all(key in point for point in points))
 
 
 def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
-    """The runs by the values of the keys that all of them took, e.g. "alpha = 0.1"; where there are none, all under
-    ""."""
+    """Return the runs by the values of the keys that all of them took, e.g. "alpha = 0.1".
+
+    The only name is "" if there are no such keys.
+    """
     found: dict[str, list[FinishedRun]] = {}
     shared = shared_keys(runs)
     for run in runs:
@@ -84,20 +95,24 @@ def panels(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
 
 
 def panel_name(point: Mapping[str, Any]) -> str:
-    """What stands above a panel, e.g. "alpha = 0.1"."""
+    """Return the title of a panel, e.g. "alpha = 0.1"."""
     return ", ".join(f"{key} = {value_text(value)}" for key, value in point.items())
 
 
 def line(run: FinishedRun, without: Iterable[str]) -> str:
-    """The name of a run's line where the keys `without` stand elsewhere: its algorithm, and what else was swept."""
+    """Return the name of a run's line: its algorithm, and the values of its swept keys.
+
+    The keys `without` are left out, because a panel or an axis shows them.
+    """
     left = {key: value for key, value in run.point.items() if key not in {*without}}
     return " ".join([run.algorithm or run.label, *(f"{key}={value_text(value)}" for key, value in left.items())])
 
 
 def baseline(groups: Mapping[str, Group], label: str) -> str | None:
-    """The label that `label` is compared with: FedAvg's (without FedAvg, the first algorithm's) that had the same
-    values of the keys that both took; None where it has no run with them. Where all are of one algorithm, the first
-    label is everybody's.
+    """Return the label that `label` is compared with, or None if no run can be compared.
+
+    It is a label of FedAvg, or of the first algorithm if there is no FedAvg. It must have the same values of the keys
+    that both took. If all labels are of one algorithm, all are compared with the first label.
     """
     algorithms = [group[0].algorithm for group in groups.values()]
     if len({*algorithms}) == 1:

@@ -25,10 +25,16 @@ def loss_surfaces(
     points: int,
     directory: Path,
 ) -> Mapping[str, np.ndarray]:
-    """The surface of every label's first run, `[points, points]` over [-1, 1]^2; also written to surfaces.npz.
+    """Return the surface of every label's first run, `[points, points]` over [-1, 1]^2; also write surfaces.npz.
 
-    build: a run's model (any weights), its clients' data and its loss. Raises FileNotFoundError when a run has no
-    model.safetensors.
+    Args:
+        runs: finished runs.
+        build: function that returns a run's model (with any weights), its clients' data and its loss.
+        points: number of points on a side.
+        directory: directory of surfaces.npz.
+
+    Raises:
+        FileNotFoundError: a run has no model.safetensors.
     """
     grids: dict[str, np.ndarray] = {}
     for label, group in by_label(runs).items():

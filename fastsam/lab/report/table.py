@@ -13,7 +13,7 @@ class Table:
     Args:
         title: heading, which is not part of the rendered table.
         head: texts above the columns, which may have several lines.
-        rows: texts of each row, as many as `head` has.
+        rows: texts of each row, one for each column.
         note: explanation of the numbers, which is not part of the rendered table either.
         aligned: `l` or `r` per column; by default the first column is on the left and the others on the right.
     """
@@ -26,7 +26,7 @@ class Table:
 
     @property
     def sides(self) -> str:
-        """`l` or `r` per column."""
+        """Return `l` or `r` per column."""
         return self.aligned or "l" + "r" * (len(self.head) - 1)
 
     def markdown(self) -> str:
@@ -37,13 +37,13 @@ class Table:
 
     @property
     def widths(self) -> list[int]:
-        """The number of characters of each column."""
+        """Return the number of characters of each column."""
         columns = zip(self.head, *self.rows, strict=True)
         return [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
 
     @property
     def width(self) -> int:
-        """The number of characters of a line of `text()`."""
+        """Return the number of characters of a line of `text()`."""
         return sum(self.widths) + 2 * (len(self.head) - 1)
 
     def text(self, width: int | None = None) -> str:

@@ -18,12 +18,13 @@ NONE = "–"
 
 def short_table(runs: Sequence[FinishedRun], title: str = "", width: int = 120) -> Table:
     """Return the short table for a terminal of `width` columns, with heads of two lines and a row per label. If it is
-    too wide, numbers stand closer or the best accuracy is left out.
+    too
+    wide, numbers have less space between them or the best accuracy is left out.
 
     With several seeds a number is the mean ± the sample's standard deviation (n - 1) over them.
 
-    "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on what the validation
-    mode of the header gives each client. "MB sent" counts both directions.
+    "clients" is mean ± standard deviation of the accuracy over clients (averaged over seeds), on the samples that the
+    validation mode of the header gives each client. "MB sent" counts both directions.
     """
     target = target_of(runs)
     header = [
@@ -71,13 +72,13 @@ def sentences(runs: Sequence[FinishedRun]) -> list[str]:
 
 
 def all_tables(runs: Sequence[FinishedRun]) -> list[Table]:
-    """All tables of a report for which there are numbers."""
+    """Return all tables of a report for which there are numbers."""
     made = [accuracy(runs), last_metrics(runs), to_target(runs), cost(runs), last_measures(runs)]
     return [one for one in made if one is not None]
 
 
 def accuracy(runs: Sequence[FinishedRun]) -> Table:
-    """The papers' first table: final, best and mean of the last ten evaluated rounds; and over clients."""
+    """Return the table of accuracies: final, best and mean of the last ten evaluated rounds; and over clients."""
     head = ["algorithm", "final %", "best %", "last ten %", "clients %", "worst client %", "best client %"]
     rows = [
         [
@@ -97,7 +98,7 @@ def accuracy(runs: Sequence[FinishedRun]) -> Table:
 
 
 def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
-    """The metrics that the runs were asked for, over the test set and over the clients."""
+    """Return the table of the runs' metrics, over the test set and over the clients, or None without metrics."""
     names = [key.removeprefix("test_") for key in metrics_of(runs)]
     if not names:
         return None
@@ -122,7 +123,8 @@ def last_metrics(runs: Sequence[FinishedRun]) -> Table | None:
 
 
 def to_target(runs: Sequence[FinishedRun]) -> Table | None:
-    """Rounds, computing time and traffic until the target was reached, each relative to the baseline too."""
+    """Return the table of rounds, computing time and traffic until the target was reached, also relative to the
+    baseline."""
     target, groups = target_of(runs), by_label(runs)
     if target is None:
         return None
@@ -154,7 +156,7 @@ def to_target(runs: Sequence[FinishedRun]) -> Table | None:
 
 
 def cost(runs: Sequence[FinishedRun]) -> Table:
-    """What a run cost: time, back-propagations, traffic, memory."""
+    """Return the table of costs: time, back-propagations, traffic, memory."""
     seconds, whole = "{:.3f}".format, "{:,.0f}".format
     columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("seconds_training", "training s/round", seconds), ("seconds_per_round", "all s/round", seconds),
@@ -174,7 +176,7 @@ def cost(runs: Sequence[FinishedRun]) -> Table:
 
 
 def last_measures(runs: Sequence[FinishedRun]) -> Table | None:
-    """The measures that the runs took, in their last measured round."""
+    """Return the table of the runs' measures, in their last measured round."""
     groups = by_label(runs)
     keys = [key for key in NAMES if any(values(group, key) for group in groups.values())]
     if not keys:
@@ -185,7 +187,7 @@ def last_measures(runs: Sequence[FinishedRun]) -> Table | None:
 
 
 def percent(group: Group, key: str) -> str:
-    """An accuracy in percent, with its deviation over the seeds."""
+    """Return an accuracy in percent, with its deviation over the seeds."""
     found = 100 * np.array(values(group, key))
     if not found.size:
         return NONE
@@ -193,18 +195,18 @@ def percent(group: Group, key: str) -> str:
 
 
 def mean(group: Group, key: str, form: Callable[[float], str]) -> str:
-    """The mean over the seeds."""
+    """Return the mean over the seeds."""
     found = values(group, key)
     return form(float(np.mean(found))) if found else NONE
 
 
 def size(megabytes: float, digits: int = 1) -> str:
-    """With `digits` after the point; below one megabyte, where they would hide what there is, two digits that count."""
+    """Return megabytes with `digits` after the point, or with two significant digits below one megabyte."""
     return f"{megabytes:.{digits}f}" if megabytes >= 1 or not megabytes else f"{megabytes:.2g}"
 
 
 def number(group: Group, key: str) -> str:
-    """Four digits, with the deviation over the seeds."""
+    """Return the mean over the seeds with four digits, and the deviation over the seeds."""
     found = np.array(values(group, key))
     if not found.size:
         return NONE
@@ -221,7 +223,7 @@ def _clients(group: Group, name: str = "accuracy", unit: int = 100, form: str = 
 
 
 def _extreme(group: Group, which: str, who: str) -> str:
-    """The mean over the seeds of the worst (best) client's accuracy, and which client it was in each seed."""
+    """Return the mean over the seeds of the worst (best) client's accuracy, and this client's number in each seed."""
     found, clients = values(group, f"client_accuracy_{which}"), values(group, who)
     if not found:
         return NONE
@@ -230,13 +232,13 @@ def _extreme(group: Group, which: str, who: str) -> str:
 
 
 def _complete(group: Group, key: str) -> float | None:
-    """The mean when all seeds have the value."""
+    """Return the mean if all seeds have the value, else None."""
     found = values(group, key)
     return float(np.mean(found)) if found and len(found) == len(group) else None
 
 
 def _rounds_to_target(group: Group) -> str:
-    """The mean over seeds; "–" where a seed did not get there, e.g. "12 / –"."""
+    """Return the mean over seeds. If a seed did not reach the target, return each seed's rounds, e.g. "12 / –"."""
     reached = values(group, "rounds_to_target")
     if len(reached) == len(group):
         return f"{np.mean(reached):g}" if len(group) == 1 else f"{np.mean(reached):.1f}"

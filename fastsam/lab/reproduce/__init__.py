@@ -1,4 +1,5 @@
-"""The papers' tables and figures as config files, run at their own scale or in small, with the published numbers beside
+"""The papers' tables and figures as config files, run at the paper's scale or a small one, with published numbers next
+to
 ours."""
 
 from __future__ import annotations

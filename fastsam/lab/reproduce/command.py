@@ -26,8 +26,10 @@ FILES = {"report": "report.html", "report (text)": "report.md", "summary": "summ
 
 
 def listing() -> list[tuple[str, str, str, str]]:
-    """Of each table: its name, what it shows, the data sets at the paper's scale, and the numbers of runs (paper's
-    scale; scaled)."""
+    """Return a row for each table: its name, its title, the data sets at the paper's scale, and the numbers of runs.
+
+    The numbers of runs are one text: paper's scale; scaled.
+    """
     rows = []
     for name in names():
         full, small = load(name), load(name, "digits")
@@ -42,11 +44,22 @@ def reproduce(
     name: str, scale: str | None, seeds: Sequence[str] | None, flags: Sequence[str], directory: Path, resume: bool,
     console: Console, tune: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
-    """Run a table and write its report. 1 when a run failed.
+    """Run a table and write its report. Return 1 if a run failed, else 0.
 
-    seeds: instead of the table's. flags: keys of the config over the table's. tune: what each method is tuned over
-    before, see `tuning.grid`;
-    None: nothing. Raises ConfigError, RunDirectoryError, and what missing data raise.
+    Args:
+        name: name of the table.
+        scale: scale of the runs; None for the paper's.
+        seeds: seeds in place of the table's.
+        flags: keys of the config that override the table's.
+        directory: directory of the results.
+        resume: continue interrupted runs in `directory`.
+        console: terminal for progress and tables.
+        tune: values that each method is tuned over before the runs, see `tuning.grid`; None to tune nothing.
+
+    Raises:
+        ConfigError: a key, a seed or a flag cannot be used.
+        RunDirectoryError: the directory is in use by other runs.
+        FileNotFoundError: data are missing.
     """
     table = load(name, scale)
     numbers = table.seeds if seeds is None else _numbers(seeds)
@@ -79,7 +92,7 @@ def reproduce(
 
 
 def show(made: Document, console: Console) -> None:
-    """The tables of a report on a terminal."""
+    """Print the tables of a report on a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.measure import Measurement
     from rich.table import Table as RichTable
@@ -110,7 +123,11 @@ def _numbers(seeds: Sequence[str]) -> list[int]:
 
 
 def _check_directory(plans: Mapping[Any, Any], asked: Mapping[str, Any], directory: Path, resume: bool) -> None:
-    """The directory is new or empty, or that of the same table at the same scale. Raises RunDirectoryError."""
+    """Check that the directory is new or empty, or has earlier runs of the same table at the same scale.
+
+    Raises:
+        RunDirectoryError: the directory has other content, or it is not empty and `resume` is False.
+    """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not resume:

@@ -1,4 +1,4 @@
-"""What the cells of the papers' tables are, computed from our runs."""
+"""The numbers in the cells of the papers' tables, computed from our runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ Groups = Sequence[Sequence[FinishedRun]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A kind of cell. number: of a run, given the column's target. form: its format. spread: a second number, in
-    parentheses.
+    """A kind of cell.
 
-    seeds: the standard deviation over seeds is shown. relative: "1.26x" FedAvg's is shown beside the number; ratio:
-    instead of it.
-    timed: until the column's target was reached. better: 1 where the larger number is the better one, -1 where the
-    smaller is.
+    Args:
+        head: text in the head of a column.
+        number: function from a run and the column's target to the number.
+        form: format of the number.
+        spread: function for a second number, shown in parentheses.
+        seeds: show the standard deviation over seeds.
+        relative: show the multiple of FedAvg's number after the number, as in "1.26x".
+        ratio: show this multiple in place of the number.
+        timed: the number counts until the column's target was reached.
+        better: 1 if a larger number is better, -1 if a smaller number is better.
     """
 
     head: str
@@ -59,7 +64,7 @@ def _until(key: str) -> Number:
 
 
 def _stored_vectors(run: FinishedRun, target: float | None) -> float:
-    """Vectors of the model's size that a client receives or keeps between the rounds, as declared."""
+    """Return the vectors of the model's size that a client receives or keeps between rounds, as declared."""
     made = registry[run.algorithm](**run.summary["hyperparameters"])
     return made.download_vectors + made.client_vectors
 
@@ -82,13 +87,15 @@ METRICS: Mapping[str, Metric] = {
 
 
 def groups_of(column: Column, algorithm: str, outcomes: Mapping[Part, Outcome]) -> Groups:
-    """The runs of an algorithm in a column."""
+    """Return the runs of an algorithm in a column, by part."""
     return [[run for run in outcomes[part].runs if run.algorithm == algorithm] for part in column.parts]
 
 
 def value(metric: Metric, groups: Groups, target: float | None, number: Number | None = None) -> list[float | None]:
-    """The number of each seed, the mean over the parts; None where a part has none, because its run failed or it never
-    got there."""
+    """Return the number of each seed: the mean over the parts.
+
+    It is None if a part has no number, because its run failed or did not reach the target.
+    """
     by_seed = [{run.seed: (number or metric.number)(run, target) for run in group} for group in groups]
     values = []
     for seed in dict.fromkeys(seed for part in by_seed for seed in part):
@@ -99,7 +106,7 @@ def value(metric: Metric, groups: Groups, target: float | None, number: Number |
 
 
 def cell(metric: Metric, groups: Groups, base: Groups, target: float | None) -> tuple[float | None, str]:
-    """The number (mean over the seeds; None when a seed has none) and the text of a cell. base: FedAvg's runs."""
+    """Return the number (mean over the seeds; None if a seed has none) and the text of a cell. base: FedAvg's runs."""
     values = value(metric, groups, target)
     known = [v for v in values if v is not None]
     if not known:

@@ -1,8 +1,7 @@
-"""The paper's ordering beside ours: which of its claims held, by how much and in how many seeds, and how the ranks of
-all methods agree.
+"""The paper's ordering of methods compared with ours: claims that held, their margins and seeds, and rank correlations.
 
-A claim: in a section of a table, by one metric, a method of the paper's own is ahead of another one. Sizes of scaled
-runs cannot be compared with the paper's, the order of methods can.
+A claim: in a section of a table, by one metric, a method that the paper proposes is ahead of another method. Sizes of
+scaled runs cannot be compared with the paper's, the order of methods can.
 """
 
 from __future__ import annotations
@@ -33,8 +32,18 @@ Outcomes = Mapping[Part, Outcome]
 
 @dataclass(frozen=True)
 class Claim:
-    """`ahead` is ahead of `other` in `columns` of the section's columns, on average by `paper`. ours: by seed, so much
-    here in the same columns. sample: the margin of one test sample, 0 for numbers that are no accuracies."""
+    """A claim of a paper: `ahead` is ahead of `other`.
+
+    Args:
+        section: title of the section.
+        metric: name of the metric.
+        ahead: the better method.
+        other: the method that it is compared with.
+        columns: number of the section's columns in which the paper has `ahead` ahead.
+        paper: mean margin over these columns in the paper.
+        ours: mean margin over these columns in our runs, one number per seed.
+        sample: margin of one test sample, or 0 for numbers that are not accuracies.
+    """
 
     section: str
     metric: str
@@ -47,24 +56,26 @@ class Claim:
 
     @property
     def undecided(self) -> bool:
-        """Whether the mean margin over the seeds is one sample or less, in either direction."""
+        """Return True if the mean margin over the seeds is one sample or less, in either direction."""
         return bool(self.ours) and abs(float(np.mean(self.ours))) <= self.sample + 1e-9
 
     @property
     def held(self) -> bool:
-        """Whether `ahead` is so here too, on the mean over the seeds."""
+        """Return True if `ahead` is ahead in our runs too, on the mean over the seeds."""
         return bool(self.ours) and not self.undecided and float(np.mean(self.ours)) > 0
 
 
 def number_of(text: str) -> float | None:
-    """The number that a published cell begins with: 79.52 of "79.52 ± 0.13"; None for a dash or a bound."""
+    """Return the number at the start of a published cell, 79.52 for "79.52 ± 0.13"; None for a dash or a bound."""
     found = re.match(r"\d+(?:\.\d+)?", text)
     return None if found is None else float(found[0])
 
 
 def multiple_of(text: str, base: str) -> float | None:
-    """What a published cell says of FedAvg's, `base`: .31 of "0.31x", 1 of "246 (1x)", 253/246 of "253" beside it. None
-    for a dash."""
+    """Return a published cell as a multiple of FedAvg's cell `base`, or None for a dash.
+
+    Examples: .31 for "0.31x", 1 for "246 (1x)", 253/246 for "253" if FedAvg's cell is "246 (1x)".
+    """
     found, number, whole = re.search(r"(\d+(?:\.\d+)?)x", text), number_of(text), number_of(base)
     if found is not None or number is None or not whole:
         return None if found is None else float(found[1])
@@ -72,7 +83,7 @@ def multiple_of(text: str, base: str) -> float | None:
 
 
 def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
-    """What the table says of the paper's own methods, cells that are not to be trusted aside."""
+    """Return the claims about the methods that the paper proposes, without cells that cannot be trusted."""
     own = [name for name in OWN[table.name.partition("-")[0]] if name in table.algorithms]
     found = []
     for section, metric in itertools.product(table.sections, table.metrics):
@@ -92,8 +103,11 @@ def claims(table: Table, outcomes: Outcomes) -> list[Claim]:
 
 
 def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str], float]:
-    """Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the columns.
-    Left out where there is none."""
+    """Return Kendall's tau-b of the paper's and our order of all methods, by section and metric: the mean over the
+    columns.
+
+    Sections without any tau are left out.
+    """
     found = {}
     for section, metric in itertools.product(table.sections, table.metrics):
         paper, ours = _paper(table, section, metric), _ours(table, section, metric, outcomes)
@@ -111,8 +125,10 @@ def rank_correlations(table: Table, outcomes: Outcomes) -> dict[tuple[str, str],
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Kendall's tau-b of two orders: 1 for the same, -1 for the reverse; pairs that are equal in one of them count for
-    nothing. NaN if all are."""
+    """Return Kendall's tau-b of two orders: 1 for the same order, -1 for the reverse.
+
+    Pairs that are equal in one of the orders do not count. It is NaN if all pairs are equal in one of them.
+    """
     signs = [
         (np.sign(a - b), np.sign(c - d)) for (a, c), (b, d) in itertools.combinations(zip(one, other, strict=True), 2)
     ]
@@ -121,8 +137,10 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """The claims, those that did not hold first, and the ranks; none where the paper prints no numbers or no run was
-    finished."""
+    """Return the tables of claims, first the claims that did not hold, and the table of ranks.
+
+    The list is empty if the paper prints no numbers or no run was finished.
+    """
     found = claims(table, outcomes)
     every = [claim for claim in found if claim.ours]
     if not every:
@@ -136,9 +154,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
         f"deviation over the seeds.{scaled}"
     )
     if unknown := len(found) - len(every):
-        note += (
-            f" {unknown} claim{'s' * (unknown > 1)} more: not told here, for a run failed or a target was not reached."
-        )
+        note += f" {unknown} claim{'s' * (unknown > 1)} more: a run failed or a target was not reached."
     undecided, held = [c for c in every if c.undecided], [c for c in every if c.held]
     failed = [c for c in every if not c.held and not c.undecided]
     head = ["claim", "where", "paper: by", "ours: by", "seeds in favour"]
@@ -163,7 +179,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 
 def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
-    """For summary.json."""
+    """Return claims and rank correlations for summary.json."""
     taus = [
         {"section": section, "metric": metric, "tau": tau}
         for (section, metric), tau in rank_correlations(table, outcomes).items()
@@ -175,8 +191,10 @@ def record(table: Table, outcomes: Outcomes) -> dict[str, Any]:
 
 
 def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str], float]:
-    """By column and algorithm, larger is better; cells without a number and those that are not to be trusted are left
-    out."""
+    """Return the paper's numbers by column and algorithm, with signs such that larger is better.
+
+    Cells without a number and cells that cannot be trusted are left out.
+    """
     j, kind, found = table.metrics.index(metric), METRICS[metric], {}
     for name, cells in section.published.items():
         for i, column in enumerate(section.columns):
@@ -190,8 +208,10 @@ def _paper(table: Table, section: Section, metric: str) -> dict[tuple[int, str],
 
 
 def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> dict[tuple[int, str], list[float | None]]:
-    """By column and algorithm, the number of each seed, larger being better; multiples of FedAvg's mean where the paper
-    has such."""
+    """Return the number of each seed by column and algorithm, with signs such that larger is better.
+
+    If the paper prints multiples of FedAvg's number, ours are multiples of FedAvg's mean.
+    """
     kind, found = METRICS[metric], {}
     for i, column in enumerate(section.columns):
         numbers = {name: value(kind, groups_of(column, name, outcomes), column.target) for name in table.algorithms}
@@ -205,7 +225,7 @@ def _ours(table: Table, section: Section, metric: str, outcomes: Outcomes) -> di
 
 
 def _complete(values: Sequence[float | None]) -> list[float]:
-    """The values, or none of them where one is missing."""
+    """Return the values, or an empty list if one is missing."""
     known = [v for v in values if v is not None]
     return known if len(known) == len(values) else []
 

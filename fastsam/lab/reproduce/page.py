@@ -1,4 +1,4 @@
-"""The report of a table: the published cells beside ours, what a scaled run changes, and the figures."""
+"""The report of a table: published cells next to our cells, the changes of a scaled run, and the figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Outcomes = Mapping[Part, Outcome]
 
 
 def algorithm_name(name: str) -> str:
-    """As the papers spell it."""
+    """Return the algorithm's name as the papers spell it."""
     return registry[name].__name__.replace("_", "-")
 
 
@@ -37,7 +37,16 @@ def document(
     command: str,
     beside: Sequence[TextTable] = (),
 ) -> Document:
-    """The report; its figures are drawn into `directory`. beside: tables of what was done before the runs."""
+    """Return the report. Its figures are drawn into `directory`.
+
+    Args:
+        table: the table.
+        plans: comparison of each part.
+        outcomes: finished runs of each part.
+        directory: directory of the report.
+        command: command that repeats all of it.
+        beside: further tables, of work done before the runs.
+    """
     title = f"{table.name}: {table.title}"
     if table.scale is not None:
         title += f" (scaled to {table.scale}: not the paper's setting)"
@@ -66,7 +75,10 @@ def _scale(table: Table) -> str:
 
 
 def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """The published cells beside ours, in blocks narrow enough to be read; none for a table without metrics."""
+    """Return the tables of published cells next to our cells, in blocks narrow enough to be read.
+
+    The list is empty for a table without metrics.
+    """
     found = []
     for section in table.sections if table.metrics else ():
         each = max(1, _WIDEST // len(table.metrics))
@@ -78,7 +90,7 @@ def text_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 
 def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -> TextTable:
-    """Some columns of a section. Cells that are not to be trusted are numbered, with the reasons in the note."""
+    """Return a table of some columns of a section. Cells that cannot be trusted are numbered; the note has reasons."""
     head, reasons = ["algorithm"], dict[str, int]()
     for i in columns:
         for name in table.metrics:
@@ -99,7 +111,7 @@ def _block(table: Table, section: Section, columns: range, outcomes: Outcomes) -
 
 
 def _ours(table: Table, column: Column, metric: str) -> str:
-    """The head of our cells: what differs from the paper's."""
+    """Return the head of our cells, which names differences from the paper's."""
     if table.scale is None:
         return "ours"
     reached = METRICS[metric].timed and column.target is not None
@@ -136,13 +148,13 @@ def _published_cell(
 
 
 def ours_cell(column: Column, algorithm: str, metric: str, outcomes: Outcomes) -> tuple[float | None, str]:
-    """Our number and its text."""
+    """Return our number and its text."""
     groups, base = (groups_of(column, name, outcomes) for name in (algorithm, "fedavg"))
     return cell(METRICS[metric], groups, base, column.target)
 
 
 def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
-    """For figures, which print no numbers: ours."""
+    """Return tables of our numbers, for figures, because these print no numbers."""
     found = []
     for part, outcome in outcomes.items():
         made = [accuracy(outcome.runs), last_measures(outcome.runs)] if outcome.runs else []
@@ -153,7 +165,7 @@ def _plain_tables(table: Table, outcomes: Outcomes) -> list[TextTable]:
 
 
 def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
-    """What our runs change in the paper's setting, key by key."""
+    """Return the table of our changes to the paper's setting, key by key."""
     rows = changes(table, plans)
     if not rows:
         return None
@@ -162,7 +174,7 @@ def _changes(table: Table, plans: Mapping[Part, Plan]) -> TextTable | None:
 
 
 def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
-    """The figures that the table names: those of each part, and all surfaces in one scale."""
+    """Draw the figures that the table names: the figures of each part, and all surfaces in one scale."""
     found: list[Figure] = []
     for part, outcome in outcomes.items():
         if not outcome.runs:
@@ -191,7 +203,10 @@ def _figures(table: Table, outcomes: Outcomes, directory: Path) -> list[Figure]:
 
 
 def _part_name(table: Table, part: Part) -> str:
-    """The part's name in figures and above our own tables: nobody shall take a scaled one for the paper's."""
+    """Return the part's name in figures and above our tables.
+
+    It names the scale, so that a scaled result is not taken for the paper's.
+    """
     return part.title if table.scale is None else f"{part.title} (scaled to {table.scale})"
 
 
@@ -200,7 +215,7 @@ def _surface_label(part: Part, label: str, outcomes: Outcomes) -> str:
 
 
 def record(table: Table, outcomes: Outcomes) -> list[dict[str, Any]]:
-    """Every cell, for summary.json."""
+    """Return every cell, for summary.json."""
     cells = []
     for section in table.sections:
         for i, column in enumerate(section.columns):

@@ -1,4 +1,4 @@
-"""Runs the parts of a table, each as a comparison in a directory of its own."""
+"""The runs of a table's parts. Each part is a comparison in a separate directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastsam.lab.reproduce.table import Part, Table, source
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Keys that say where and how a run is computed, not what: they are no deviation from a paper.
+# Keys that affect only the place and the method of a computation. They do not count as deviations from a paper.
 TECHNICAL = FREE - {"rounds", "max_excluded", "on_client_error"} | {
     "name",
     "data_dir",
@@ -40,8 +40,15 @@ _NAMED = 4  # places that a change names before it counts the others
 
 @dataclass(frozen=True)
 class Outcome:
-    """The finished runs of a part, and what its figures need. failed: by run, why. counts: [clients, classes].
-    samples: of the test set, 0 for unknown."""
+    """The finished runs of a part, and the data of its figures.
+
+    Args:
+        runs: finished runs.
+        failed: reason of each failed run, by the run's name.
+        counts: numbers of samples, `[clients, classes]`.
+        surfaces: loss surfaces by label.
+        samples: number of test samples, 0 if unknown.
+    """
 
     runs: Sequence[FinishedRun]
     failed: Mapping[str, str]
@@ -51,8 +58,13 @@ class Outcome:
 
 
 def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
-    """The config of each part. flags: keys over those of the config files; those for one algorithm's table hold in the
-    parts that run it."""
+    """Return the config of each part.
+
+    Args:
+        table: the table.
+        flags: keys that override the keys of config files. A key in an algorithm's table applies to the parts that run
+            this algorithm.
+    """
     flat, tables = parse_flags(flags)
     owns = ({name: own for name, own in tables.items() if name in part.algorithms} for part in table.parts)
     return {
@@ -62,7 +74,7 @@ def sources(table: Table, flags: Sequence[str]) -> dict[Part, Source]:
 
 
 def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Plan]:
-    """The comparison of each part, all checked. Raises ConfigError."""
+    """Return the comparison of each part, all checked. Raises ConfigError."""
     made = {}
     for part, own in sources.items():
         plan = compare.plan(own, part.algorithms, [str(s) for s in seeds], part.sweep)
@@ -73,8 +85,11 @@ def plans(sources: Mapping[Part, Source], seeds: Sequence[int]) -> dict[Part, Pl
 
 
 def check_data(plans: Mapping[Part, Plan]) -> None:
-    """Opens each data set once, so that a missing archive is told before anything runs. Raises FileNotFoundError and
-    others."""
+    """Open each data set once, so that a missing archive is reported before anything runs.
+
+    Raises:
+        FileNotFoundError: the files of a data set are missing.
+    """
     seen: dict[Any, RunConfig] = {}
     for plan in plans.values():
         config = plan.configs[0]
@@ -86,8 +101,10 @@ def check_data(plans: Mapping[Part, Plan]) -> None:
 def run(
     table: Table, plans: Mapping[Part, Plan], directory: Path, resume: bool, console: Console
 ) -> dict[Part, Outcome]:
-    """All parts, one after the other. A run that fails does not stop the others; a part of which none was finished has
-    no runs."""
+    """Run all parts, one after the other.
+
+    A run that fails does not stop the remaining runs. If no run of a part was finished, its outcome has no runs.
+    """
     outcomes = {}
     for number, (part, plan) in enumerate(plans.items(), 1):
         text = f"[{number}/{len(plans)}] {part.title}: {len(plan.runs)} runs"
@@ -120,8 +137,10 @@ def _run_part(table: Table, part: Part, plan: Plan, directory: Path, resume: boo
 
 
 def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> FinishedRun:
-    """The run with the mean and standard deviation over clients of its final model's accuracy on their training
-    samples."""
+    """Return the run with the accuracy of its final model on training samples in its summary.
+
+    The numbers are the mean and standard deviation over clients.
+    """
     config = next(p.config for p in plan.runs if (p.label, p.config.seed) == (run.label, run.seed))
     shown = data[compare.data_key(config)]
     built = experiment.build(config, shown)
@@ -133,7 +152,7 @@ def _with_train_accuracy(run: FinishedRun, plan: Plan, data: compare.Data) -> Fi
 
 @torch.no_grad()
 def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torch.device | str | None) -> np.ndarray:
-    """Accuracy on each client's training samples, `[clients]` in 0..1."""
+    """Return the accuracy on each client's training samples, `[clients]` in 0..1."""
     model.eval().to(device or "cpu")
     first = next(model.parameters())
     accuracies = []
@@ -147,8 +166,10 @@ def _client_accuracies(model: torch.nn.Module, data: FederatedData, device: torc
 
 
 def changes(table: Table, plans: Mapping[Part, Plan]) -> list[tuple[str, str, str, str]]:
-    """What our runs change in the paper's: (key, the paper's value, ours, where), from the resolved configs
-    themselves."""
+    """Return our changes to the paper's setting, from the resolved configs.
+
+    Each is a tuple (key, the paper's value, our value, affected parts).
+    """
     found: dict[tuple[str, str, str], dict[str, set[str]]] = {}
     for part, plan in plans.items():
         ours = {short_name(p.config.algorithm): p.config for p in reversed(plan.runs)}
@@ -176,8 +197,12 @@ def _text(value: Any) -> str:
 
 
 def _where(found: Mapping[str, set[str]], every: Mapping[str, set[str]]) -> str:
-    """Parts, or whole sections, and algorithms where not all of them are meant. found, every: by part, its
-    algorithms."""
+    """Return the names of parts or whole sections, and of algorithms if a change does not affect all of them.
+
+    Args:
+        found: affected algorithms, by part.
+        every: all algorithms, by part.
+    """
     names = []
     for part in found:
         section = part.rpartition(", ")[0]

@@ -1,9 +1,8 @@
-"""The config files of tables and figures: what is run, what the paper prints, and which of its cells are not to be
-trusted.
+"""The config files of tables and figures: their runs, the paper's numbers, and the cells that cannot be trusted.
 
 `tables/NAME.toml` has sections with columns; its numbers are the paper's as printed. A section names a protocol,
-`protocols/NAME.toml`: the keys of a run as in a config file, and in a table `scaled` those that differ when the table
-is run in small.
+`protocols/NAME.toml`. A protocol has the keys of a run as in a config file. Its table `scaled` has the keys that differ
+at the small scale.
 """
 
 from __future__ import annotations
@@ -23,9 +22,15 @@ SCALES = ("digits",)
 
 @dataclass(frozen=True)
 class Part:
-    """One comparison. keys: at the scale asked for, algorithms' tables inside; paper: at the paper's scale.
+    """One comparison.
 
-    same_axis: swept keys that figures show on the axis of another key.
+    Args:
+        title: name of the part.
+        algorithms: names of the algorithms.
+        keys: keys of the config at the chosen scale, with the algorithms' tables.
+        paper: keys of the config at the paper's scale.
+        sweep: swept keys with their values.
+        same_axis: swept keys that figures show on the axis of another key.
     """
 
     title: str
@@ -37,13 +42,19 @@ class Part:
 
     @property
     def slug(self) -> str:
-        """The part's directory."""
+        """Return the name of the part's directory."""
         return re.sub(r"[^a-z0-9.]+", "-", self.title.lower()).strip("-")
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column: the mean over its parts. target: accuracy in 0..1 for numbers of rounds."""
+    """A column, whose numbers are means over its parts.
+
+    Args:
+        name: text in the head.
+        parts: comparisons.
+        target: accuracy in 0..1 for numbers of rounds, or None.
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -52,7 +63,13 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """A block of a table. published: by algorithm, the paper's cells as printed, for each column one per metric."""
+    """A block of a table.
+
+    Args:
+        title: heading of the block.
+        columns: its columns.
+        published: the paper's cells as printed, by algorithm: for each column one cell per metric.
+    """
 
     title: str
     columns: tuple[Column, ...]
@@ -61,7 +78,15 @@ class Section:
 
 @dataclass(frozen=True)
 class Distrust:
-    """Published cells that cannot be right, and why. Empty: all of them."""
+    """Published cells that cannot be right.
+
+    Args:
+        reason: explanation for the report.
+        section: title of a section; empty for all.
+        columns: names of columns; empty for all.
+        algorithms: names of algorithms; empty for all.
+        metrics: names of metrics; empty for all.
+    """
 
     reason: str
     section: str = ""
@@ -70,7 +95,7 @@ class Distrust:
     metrics: tuple[str, ...] = ()
 
     def covers(self, section: str, column: str, algorithm: str, metric: str) -> bool:
-        """Whether the cell is one of them."""
+        """Return True if this entry covers the cell."""
         given = (((self.section,) if self.section else (), section), (self.columns, column))
         return all(
             not own or value in own for own, value in (*given, (self.algorithms, algorithm), (self.metrics, metric))
@@ -79,10 +104,12 @@ class Distrust:
 
 @dataclass(frozen=True)
 class Table:
-    """A table or figure of a paper at one scale (None: the paper's own).
+    """A table or figure of a paper at one scale.
 
-    metrics: names of `fastsam.lab.reproduce.metrics.METRICS`. figures: of curves, measures, classes, surfaces,
-    ablations.
+    Args:
+        scale: name of the scale; None for the paper's.
+        metrics: names of `fastsam.lab.reproduce.metrics.METRICS`.
+        figures: names among curves, measures, classes, surfaces, ablations.
     """
 
     name: str
@@ -100,7 +127,7 @@ class Table:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All that is run; columns may share parts."""
+        """Return all parts, each once; columns may share parts."""
         found: list[Part] = []
         for part in (part for section in self.sections for column in section.columns for part in column.parts):
             found += [part] if part not in found else []
@@ -108,12 +135,12 @@ class Table:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data sets at the paper's scale."""
+        """Return the data sets at the paper's scale."""
         return tuple(dict.fromkeys(str(part.paper["data"]) for part in self.parts))
 
 
 def names() -> list[str]:
-    """All tables and figures, paper by paper in their order there."""
+    """Return the names of all tables and figures, paper by paper, in the order of the paper."""
     files = (resources.files(__package__) / "tables").iterdir()
     found = [file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml")]
     papers = ("fedsam", "fedlesam", "fedgmt")
@@ -121,7 +148,7 @@ def names() -> list[str]:
 
 
 def load(name: str, scale: str | None = None) -> Table:
-    """A table at a scale. Raises ConfigError for a name or a scale that does not exist."""
+    """Return a table at a scale. Raises ConfigError for a name or a scale that does not exist."""
     if name not in names():
         raise ConfigError(f"there is no table {name!r}{nearest(name, names())}; choose from {', '.join(names())}")
     if scale is not None and scale not in SCALES:
@@ -138,7 +165,7 @@ def load(name: str, scale: str | None = None) -> Table:
 
 
 def source(part: Part, name: str, at_paper: bool = False) -> Source:
-    """The part's config, as `fastsam.lab.config.resolve` takes it."""
+    """Return the part's config, as `fastsam.lab.config.resolve` takes it."""
     content = part.paper if at_paper else part.keys
     tables = {key: value for key, value in content.items() if _is_table(key, value)}
     return Source({k: v for k, v in content.items() if k not in tables}, tables, name=name)
@@ -180,7 +207,7 @@ def _column(
 
 
 def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str | None) -> tuple[Part, ...]:
-    """The parts of another table whose sections are of this protocol, for these algorithms."""
+    """Return the parts of another table whose sections have this protocol, for these algorithms."""
     content = _read("tables", other)
     sections = [
         _section(section | {"algorithms": algorithms}, content, scale)
@@ -191,7 +218,7 @@ def _parts_of(other: str, protocol: str, algorithms: Sequence[str], scale: str |
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The later wins; the tables of algorithms are merged key by key, other values replaced."""
+    """Merge layers; the later wins. The tables of algorithms are merged key by key, other values replaced."""
     merged: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():

@@ -1,9 +1,9 @@
-"""A learning rate and a radius for each method of a table, from one printed grid: before the table, on samples that it
-does not report.
+"""Tuning of a learning rate and a radius for each method of a table, over one printed grid and on held-out samples.
 
-The protocol: every method runs every point of the grid that it takes, with a seed that the table does not use, on a
-fifth less of each client's training samples, and is judged on that fifth; the test set is not looked at. What is best
-over all that the part sweeps is taken for all of it. Ties go to the earlier value.
+Every method runs every point of the grid that it takes, before the runs of the table. The seed is not used by the
+table. A fifth of each client's training samples is held out, and accuracy is measured on this fifth. The test set is
+not used. The point with the best mean over all values that the part sweeps is used for all of them. Ties go to the
+earlier value.
 """
 
 from __future__ import annotations
@@ -32,16 +32,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 GRID = ("lr=0.05,0.1,0.2,0.4,0.8", "rho=0.02,0.05,0.1,0.2")
-SEED = 1000  # of the first; a table's own are small
-HELD_OUT = 0.2  # of each client's training samples
+SEED = 1000  # smallest seed of tuning runs; the seeds of tables are small
+HELD_OUT = 0.2  # share of each client's training samples
 FOLDER = "tuning"
 
-Point = tuple[tuple[str, str], ...]  # a method's values, as they stand in the grid
+Point = tuple[tuple[str, str], ...]  # a method's values, as they are written in the grid
 
 
 @dataclass(frozen=True)
 class Grid:
-    """axes: the keys and their values. seed: of the runs."""
+    """The grid of `--tune`.
+
+    Args:
+        axes: keys and their values.
+        seed: seed of the runs.
+    """
 
     axes: tuple[Axis, ...]
     seed: int = SEED
@@ -53,25 +58,37 @@ class Grid:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a part: the accuracy of each point of each algorithm on the held-out samples, and what was taken."""
+    """The results of tuning one part: held-out accuracy of each point of each algorithm.
+
+    Args:
+        accuracies: algorithm -> point -> accuracy.
+    """
 
     accuracies: Mapping[str, Mapping[Point, float]] = field(hash=False)
 
     def taken(self, algorithm: str) -> Point:
-        """The best point; none where no run was finished, or the grid has no key of the algorithm's."""
+        """Return the best point; empty if no run was finished, or the algorithm takes no key of the grid."""
         points = self.accuracies.get(algorithm, {})
         return max(points, key=lambda point: points[point], default=())
 
 
 def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> Grid:
-    """The grid of `--tune`. asked: texts such as "lr=0.1,0.2", "" for the grid of this module; numbers: the table's
-    seeds; flags: its keys.
+    """Return the grid of `--tune`.
 
-    Raises ConfigError for what is no grid, and for a key that is both tuned and given.
+    Args:
+        asked: texts such as "lr=0.1,0.2"; "" for the grid of this module.
+        numbers: seeds of the table.
+        flags: keys that override the table's.
+
+    Raises:
+        ConfigError: a text is not a grid of numbers, or a key is both tuned and given by a flag.
     """
     axes = tuple(parse_axis(text) for text in ([text for text in asked if text] or GRID))
     if any(axis.table is not None for axis in axes):
-        raise ConfigError("--tune takes keys of all methods, such as lr=0.1,0.2: who tunes one alone favours it")
+        raise ConfigError(
+            f"--tune takes keys of all methods, such as lr=0.1,0.2, got {', '.join(axis.text for axis in axes)}; "
+            "leave out the name of the method, because tuning only one method would favour it"
+        )
     for axis in axes:
         try:
             list(map(float, axis.values))
@@ -90,8 +107,10 @@ def grid(asked: Sequence[str], numbers: Sequence[int], flags: Sequence[str]) -> 
 def tune(
     sources: Mapping[Part, Source], grid: Grid, directory: Path, resume: bool, console: Console
 ) -> tuple[dict[Part, Source], dict[Part, Found]]:
-    """The parts' sources with what was taken for each method, and all that was found. Finished runs of `directory` are
-    not run again."""
+    """Return the parts' sources with the best point of each method, and all results.
+
+    Finished runs of `directory` are not run again.
+    """
     chosen, found = {}, {}
     for number, (part, source) in enumerate(sources.items(), 1):
         axes = [axis for axis in grid.axes if not any(parse_axis(text).key == axis.key for text in part.sweep)]
@@ -131,8 +150,10 @@ def _run(trial: Plan, keys: set[str], directory: Path, resume: bool) -> Found:
 
 
 def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[Point, float]]:
-    """Means over what else the runs differ in, of their last ten evaluated rounds. A point of which a run is missing
-    has none."""
+    """Return the mean accuracy of each point, over the last ten evaluated rounds and over other swept keys.
+
+    A point is left out if one of its runs is missing.
+    """
     collected: dict[str, dict[Point, list[float]]] = {}
     for run in runs:
         point = tuple((key, f"{value:g}") for key, value in run.point.items() if key in keys)
@@ -147,10 +168,12 @@ def _accuracies(runs: Sequence[FinishedRun], keys: set[str]) -> dict[str, dict[P
 
 
 def held_out(data: FederatedData) -> FederatedData:
-    """The clients with four fifths of their samples each, and the others of all of them as the test set. A client of
-    fewer than five keeps them.
+    """Return the data with a fifth of each client's samples moved to the test set, which has only these samples.
 
-    Raises ValueError where no client has five.
+    A client of fewer than five samples keeps all of them.
+
+    Raises:
+        ValueError: no client has five samples.
     """
     kept, others = [], []
     for client, (x, y) in enumerate(data.clients):
@@ -168,7 +191,13 @@ def held_out(data: FederatedData) -> FederatedData:
 
 
 def text_tables(found: Mapping[Part, Found], grid: Grid, name: Callable[[str], str]) -> list[TextTable]:
-    """What was taken, a table for each part. name: what makes a method's name in the report."""
+    """Return one table of the chosen values for each part.
+
+    Args:
+        found: results of the tuning, by part.
+        grid: the grid.
+        name: function that returns a method's name for the report.
+    """
     tables = []
     for part, one in found.items():
         rows = [[name(algorithm), *_row(one, short_name(algorithm), grid)] for algorithm in part.algorithms]
@@ -203,7 +232,7 @@ def _row(one: Found, algorithm: str, grid: Grid) -> list[str]:
 
 
 def record(found: Mapping[Part, Found], grid: Grid) -> dict[str, Any]:
-    """For summary.json: the grid, and every point of every method."""
+    """Return the grid and every point of every method, for summary.json."""
     parts = [
         {"part": part.title, "algorithm": algorithm, "point": dict(point), "accuracy": accuracy,
             "taken": point == one.taken(algorithm)}
