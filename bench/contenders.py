@@ -280,10 +280,12 @@ VARIANTS: dict[str, tuple[SAM, float, tuple[str, dict[str, Any]] | None]] = {
     "GSAM": (variants.GSAM(RHO), 60, None),
     "WSAM": (variants.WSAM(RHO), 64, ("WSAM", {})),
     "WSAM, coupled": (variants.WSAM(RHO, decouple=False), 52, ("WSAM", {"decouple": False})),
+    "GradientPenalty": (variants.GradientPenalty(RHO), 52, None),
     "LookSAM": (variants.LookSAM(RHO, k=10), (96 + 9 * 32) / 10, ("LookSAM", {"k": 10})),
     "FriendlySAM": (variants.FriendlySAM(RHO), 92, ("FriendlySAM", {})),
     "VaSSO": (variants.VaSSO(RHO), 80, None),
     "SAMON": (variants.SAMON(RHO), 36, None),
+    "LInfSAM": (variants.LInfSAM(RHO / 100), 68, None),
     "MSAM": (variants.MSAM(RHO), 36, None),
     "LastGradient": (variants.LastGradient(RHO), 44, None),
 }
