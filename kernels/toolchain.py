@@ -64,8 +64,7 @@ class Step:
 
 
 def find_torch() -> Torch:
-    """Return the torch of this environment. Raises BuildError if there is no torch, or only one older than the stable
-    ABI."""
+    """Return the torch of this environment. Raises BuildError if torch is missing or older than `MINIMUM_TORCH`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise BuildError("torch is not installed in the environment of the build. Run pip with --no-build-isolation")
@@ -112,7 +111,7 @@ def gencode(nvcc: str) -> list[str]:
     archs = [a for a in CUDA_ARCHS if a in known]
     if not archs:
         raise BuildError(
-            f"{nvcc} compiles for none of sm_{', sm_'.join(CUDA_ARCHS)}: a CUDA toolkit from 12.6 on is needed"
+            f"{nvcc} cannot compile for any of sm_{', sm_'.join(CUDA_ARCHS)}. Install a CUDA toolkit from 12.6 on"
         )
     return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs] + [
         f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"

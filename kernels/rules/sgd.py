@@ -1,7 +1,7 @@
 """torch.optim.SGD, as documented there.
 
 m = mu*m + (1 - dampening)*d                 (`first`: m = d)
-w <- w - lr*(d + mu*m with Nesterov, m without; d where there is no momentum)
+w <- w - lr*(d + mu*m with Nesterov, m without; d if there is no momentum)
 """
 
 # Functions that Triton compiles have no type annotations.
