@@ -8,8 +8,8 @@ A model is one flat index space that is cut into *segments*. A cohort of clients
         int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot. The slot is the segment's number in
         its layout; it stays the same if a call leaves out other segments. Only the segments of the table are touched.
     list operand (`params`, `grads`, `weights`, `g1`)
-        Either `n` dense tensors, one per segment, with `rows * length` elements (if `rows > 1`, the first dimension is
-        the row), or one flat field `[rows, row_size]` that is addressed at the segments' offsets.
+        Either `n` dense tensors, one per segment, or one flat field `[rows, row_size]` that is addressed at the
+        segments' offsets. A dense tensor has `rows * length` elements; if `rows > 1`, its first dimension is the row.
     field (`backup`, `momentum`, `q`, ...)
         `[rows, row_size]`, addressed at the segments' offsets. A field that is only read may have the row stride 0,
         so that all rows share one vector.

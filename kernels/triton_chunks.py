@@ -4,10 +4,10 @@ A program works on one chunk (at most `CHUNK` elements of one segment) of one ro
 not on the number of rows. So a row has the same bits in a batch and without other rows.
 
 A kernel finds its chunk (`locate`), computes its numbers from the device scalars (`columns`), and passes the op's
-function to a loop. `each_block` calls it for one block of elements at a time, `add_up` for terms of sums. The function
-gets the operands in the kernel's order, as pointers to the chunk's first elements (None for an absent operand), the
-numbers, and the elements of the call (`Elements`). Constants are put into a tuple only in the call itself: Triton 3.6
-turns them into values if the tuple gets a name.
+function to a loop. `each_block` calls it for one block of elements at a time, `add_up` for terms of sums. Its arguments
+are the operands in the kernel's order, the numbers, and the elements of the call (`Elements`). An operand is a pointer
+to the chunk's first element, or None if it is absent. Constants are put into a tuple only in the call itself: Triton
+3.6 turns them into values if the tuple gets a name.
 
 The last chunk of a segment uses a `while` loop, because Triton 3.6's interpreter takes no range of device values.
 """
