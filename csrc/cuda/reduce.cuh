@@ -1,5 +1,5 @@
-// Sums of squares with the same bits for any grid. The cut into chunks depends only on the layout, the elements of a
-// thread do not depend on alignment, and partial sums are added in the order of the chunks. There are no floating-point
+// Sums of squares with the same bits for any grid. The cut into chunks depends only on the layout. The elements of a
+// thread do not depend on alignment. Partial sums are added in the order of the chunks. There are no floating-point
 // atomics.
 #pragma once
 
@@ -168,8 +168,8 @@ __device__ __forceinline__ void finish(const Sums& sums, const Table& table, con
   finish(sums, table, unit, Totals<1>{{partial}});
 }
 
-// Launch settings that these kernels share. Chunks are large here, because a block ends with a barrier, a fence and an
-// atomic, and the last one adds up all of a row's partial sums.
+// Launch settings that these kernels share. Chunks are large here. A block ends with a barrier, a fence and an atomic,
+// and the last block adds up all of a row's partial sums.
 template <class Args>
 struct Reduction {
   static constexpr bool kShares = true, kReversed = false;
