@@ -1,4 +1,4 @@
-// From the tensors of an op call to the plain structs of launch.h, checked. Shared by the CPU and the CUDA
+// Checks the tensors of an op call and converts them to the plain structs of launch.h. Shared by the CPU and the CUDA
 // registration; stable ABI only.
 #pragma once
 
@@ -36,7 +36,7 @@ inline Type type_of(const Tensor& tensor, const char* name) {
 
 inline Type compute_type(Type type) { return type == Type::f64 ? Type::f64 : Type::f32; }
 
-// `device`: that of the other tensors; the table is on the CPU.
+// `device`: index of the other tensors' device; the table is on the CPU.
 inline Call call_of(const Tensor& table, int64_t rows, int device, std::optional<int64_t> groups = std::nullopt,
                     const double* hparams = nullptr) {
   STD_TORCH_CHECK(table.scalar_type() == ScalarType::Long && table.dim() == 2 && table.size(1) == 4 &&
@@ -132,7 +132,7 @@ inline double* sums_of(const Tensor& tensor, const Call& call, const char* name)
 inline void set_types(Call& call, const Tensors& weights, const OptionalTensor& backup) {
   if (!weights.empty()) call.weight = type_of(weights[0], "params");
   call.backup_type = backup.has_value() ? type_of(*backup, "backup") : call.weight;
-  // Without segments there may be no weights either, whose dtype would say what the others must be.
+  // If there are no segments, the weights may be missing, and then backup's dtype cannot be compared with theirs.
   STD_TORCH_CHECK(
       call.segments == 0 || call.backup_type == call.weight || call.backup_type == compute_type(call.weight),
       "backup must have the dtype of the weights, or float32 for half-precision weights");

@@ -1,4 +1,4 @@
-// The arguments of the ops that only federated algorithms use: see args.h.
+// The arguments of the ops that only federated algorithms use; see args.h.
 #pragma once
 
 #include "args.h"
@@ -51,7 +51,7 @@ inline InnerArgs inner_args(const Tensor& out, const Tensors& x, const Tensors& 
   return args;
 }
 
-// Whether the last `dims` dimensions lie as in a contiguous tensor.
+// Returns true if the last `dims` dimensions have the strides of a contiguous tensor.
 inline bool dense_at_end(const Tensor& tensor, int64_t dims) {
   int64_t expected = 1;
   for (int64_t i = tensor.dim() - 1; i >= tensor.dim() - dims; --i) {

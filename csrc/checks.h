@@ -1,4 +1,4 @@
-// What the kernels rely on, of the table and of every tensor of a call: nothing is read or written outside of it.
+// Checks of the table and of every tensor of a call, so that the kernels access no memory outside of them.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,10 +15,10 @@ namespace fastsam {
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// The index of a GPU, -1 for the CPU.
+// Returns the index of a GPU, -1 for the CPU.
 inline int device_of(const Tensor& tensor) { return tensor.is_cpu() ? -1 : tensor.get_device_index(); }
 
-// False when the storage ends before the last element, as after a storage's resize_.
+// Returns false if the storage ends before the last element, as after a storage's resize_.
 inline bool has_memory(const Tensor& tensor) {
   int64_t bytes = 0, last = tensor.storage_offset();
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -35,7 +35,7 @@ inline void check_place(const Tensor& tensor, int device, const char* name) {
   STD_TORCH_CHECK(has_memory(tensor), name, " must have all of its memory; its storage was freed or cut");
 }
 
-// True when the dimensions from `first` on fill one block of memory without gaps or overlaps, in whatever order.
+// Returns true if the dimensions from `first` on fill one block of memory without gaps or overlaps, in any order.
 inline bool is_dense(const Tensor& tensor, size_t first) {
   if (tensor.is_contiguous()) return true;
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -53,7 +53,7 @@ inline bool is_dense(const Tensor& tensor, size_t first) {
   return true;
 }
 
-// Kernels go through the tensors of one segment side by side: of one shape, they must have one order of elements.
+// Kernels read the tensors of one segment in memory order, so tensors of one shape must have the same order.
 inline void check_order(const Tensors& a, const Tensors& b, const Call& call, const char* names) {
   if (a.size() != b.size()) return;
   for (size_t i = 0; i < a.size(); ++i) {
@@ -67,11 +67,11 @@ inline void check_order(const Tensors& a, const Tensors& b, const Call& call, co
   }
 }
 
-// The segments lie where segments can lie, name groups that `hparams` has (nullopt: the op takes no hparams), and share
-// no element.
+// Checks that segments are inside the row, have groups of `hparams` (nullopt: the op takes no hparams), and share no
+// element.
 inline void check_table(const Segment* table, int64_t segments, int64_t rows, std::optional<int64_t> groups) {
   const int64_t most = (int64_t{1} << 62) / std::max<int64_t>(rows, 1);
-  std::vector<std::pair<int64_t, int64_t>> found;  // begin and end of those with elements
+  std::vector<std::pair<int64_t, int64_t>> found;  // begin and end of segments with elements
   for (int64_t i = 0; i < segments; ++i) {
     const Segment& s = table[i];
     STD_TORCH_CHECK(s.offset >= 0 && s.length >= 0 && s.offset <= most && s.length <= most - s.offset && s.group >= 0 &&
@@ -88,7 +88,7 @@ inline void check_table(const Segment* table, int64_t segments, int64_t rows, st
   }
 }
 
-// Two segments with one counter of steps would count each step twice.
+// Checks that segments have different counters of steps. A shared counter would count each step twice.
 inline void check_slots(const Segment* table, int64_t segments) {
   std::vector<int64_t> slots(segments);
   for (int64_t i = 0; i < segments; ++i) slots[i] = table[i].slot;

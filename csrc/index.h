@@ -1,4 +1,4 @@
-// Which element a unit of work touches. The CPU and the CUDA kernels use the same functions, and the host can enumerate
+// Maps a unit of work to its elements. The CPU and the CUDA kernels use the same functions, and the host can enumerate
 // them.
 #pragma once
 
@@ -8,19 +8,20 @@
 
 namespace fastsam {
 
-// A row of the table: see kernels/reference.py.
+// A row of the table; see kernels/reference.py.
 struct Segment {
   int64_t offset, length, group, slot;
 };
 
-// Work is cut into chunks of at most kChunk elements that never cross a segment. The cut depends on the layout alone,
-// not on the number of rows, threads or blocks: so sums over chunks have the same bits however the work is spread.
+// Work is cut into chunks of at most kChunk elements that never cross a segment. The cut depends only on the layout,
+// not on the number of rows, threads or blocks. So sums over chunks have the same bits for any distribution of the
+// work.
 constexpr int64_t kChunk = 8192;
 
 FASTSAM_HD int64_t chunks_of(int64_t length, int64_t chunk = kChunk) { return (length + chunk - 1) / chunk; }
 
-// The last i in [0, n) with prefix[i] <= chunk, where prefix[i] is the number of chunks before segment i. Empty
-// segments (equal prefixes) are never found.
+// Returns the last i in [0, n) with prefix[i] <= chunk, where prefix[i] is the number of chunks before segment i. It is
+// never an empty segment (equal prefixes).
 template <class Int>
 FASTSAM_HD int64_t segment_of(const Int* prefix, int64_t n, int64_t chunk) {
   int64_t low = 0, high = n;
@@ -49,10 +50,11 @@ FASTSAM_HD Piece piece_of(int64_t chunk_in_segment, int64_t length, int64_t chun
 // ---- CUDA: a block works off a piece in sweeps of `threads * width * turns` elements; in each turn a thread has
 // `width` of them, and neighbouring threads have neighbouring elements ----
 
-// Where in the piece the `turn`-th pack of `width` elements of a thread begins.
+// Returns the first element in the piece of the `turn`-th pack of `width` elements of a thread.
 FASTSAM_HD int pack_of(int turn, int thread, int threads, int width) { return (turn * threads + thread) * width; }
 
-// The chunk for a row of `elements`: one sweep, or two, four or eight of them where that still leaves `enough` chunks.
+// Returns the chunk length for a row of `elements`: one sweep, or two, four or eight sweeps if at least `enough` chunks
+// remain.
 inline int64_t chunk_for(int64_t elements, int64_t sweep, int64_t enough) {
   int64_t chunk = sweep;
   while (elements > enough * chunk && chunk < 8 * sweep) chunk *= 2;

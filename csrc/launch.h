@@ -1,5 +1,5 @@
-// The plain C++ face of the kernels: raw pointers, sizes and a stream, no torch. ops.cpp and cuda/ops_cuda.cpp fill
-// these structs.
+// The interface of the kernels in plain C++: raw pointers, sizes and a stream, no torch. ops.cpp and cuda/ops_cuda.cpp
+// fill these structs.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ enum class Type : int { f32, f64, f16, bf16 };
 
 inline size_t size_of(Type type) { return type == Type::f64 ? 8 : type == Type::f32 ? 4 : 2; }
 
-// A list operand: where segment i starts in row 0, and the elements from one row to the next.
+// A list operand: the address of segment i in row 0, and the elements from one row to the next.
 struct List {
   std::vector<void*> start;
   std::vector<int64_t> row_stride;
@@ -29,16 +29,16 @@ struct Field {
   int64_t stride = 0;
 };
 
-// What every op has; `call_of` makes it.
+// The arguments that all ops have; `call_of` makes them.
 struct Call {
   int64_t rows = 0, segments = 0, groups = 0;
   const Segment* table = nullptr;   // host memory
   const double* hparams = nullptr;  // [rows, groups, kWidth], on the device of the tensors
   std::vector<int64_t> prefix;      // prefix[i]: chunks of a row before segment i; prefix[segments]: all of them
-  int64_t end = 0, slots = 0;       // of the table: where its last segment ends, and one more than its largest slot
+  int64_t end = 0, slots = 0;       // the end of the table's last segment, and its largest slot plus one
   int device = -1;                  // the index of a GPU, -1: the CPU
-  Type weight = Type::f32;          // of params, the gradients and g1
-  Type backup_type = Type::f32;     // of backup: `weight`, or the compute type (a master copy)
+  Type weight = Type::f32;          // type of params, the gradients and g1
+  Type backup_type = Type::f32;     // type of backup: `weight`, or the compute type (a master copy)
   int64_t chunks() const { return prefix.back(); }
   int64_t elements() const {
     int64_t n = 0;
@@ -47,8 +47,8 @@ struct Call {
   }
 };
 
-// Of `rows` rows with these segments, which lie where segments can lie; the types are still to be set. groups, hparams:
-// 0 and nullptr for an op without hyper-parameters.
+// Returns the call of `rows` rows with these checked segments, without its types. groups, hparams: 0 and nullptr for an
+// op without hyper-parameters.
 inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_t groups, const double* hparams,
                     int device) {
   Call call;
@@ -63,7 +63,7 @@ inline Call call_of(const Segment* table, int64_t segments, int64_t rows, int64_
   return call;
 }
 
-// f(W{}, O{}) for the types of the weights and of backup.
+// Calls f(W{}, O{}) for the types of the weights and of backup.
 template <class F>
 inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call, F&& f) {
   const bool master = call.backup_type != call.weight;
@@ -81,7 +81,7 @@ inline __attribute__((always_inline)) decltype(auto) with_types(const Call& call
 
 struct NormArgs {
   Call call;
-  List grads, weights;  // weights: only when a group is adaptive
+  List grads, weights;  // weights: only if a group is adaptive
   double* sumsq = nullptr;
   bool accumulate = false;
 };
@@ -151,8 +151,8 @@ struct UpdateArgs {
   List params, grads, g1;
   Field backup, q, shift;
   const UpdateRule* rule = nullptr;     // update_
-  std::array<Field, kMostState> state;  // of the rule, in the compute type
-  float* steps = nullptr;               // [rows, slots]: where the rule counts them
+  std::array<Field, kMostState> state;  // state of the rule, in the compute type
+  float* steps = nullptr;               // [rows, slots], if the rule counts steps
   int64_t slots = 0;
   double* sumsq = nullptr;  // update_norm_: written; update_: read, nullptr without clipping
   bool accumulate = false;  // update_norm_
@@ -160,7 +160,7 @@ struct UpdateArgs {
   const float* found_inf = nullptr;
   bool first = false, keep = false;
 
-  // A bit per field of the state that is there.
+  // A bit per field of the state that is given.
   unsigned given() const {
     unsigned mask = 0;
     for (int i = 0; i < kMostState; ++i) mask |= state[i].data != nullptr ? 1u << i : 0u;
@@ -168,23 +168,24 @@ struct UpdateArgs {
   }
 };
 
-// On the CPU. Each does the chunks [begin, end) of rows * chunks(); ranges may run in any order and at the same time.
-// `stream`: what is written without having been read goes past the caches.
+// The CPU kernels. Each computes the chunks [begin, end) of rows * chunks(). Ranges may run in any order and at the
+// same time. `stream`: results that were not read before are written past the caches.
 void norm_range(const NormArgs&, double* partials, int64_t begin, int64_t end);
 void perturb_range(const PerturbArgs&, bool stream, int64_t begin, int64_t end);
 void restore_range(const RestoreArgs&, bool stream, int64_t begin, int64_t end);
 void dual_norm_range(const DualArgs&, double* partials, int64_t begin, int64_t end);
 void dual_perturb_range(const DualArgs&, bool stream, int64_t begin, int64_t end);
 void inner_range(const InnerArgs&, double* partials, int64_t begin, int64_t end);  // two partial sums per chunk
-// The elements [begin, end) of all rows; largest: [rows], the bits of the largest |x - base| among them.
+// Adds up the elements [begin, end) of all rows; largest: [rows], the bits of their largest |x - base|.
 void accumulate_range(const FixedPointArgs&, uint64_t* largest, int64_t begin, int64_t end);
 void product_rows(const ProductArgs&);
 void update_norm_range(const UpdateArgs&, double* partials, int64_t begin, int64_t end);
 
-// On CUDA. Each puts its kernels on `stream` (a cudaStream_t) and returns a cudaError_t; nothing waits for the device.
+// The CUDA kernels. Each function launches on `stream` (a cudaStream_t) and returns a cudaError_t. No function
+// synchronizes the device.
 //
-// partials: as many doubles as the function of that name says, of any content.
-// tickets: one per row, zero before the call and zero again after it; calls that share them must not run at the same
+// partials: memory for doubles, of any content; `..._partials_cuda` returns their number.
+// tickets: one per row, zero before the call and zero again after it. Calls that share tickets must not run at the same
 // time.
 int64_t norm_partials_cuda(const Call&);
 int64_t update_norm_partials_cuda(const Call&);
@@ -192,7 +193,7 @@ int64_t dual_norm_partials_cuda(const Call&);
 int64_t inner_partials_cuda(const Call&);
 int64_t accumulate_partials_cuda(const FixedPointArgs&);  // none without `largest`
 int norm_cuda(const NormArgs&, double* partials, unsigned* tickets, void* stream);
-int perturb_cuda(const PerturbArgs&, void* stream);             // whatever the seed, rounds to nearest
+int perturb_cuda(const PerturbArgs&, void* stream);             // rounds to nearest, even with a seed
 int perturb_stochastic_cuda(const PerturbArgs&, void* stream);  // with a seed
 int restore_cuda(const RestoreArgs&, void* stream);
 int dual_norm_cuda(const DualArgs&, double* partials, unsigned* tickets, void* stream);
@@ -201,7 +202,7 @@ int inner_cuda(const InnerArgs&, double* partials, unsigned* tickets, void* stre
 int accumulate_cuda(const FixedPointArgs&, double* partials, unsigned* tickets, void* stream);  // one ticket
 int update_norm_cuda(const UpdateArgs&, double* partials, unsigned* tickets, void* stream);
 
-// Ticket memory on the current device: `count` zeros that live as long as the process.
+// Returns ticket memory on the current device: `count` zeros that stay allocated until the process ends.
 int tickets_cuda(unsigned** memory, int64_t* count);
 
 }  // namespace fastsam

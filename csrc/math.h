@@ -1,5 +1,5 @@
-// The kernels' arithmetic, element by element, shared by the C++ and the CUDA kernels. The equations and their sources
-// stand in kernels/reference.py; the names here are the same.
+// The kernels' arithmetic, element by element, shared by the C++ and the CUDA kernels. kernels/reference.py has the
+// equations and their sources; the names here are the same.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace fastsam {
 
-// The columns of `hparams`, as in kernels/columns.py; from kOwn on they are the update rule's own (rules/*.h).
+// The columns of `hparams`, as in kernels/columns.py. Columns from kOwn on belong to the update rule (rules/*.h).
 enum HParam : int {
   RHO = 0,
   NU = 1,
@@ -68,7 +68,7 @@ struct PerturbRule {
   FASTSAM_HD C perturbed(C w, C g) const { return moves ? w + step(w, g) : w; }
 };
 
-// The unperturbed weight behind `z`: the master copy as long as `z` is its rounding, else what was written to `z`.
+// Returns the unperturbed weight for `z`: the master copy if `z` is its rounding, else `z`, which was written.
 template <class C, class W>
 FASTSAM_HD C resynchronised(C master, W z) {
   return same(narrow<W>(master), z) ? master : static_cast<C>(widen(z));
@@ -90,7 +90,7 @@ struct DualRule {
   static FASTSAM_HD C direction(C penalty, C g, C mu, C s) { return penalty * (g - mu) - s; }
   FASTSAM_HD C direction(C g, C mu, C s) const { return direction(penalty, g, mu, s); }
   FASTSAM_HD C step(C d) const { return moves ? scale * d : C(0); }
-  FASTSAM_HD C perturbed(C w, C e) const { return moves ? w + e : w; }  // minus zero stays where nothing moves
+  FASTSAM_HD C perturbed(C w, C e) const { return moves ? w + e : w; }  // keeps minus zero in rows that do not move
   FASTSAM_HD C dual(C mu, C e, C s) const { return mu + (e - s) * inverse; }
 };
 
@@ -100,27 +100,27 @@ constexpr double kHighUnit = 0x1.0p28, kLowUnit = 0x1.0p52;
 constexpr int kLowBits = 52;
 constexpr double kLargestValue = 0x1.0p62;  // in units of 2^-28
 
-// `value` in units of 2^-28: its whole part to one limb, the rest, in units of 2^-80, to the other; both rounded
-// towards zero, so that -value takes out what value added. High limbs wrap: what is beyond them comes back with the
-// carries, or is taken out again.
+// Adds `value`, in units of 2^-28: its whole part to the high limb, and the rest, in units of 2^-80, to the low limb.
+// Both are rounded towards zero, so that -value subtracts the added number. High limbs wrap. An overflow is undone by
+// carries or by later subtractions.
 FASTSAM_HD void add_fixed_point(double value, uint64_t& high, int64_t& low) {
-  const double kept = fabs(value) <= kLargestValue ? value : 0.0;  // not where it is NaN
+  const double kept = fabs(value) <= kLargestValue ? value : 0.0;  // 0 for NaN
   const int64_t whole = static_cast<int64_t>(kept);
   high += static_cast<uint64_t>(whole);
   low += static_cast<int64_t>((kept - static_cast<double>(whole)) * kLowUnit);
 }
 
-// Moves what is over in the low limb to the high one.
+// Moves the overflow of the low limb to the high limb.
 FASTSAM_HD void carry_fixed_point(uint64_t& high, int64_t& low) {
   high += static_cast<uint64_t>(low >> kLowBits);
   low &= (int64_t{1} << kLowBits) - 1;
 }
 
-// The bits of |x|: they are in the order of the numbers, and those of what is not finite come last.
+// Returns the bits of |x|. They have the order of the numbers, and numbers that are not finite come last.
 FASTSAM_HD uint32_t magnitude_bits(float x) { return bit_cast<uint32_t>(x) & 0x7FFFFFFFu; }
 FASTSAM_HD uint64_t magnitude_bits(double x) { return bit_cast<uint64_t>(x) & 0x7FFFFFFFFFFFFFFFu; }
 
-// The number of these bits; NaN where it is not finite.
+// Returns the number with these bits, or NaN if it is not finite.
 FASTSAM_HD double magnitude_of(uint32_t bits) { return bit_cast<float>(bits < 0x7F800000u ? bits : 0x7FC00000u); }
 FASTSAM_HD double magnitude_of(uint64_t bits) {
   return bit_cast<double>(bits < 0x7FF0000000000000u ? bits : 0x7FF8000000000000u);
@@ -161,7 +161,7 @@ struct FormU {
   }
   FASTSAM_HD C weight(C w) const { return w * shrink; }
 
-  // For what has its gradients from `gradient` already.
+  // Returns the form for gradients that `gradient` has already computed.
   FormU without_gradient() const {
     FormU rest = *this;
     rest.linear.a = rest.sig = C(1);
@@ -170,13 +170,13 @@ struct FormU {
   }
 };
 
-// ---- what the rules of update_ (rules/*.h) share --------------------------------------------------------------------
+// ---- the rules of update_ (rules/*.h) -------------------------------------------------------------------------------
 //
 // rules/NAME.h has, in a namespace of its name, `Rule<C>` with
-//   kState              how many fields its state has at most, up to kMostState
-//   kNeeded             which of them every call has: a bit per field; the others of a call are in `given`
-//   kCounts             whether it counts steps
-//   Rule(h, t, first)   from the columns; t: the number of this step, from 1 on; first: the fields hold nothing yet
+//   kState              largest number of fields of its state, up to kMostState
+//   kNeeded             a bit per field that every call has; the other fields of a call are in `given`
+//   kCounts             true if it counts steps
+//   Rule(h, t, first)   from the columns; t: the number of this step, from 1 on; first: the fields are not set yet
 //   step(w, d, state, given)   the new weight; `state` is an element of each field, and is written
 constexpr int kMostState = 3;
 

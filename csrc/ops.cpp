@@ -1,5 +1,5 @@
-// The schemas of all ops, and their registration for the CPU. LibTorch's stable ABI only: one binary serves torch 2.10
-// and later. The meaning of every argument stands in kernels/reference.py.
+// The schemas of all ops, and their registration for the CPU. Only LibTorch's stable ABI is used, so one binary serves
+// torch 2.10 and later. kernels/reference.py describes every argument.
 #include "args_fed.h"
 #include "cpu/run.h"
 

@@ -1,11 +1,10 @@
-// The op product, of stacked clients' small matrices. CPU only; the meaning of every argument stands in
-// kernels/product.py.
+// The op product, for stacked clients' small matrices. CPU only; kernels/product.py describes every argument.
 #include "args.h"
 
 namespace fastsam {
 namespace {
 
-// A float32 [rows, down, across], or with ones in their places: those are read again and again.
+// Returns a float32 [rows, down, across]. Dimensions of size 1 are broadcast.
 Matrix matrix_of(const Tensor& tensor, int64_t rows, int64_t down, int64_t across, const char* name) {
   STD_TORCH_CHECK(tensor.dim() == 3 && tensor.scalar_type() == ScalarType::Float, name, " must be float32 [., ., .]");
   const auto step = [&](int64_t dim, int64_t size) {

@@ -1,8 +1,8 @@
-// raw_frame.h on the CPU. Each returns 0, or something else when it could not run.
+// raw_frame.h on the CPU. Each function returns 0, or a different value if it failed.
 #include "cpu/run.h"
 #include "raw_frame.h"
 
-// norm_ of all, then perturb_ with it; sumsq is written.
+// Computes norm_ of all gradients into sumsq, then perturb_ with it.
 FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* grads, double* sumsq, int adaptive,
                                         int save) {
   using namespace fastsam;
@@ -14,7 +14,7 @@ FASTSAM_EXPORT int fastsam_norm_perturb(const int64_t* frame, const int64_t* gra
   });
 }
 
-// The rule of a name, as fastsam_update takes it; nullptr where there is none.
+// Returns the rule of a name for fastsam_update, or nullptr if there is no such rule.
 FASTSAM_EXPORT const void* fastsam_rule(const char* name) { return fastsam::rule_named(name); }
 
 FASTSAM_EXPORT int fastsam_update(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,

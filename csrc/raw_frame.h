@@ -1,9 +1,9 @@
-// The two passes of an optimizer's step past torch's dispatcher, as kernels/raw_calls.py hands them over: taking an op
-// call apart costs 3 us and 0.13 us per tensor and list, more than the work on a small model; arrays of addresses cost
-// next to nothing.
+// The two passes of an optimizer's step without torch's dispatcher, called by kernels/raw_calls.py. Unpacking the
+// arguments of an op costs 3 us, and 0.13 us per tensor and list, more than the work on a small model. Arrays of
+// addresses cost almost nothing.
 //
-// frame: 64-bit words, those below, then the address of each weight tensor, one per segment. grads: the address of each
-// gradient. One row; nothing is checked.
+// frame: the 64-bit words below, then the address of each weight tensor, one per segment. grads: the address of each
+// gradient. There is one row, and no checks.
 #pragma once
 
 #include "rules.h"
@@ -16,18 +16,18 @@ enum Word : int {
   SEGMENTS,
   TABLE,
   HPARAMS,
-  WEIGHT,  // a Type: of the weights and the gradients
-  STORED,  // a Type: of backup
+  WEIGHT,  // Type of the weights and the gradients
+  STORED,  // Type of backup
   BACKUP,
-  LAUNCH,   // the address of what CUDA needs besides, 64-bit words in the order of LaunchWord
+  LAUNCH,   // the address of 64-bit words for CUDA, in the order of LaunchWord
   WEIGHTS,  // the first of the addresses
 };
 
 enum LaunchWord : int {
   DEVICE,    // the index of the GPU
   STREAM,    // a cudaStream_t
-  PARTIALS,  // of norm_
-  TICKETS,   // two: of norm_ and of update_
+  PARTIALS,  // partial sums of norm_
+  TICKETS,   // two tickets, for norm_ and update_
 };
 
 template <class T>
@@ -48,8 +48,8 @@ inline List list_of(const int64_t* addresses, const Call& call) {
   return List{std::vector<void*>(first, first + call.segments), std::vector<int64_t>(call.segments)};
 }
 
-// The operand in backup's place where that has the dtype of the weights and is no field: the table's offsets count from
-// its first address.
+// Returns the operand in backup's place if it has the dtype of the weights and is not a field. The table's offsets are
+// relative to its first address.
 inline List list_in_backup(const int64_t* frame, const Call& call) {
   List list{std::vector<void*>(call.segments), std::vector<int64_t>(call.segments)};
   const auto size = static_cast<int64_t>(size_of(call.backup_type));
@@ -69,13 +69,13 @@ inline PerturbArgs perturb_of(const int64_t* frame, const int64_t* grads, const 
   return args;
 }
 
-// The norm of the perturbation. That of an adaptive group is of the weights, which without `save` are in backup.
+// Returns the arguments of the perturbation's norm. Adaptive groups need weights, which are in backup without `save`.
 inline NormArgs norm_of(const int64_t* frame, const PerturbArgs& args, double* sumsq, bool adaptive) {
   const List weights = !adaptive ? List{} : args.save ? args.params : list_in_backup(frame, args.call);
   return NormArgs{args.call, args.grads, weights, sumsq, false};
 }
 
-// state: the addresses of the rule's fields, nullptr for what is not given, and then that of the steps.
+// state: the addresses of the rule's fields (nullptr for an absent field), then the address of the steps.
 inline UpdateArgs update_of(const int64_t* frame, const int64_t* grads, const void* rule, void* const* state,
                             bool first, bool keep) {
   UpdateArgs args{call_of(frame)};
@@ -90,7 +90,7 @@ inline UpdateArgs update_of(const int64_t* frame, const int64_t* grads, const vo
   return args;
 }
 
-// What f returns, or -1 when it threw.
+// Returns the result of f, or -1 if it throws.
 template <class F>
 int guarded(const F& f) noexcept {
   try {

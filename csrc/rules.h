@@ -1,6 +1,5 @@
-// The table of update rules. There is no list of them: every rules/NAME.h is compiled for itself, cpu/update.cpp and
-// cuda/update.cu with FASTSAM_RULE=NAME (kernels/build.py finds them), and enters itself here when its library is
-// loaded.
+// The table of update rules. No file lists them. For every rules/NAME.h, cpu/update.cpp and cuda/update.cu are compiled
+// with FASTSAM_RULE=NAME (see kernels/build.py), and the object file registers the rule when its library is loaded.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +10,15 @@
 
 namespace fastsam {
 
-// A rule in one of the two libraries, of which each fills its own function.
+// A rule. Each of the two libraries sets its own function.
 struct UpdateRule {
   const char* name;
   int fields;
   unsigned needed;
   bool counts;
-  // Of the CPU: as the ranges of launch.h; reads steps, does not count them.
+  // The CPU function, as the ranges of launch.h. It reads steps and does not count them.
   void (*range)(const UpdateArgs&, bool stream, int64_t begin, int64_t end) = nullptr;
-  // Of CUDA: as its functions there; counts the steps. A rule that counts none needs no tickets.
+  // The CUDA function, as the functions of launch.h. It counts the steps. A rule without counts needs no tickets.
   int (*launch)(const UpdateArgs&, unsigned* tickets, void* stream) = nullptr;
 };
 
@@ -28,7 +27,7 @@ inline std::vector<UpdateRule>& update_rules() {
   return rules;
 }
 
-// Enters a rule, when a library is loaded. Rule: any instance of the template of rules/NAME.h.
+// Registers a rule when a library is loaded. Rule: any instance of the template of rules/NAME.h.
 template <class Rule>
 UpdateRule& enter_rule(const char* name) {
   static_assert(Rule::kState <= kMostState, "more fields than an update has");
@@ -36,7 +35,7 @@ UpdateRule& enter_rule(const char* name) {
   return update_rules().emplace_back(UpdateRule{name, Rule::kState, Rule::kNeeded, Rule::kCounts});
 }
 
-// nullptr where there is none of this name.
+// Returns the rule of this name, or nullptr if there is no such rule.
 inline const UpdateRule* rule_named(const std::string& name) {
   const auto& rules = update_rules();
   const auto found =
@@ -54,8 +53,8 @@ inline std::string rule_names() {
 
 #define FASTSAM_TEXT_OF(x) #x
 #define FASTSAM_TEXT(x) FASTSAM_TEXT_OF(x)
-// The rule that a file of cpu/ or cuda/ is compiled for. No folder is given to the compiler, where CUDA's headers would
-// find our math.h.
+// The file of the rule for which a file of cpu/ or cuda/ is compiled. Its path is relative, because with csrc as an
+// include folder CUDA's headers would find our math.h.
 // clang-format off
 #define FASTSAM_RULE_FILE FASTSAM_TEXT(../rules/FASTSAM_RULE.h)
 // clang-format on

@@ -6,16 +6,16 @@
 
 namespace fastsam {
 
-// A bijection of 32 bits that mixes them well (two multiplications, as in Wellons' "lowbias32"), with a key in its
-// middle.
+// Returns a bijection of 32 bits that mixes them well (two multiplications, as in Wellons' "lowbias32"), with a key in
+// its middle.
 FASTSAM_HD uint32_t mix(uint32_t x, uint32_t key) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du ^ key;
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   return x ^ (x >> 16);
 }
 
-// Random bits that are a function of a row's seed and of the element's place in the row (modulo 2^32): no state, so
-// nothing depends on the order of the work.
+// Random bits that are a function of a row's seed and of the element's place in the row (modulo 2^32). There is no
+// state, so the result does not depend on the order of the work.
 struct Random {
   uint32_t first, second;
 
@@ -26,14 +26,14 @@ struct Random {
   FASTSAM_HD uint32_t bits(uint32_t place) const { return mix(place ^ first, second); }
 };
 
-// One of the two neighbours of y among the numbers of W, the nearer one more often: right on average.
+// Returns one of the two neighbours of y among the numbers of W, the nearer one more often: the mean is y.
 template <class W>
 FASTSAM_HD W stochastic(float y, uint32_t random) {
   constexpr bool half = sizeof(W) == sizeof(f16) && !std::is_same_v<W, bf16>;
   constexpr int dropped = half ? 13 : 16;
   const uint32_t bits = bit_cast<uint32_t>(y), sign = bits & 0x80000000u;
   const float size = bit_cast<float>(bits ^ sign);
-  // Subnormal halves share one unit: that of the numbers from 2^-14 on.
+  // Subnormal halves have the unit of the numbers from 2^-14 on.
   const float raise = half && size < 0x1.0p-14f ? 0x1.0p-14f : 0.0f;
   const uint32_t sum = bit_cast<uint32_t>(size + raise) + (random >> (32 - dropped));
   const float rounded = bit_cast<float>(sum >> dropped << dropped) - raise;

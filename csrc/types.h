@@ -1,4 +1,4 @@
-// Storage types: what a tensor's elements are in memory, and their conversion to and from the type of the arithmetic.
+// Storage types of tensor elements, and their conversion to and from the type of the arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-// The arithmetic on weights of type W runs in compute_t<W>: double for double, otherwise float.
+// The type of the arithmetic on weights of type W: double for double, otherwise float.
 template <class W>
 struct Compute {
   using type = float;
@@ -46,8 +46,8 @@ FASTSAM_HD float widen(float x) { return x; }
 FASTSAM_HD double widen(double x) { return x; }
 FASTSAM_HD float widen(bf16 x) { return bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// Half to float. A normal half is moved to the float's place and its exponent rebased by a multiplication; a subnormal
-// one is placed under the mantissa of 0.5, from which 0.5 is subtracted: both exact.
+// Half to float. A normal half is shifted to the float's bits, and its exponent is rebased by a multiplication. A
+// subnormal half is put under the mantissa of 0.5, and 0.5 is subtracted. Both are exact.
 FASTSAM_HD float widen(f16 x) {
 #ifdef __CUDA_ARCH__
   return __half2float(__ushort_as_half(x.bits));
@@ -61,7 +61,7 @@ FASTSAM_HD float widen(f16 x) {
 #endif
 }
 
-// narrow<W>(x): to storage, rounding to nearest, ties to even; NaN stays NaN.
+// narrow<W>(x) converts to storage, rounding to nearest, ties to even; NaN stays NaN.
 template <class W>
 struct Narrow;
 
@@ -83,7 +83,7 @@ struct Narrow<bf16> {
 };
 template <>
 struct Narrow<f16> {
-  // Float to half on the host: adding a float whose unit is the half's last place lets the hardware do the rounding.
+  // Float to half on the host: adding a float whose unit is the half's last place makes the hardware round.
   static FASTSAM_HD f16 from(float x) {
 #ifdef __CUDA_ARCH__
     return f16{__half_as_ushort(__float2half_rn(x))};

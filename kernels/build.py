@@ -1,18 +1,24 @@
-"""How the compiled libraries are made: their sources, flags and compilers, described once.
+"""The build of the compiled libraries: sources, flags and compilers.
 
 Used by `setup.py` (a wheel or an editable install), by `FASTSAM_JIT=1` (at first use, into a cache) and by
 `python -m fastsam_kernels.build` (into the installed package).
 
 - `libfastsam_cpu.so`: `csrc/*.cpp`, `csrc/rowprograms/*.cpp` and `csrc/cpu/*.cpp`;
-- `libfastsam_cuda.so`: `csrc/cuda/*.cu`, the registrations `csrc/cuda/*.cpp` and `csrc/rowprograms/check.cpp`. Made
-  when nvcc is found and torch is a CUDA build, or when `FASTSAM_CUDA=1` asks for it.
+- `libfastsam_cuda.so`: `csrc/cuda/*.cu`, the registrations `csrc/cuda/*.cpp` and `csrc/rowprograms/check.cpp`. It is
+  built if nvcc is found and torch is a CUDA build, or if `FASTSAM_CUDA=1` is set.
 
-They use no symbols of Python and none of torch's C++: only LibTorch's stable ABI, so that one binary serves every
-Python and torch 2.10 and newer.
+The libraries use no symbols of Python or of torch's C++ API. They use only LibTorch's stable ABI, so that one binary
+serves every Python, and torch 2.10 and newer.
 
-Environment: `CXX`, `CUDACXX` or `CUDA_HOME` choose the compilers, `TORCH_CUDA_ARCH_LIST` the GPUs ("8.0;9.0+PTX"),
-`MAX_JOBS` the parallel jobs, `FASTSAM_CUDA=0|1` whether the CUDA library is built, `FASTSAM_LDFLAGS` the C++ compiler's
-further options where it links, `XDG_CACHE_HOME` where the cache of `FASTSAM_JIT=1` lies.
+Environment variables:
+
+    CXX                   C++ compiler
+    CUDACXX, CUDA_HOME    nvcc, or the CUDA toolkit that has it
+    TORCH_CUDA_ARCH_LIST  GPU architectures, such as "8.0;9.0+PTX"
+    MAX_JOBS              number of parallel jobs
+    FASTSAM_CUDA          1 builds the CUDA library, 0 does not
+    FASTSAM_LDFLAGS       further options of the C++ compiler for linking
+    XDG_CACHE_HOME        parent of the cache folder of `FASTSAM_JIT=1`
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ from .toolchain import BuildError, Step, Torch, execute, find_cxx, find_nvcc, fi
 
 HERE = Path(__file__).resolve().parent
 FILES = {"cpu": "libfastsam_cpu.so", "cuda": "libfastsam_cuda.so"}
-REPORT = "native.json"  # beside the libraries: what they were made from, or why there are none
+REPORT = "native.json"  # report next to the libraries: hash of their sources, and the build message
 COMMAND = "python -m fastsam_kernels.build"
 
 # Results must not depend on which clone of a function a processor runs: no contraction to fused multiply-add on the
@@ -62,17 +68,22 @@ NVCC_FLAGS = (
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The libraries in `paths`, by device type ("cpu", "cuda"), and what happened in words."""
+    """The result of a build.
+
+    Attributes:
+        paths: the libraries, by device type ("cpu", "cuda").
+        message: a description of the result for the user.
+    """
 
     paths: dict[str, Path] = field(default_factory=dict)
     message: str = ""
 
 
-# --- what is there ---
+# --- the environment ---
 
 
 def csrc() -> Path:
-    """The folder of the C++ and CUDA sources: inside an installed package, or beside this folder in a checkout."""
+    """Return the folder of the C++ and CUDA sources: in an installed package, or next to this folder in a checkout."""
     for folder in (HERE / "csrc", HERE.parent / "csrc"):
         if (folder / "ops.cpp").is_file():
             return folder
@@ -80,7 +91,7 @@ def csrc() -> Path:
 
 
 def source_digest() -> str:
-    """A hash of every C++ and CUDA source (names and contents, not dates) and of the flags."""
+    """Return a hash of every C++ and CUDA source (names and contents, not dates) and of the flags."""
     root, digest = csrc(), hashlib.sha256(repr((CXX_FLAGS, TORCH_FLAGS, NVCC_FLAGS)).encode())
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".cpp", ".cu", ".h", ".cuh")):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
@@ -88,7 +99,7 @@ def source_digest() -> str:
 
 
 def why_not() -> str | None:
-    """Why the libraries cannot be compiled in this environment; None when all that it takes is there."""
+    """Return the reason why the libraries cannot be compiled in this environment, or None."""
     try:
         csrc(), find_torch(), find_cxx()
     except BuildError as error:
@@ -97,7 +108,7 @@ def why_not() -> str | None:
 
 
 def _wants_cuda(torch: Torch, cuda: bool | None) -> bool:
-    """Whether to build for CUDA. An explicit request (`cuda=True`, `FASTSAM_CUDA=1`) without nvcc raises BuildError."""
+    """Return True if the CUDA library is to be built. Raises BuildError for an explicit request without nvcc."""
     setting = os.environ.get("FASTSAM_CUDA", "")
     if setting not in ("", "0", "1"):
         raise BuildError(f"FASTSAM_CUDA must be 0 or 1, got {setting!r}")
@@ -105,7 +116,7 @@ def _wants_cuda(torch: Torch, cuda: bool | None) -> bool:
         cuda = setting == "1"
     if cuda and find_nvcc() is None:
         advice = "install the CUDA toolkit, or set CUDA_HOME or CUDACXX"
-        raise BuildError(f"the CUDA library was asked for and nvcc is not found: {advice}")
+        raise BuildError(f"a CUDA library was requested, but nvcc is not found: {advice}")
     return bool(find_nvcc() and torch.cuda) if cuda is None else cuda
 
 
@@ -113,13 +124,15 @@ def _wants_cuda(torch: Torch, cuda: bool | None) -> bool:
 
 
 def rules(root: Path) -> list[str]:
-    """The update rules: every `csrc/rules/NAME.h`."""
+    """Return the names of the update rules: every `csrc/rules/NAME.h`."""
     return sorted(path.stem for path in root.glob("rules/*.h"))
 
 
 def variants_of(source: Path, root: Path) -> list[tuple[str, tuple[str, ...]]]:
-    """The objects that a source of `root` becomes, each with its flags: one, or, of `update.cpp` and `update.cu`, one
-    per rule."""
+    """Return the names and extra flags of the object files of a source.
+
+    A source has one object file, `update.cpp` and `update.cu` one per rule.
+    """
     name = source.relative_to(root).as_posix().replace("/", "_") if source.is_relative_to(root) else source.name
     if source.stem != "update":
         return [(f"{name}.o", ())]
@@ -139,7 +152,7 @@ def _compile(source: Path, root: Path, argv: Sequence[str]) -> list[Step]:
 
 
 def _relocate(torch: Torch, root: Path) -> tuple[str, str]:
-    """Flags that keep the folders of the compiling machine out of the source names in error messages."""
+    """Return flags that keep the folders of the compiling machine out of the source names in error messages."""
     return f"-ffile-prefix-map={root}=csrc", f"-ffile-prefix-map={torch.root}=torch"
 
 
@@ -148,22 +161,22 @@ def _link_flags() -> list[str]:
 
 
 def cpu_steps(torch: Torch) -> list[Step]:
-    """The commands that make `libfastsam_cpu.so`. The sources in `cpu/` see no header of torch."""
+    """Return the commands that build `libfastsam_cpu.so`. The sources in `cpu/` include no header of torch."""
     root, cxx = csrc(), find_cxx()
     flags = [*cxx, *CXX_FLAGS, f"-I{root}", *_relocate(torch, root)]
     torch_flags = [*flags, *TORCH_FLAGS, f"-isystem{torch.include}"]
-    # The kernels first, which take longest: at the end no job waits for a long one.
+    # The kernels take longest and are compiled first, so that no job waits for a long one at the end.
     steps = [step for path in sorted(root.glob("cpu/*.cpp"), reverse=True) for step in _compile(path, root, flags)]
     sources = sorted([*root.glob("*.cpp"), *root.glob("rowprograms/*.cpp")])
     steps += [step for path in sources for step in _compile(path, root, torch_flags)]
     objects = tuple(step.output for step in steps)
-    # No run path: torch is loaded first, and the loader then finds it by its soname wherever it lies.
+    # No run path is set. torch is loaded first, and the loader then finds it by its soname in any folder.
     options = (*_link_flags(), f"-L{torch.lib}", "-ltorch_cpu", "-Wl,--no-undefined", "-Wl,--as-needed")
     return [*steps, Step(FILES["cpu"], objects, (*cxx, "-shared", *objects, "-o", FILES["cpu"], *options))]
 
 
 def cuda_steps(torch: Torch) -> list[Step]:
-    """The commands that make `libfastsam_cuda.so`. Only the `.cpp` see torch's headers."""
+    """Return the commands that build `libfastsam_cuda.so`. Only the `.cpp` files include torch's headers."""
     root, cxx, nvcc = csrc(), find_cxx(), find_nvcc()
     assert nvcc is not None, "the caller asks _wants_cuda first"
     driver, archs = [nvcc, f"-ccbin={cxx[0]}"], gencode(nvcc)
@@ -184,16 +197,24 @@ def cuda_steps(torch: Torch) -> list[Step]:
     return [*steps, Step(FILES["cuda"], tuple(step.output for step in steps), argv)]
 
 
-# --- building, and finding what was built ---
+# --- building and finding libraries ---
 
 
 def build(out_dir: str | Path, *, cuda: bool | None = None, work_dir: str | Path | None = None) -> BuildResult:
     """Compile the libraries and put them, with their report, into `out_dir`.
 
-    `cuda`: build the CUDA library too; None follows `FASTSAM_CUDA`, else builds it when nvcc is there and torch is a
-    CUDA build. `work_dir` keeps the object files, so that ninja compiles only what changed (default: a temporary
-    folder). Raises BuildError when a library cannot be built, except a CUDA library nobody asked for by name: then the
-    message says why it is missing. Where one was asked for, the CPU library is in `out_dir` all the same.
+    Args:
+        out_dir: folder for the libraries.
+        cuda: build the CUDA library too. None follows `FASTSAM_CUDA`. If that is not set, the library is built if nvcc
+            is found and torch is a CUDA build.
+        work_dir: folder for object files, so that ninja compiles only changed sources. Default: a temporary folder.
+
+    Returns:
+        The libraries. If an optional CUDA library could not be built, the message has the reason.
+
+    Raises:
+        BuildError: the CPU library or a requested CUDA library cannot be built. In the second case `out_dir` has the
+            CPU library.
     """
     if reason := why_not():
         raise BuildError(reason)
@@ -209,7 +230,7 @@ def build(out_dir: str | Path, *, cuda: bool | None = None, work_dir: str | Path
 
 
 def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> tuple[BuildResult, BuildError | None]:
-    """What was built, and why a CUDA library that was asked for by name was not."""
+    """Compile the libraries. Return the result, and the error of a requested CUDA library that could not be built."""
     execute(cpu_steps(torch), work)
     paths, notes, refused = {"cpu": work / FILES["cpu"]}, list[str](), None
     try:
@@ -226,7 +247,7 @@ def _compile_all(torch: Torch, work: Path, cuda: bool | None) -> tuple[BuildResu
 
 
 def _replace(content: bytes, path: Path) -> Path:
-    """Replace the file in one go: a process that has the old one mapped keeps the old one."""
+    """Replace the file atomically. A process that has mapped the old file keeps it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -239,9 +260,9 @@ def _replace(content: bytes, path: Path) -> Path:
 
 
 def publish(result: BuildResult, out_dir: Path) -> BuildResult:
-    """Put the libraries of `result` into `out_dir`, with a report of what they were made from, or why there are none.
+    """Put the libraries of `result` into `out_dir`, with a report of their sources.
 
-    The report keeps the first line of the message: the compiler's whole output is for who builds.
+    The report keeps only the first line of the message. The compiler's whole output is printed by the build.
     """
     paths = {kind: _replace(path.read_bytes(), out_dir / path.name) for kind, path in result.paths.items()}
     message, names = result.message.splitlines()[0], [path.name for path in paths.values()]
@@ -251,10 +272,10 @@ def publish(result: BuildResult, out_dir: Path) -> BuildResult:
 
 
 def installed(folder: str | Path = HERE) -> BuildResult:
-    """The libraries in `folder` (default: the installed package) that were made from its present sources.
+    """Return the libraries in `folder` (default: the installed package) that were built from its present sources.
 
-    Libraries of other sources (an edited checkout, another version left behind) are not offered: `message` says so,
-    or why there are none.
+    Libraries of different sources (an edited checkout, files of a previous version) are not returned. `message` has the
+    reason why libraries are missing.
     """
     folder = Path(folder)
     if not (folder / REPORT).is_file():
@@ -268,7 +289,7 @@ def installed(folder: str | Path = HERE) -> BuildResult:
         return BuildResult({}, f"{message}. `{COMMAND}` compiles them now")
     if sources != source_digest():
         return BuildResult(
-            {}, f"the compiled libraries are of other sources than the installed ones; `{COMMAND}` rebuilds them"
+            {}, f"the compiled libraries are from other sources than the installed ones; `{COMMAND}` rebuilds them"
         )
     paths = {kind: folder / name for kind, name in FILES.items() if name in names}
     if lost := [str(path) for path in paths.values() if not path.is_file()]:
@@ -277,7 +298,7 @@ def installed(folder: str | Path = HERE) -> BuildResult:
 
 
 def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/fastsam`, by default `~/.cache/fastsam`."""
+    """Return `$XDG_CACHE_HOME/fastsam`, by default `~/.cache/fastsam`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastsam"
 
 
@@ -286,37 +307,35 @@ def _cache_key(torch: Torch) -> str:
     tools = [output_of([*find_cxx(), "--version"])]
     try:
         tools += [output_of([nvcc, "--version"]), *gencode(nvcc)] if nvcc else []
-    except BuildError as error:  # an nvcc that does not run costs the CUDA library, when it is built
+    except BuildError as error:  # the build reports an nvcc that does not run
         tools.append(str(error))
     parts = [source_digest(), torch.version, platform.machine(), *tools]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
 def _require_own(folder: Path) -> None:
-    """Raises BuildError for a folder that somebody else could put a library into: what is loaded from it is
-    executed."""
+    """Raise BuildError if another user could put a library into the folder. A loaded library is executed."""
     found = folder.lstat()
     if hasattr(os, "geteuid") and stat.S_ISDIR(found.st_mode):
         if found.st_uid != os.geteuid():
             raise BuildError(
                 f"the cache {folder} belongs to user {found.st_uid}, not to you ({os.geteuid()}), so its libraries are "
-                f"not "
-                "loaded. Set XDG_CACHE_HOME to a folder of your own"
+                "not loaded. Set XDG_CACHE_HOME to a folder that belongs to you"
             )
         if found.st_mode & 0o022:
             raise BuildError(
                 f"others can write to the cache {folder}, so its libraries are not loaded. Remove it, then "
-                "`chmod 700` the folder that holds it, or set XDG_CACHE_HOME to another one"
+                "`chmod 700` its parent folder, or set XDG_CACHE_HOME to a different folder"
             )
     elif stat.S_ISLNK(found.st_mode):
-        raise BuildError(f"the cache {folder} is a link, which others may turn; set XDG_CACHE_HOME to where it leads")
+        raise BuildError(f"the cache {folder} is a link that others may change; set XDG_CACHE_HOME to its target")
 
 
 def jit() -> BuildResult:
-    """The libraries from the cache, compiled first if need be (FASTSAM_JIT=1).
+    """Return the libraries from the cache, compiled first if necessary (FASTSAM_JIT=1).
 
-    Safe when several processes start at once. Raises BuildError when they cannot be compiled, or the cache cannot be
-    written, or others can write to it.
+    Several processes may call this at once. Raises BuildError if the libraries cannot be compiled, if the cache cannot
+    be written, or if other users can write to it.
     """
     if reason := why_not():
         raise BuildError(reason)
@@ -327,7 +346,7 @@ def jit() -> BuildResult:
     if not final.is_dir():
         try:
             with locked(final.parent), tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-                if not final.is_dir():  # nobody built it while this process waited for the lock
+                if not final.is_dir():  # another process may have built it before this one got the lock
                     build(Path(scratch) / "out")
                     (Path(scratch) / "out").chmod(0o700)
                     os.rename(Path(scratch) / "out", final)
@@ -339,7 +358,7 @@ def jit() -> BuildResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m fastsam_kernels.build`: compile into the installed package."""
+    """Run `python -m fastsam_kernels.build`: compile into the installed package."""
     parser = argparse.ArgumentParser(
         prog=COMMAND, description="Compile fastsam's libraries into the installed package."
     )

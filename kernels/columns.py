@@ -1,8 +1,8 @@
 """The device scalars of a step: one row of `WIDTH` float64 numbers per arena row and parameter group.
 
-They live in one tensor `hparams` of shape `[rows or 1, groups, WIDTH]`, so that no kernel needs a host value and a
-captured CUDA graph follows a schedule. `csrc/math.h` declares the same columns in the same order; a test compares the
-two.
+They are stored in one tensor `hparams` of shape `[rows or 1, groups, WIDTH]`. So no kernel needs a host value, and a
+captured CUDA graph follows a schedule. `csrc/math.h` declares the same columns in the same order, and a test compares
+the two.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from enum import IntEnum
 
 
 class HParam(IntEnum):
-    """What the columns hold that every op reads alike. From `OWN` on they are the update rule's own, see `rules`."""
+    """The columns that all ops share. Columns from `OWN` on belong to the update rule (see `rules`)."""
 
     RHO = 0  # radius of the perturbation; negative when the objective is maximised
     NU = 1  # added to the norm before the division
-    ADAPTIVE = 2  # 1: ASAM, the direction is T^2*g with T = |w| + eta, its norm that of T*g
+    ADAPTIVE = 2  # 1: ASAM, the direction is T^2*g with T = |w| + eta, with the norm of T*g
     ETA = 3
     LR = 4
     DECAY = 5  # weight decay, never clipped
@@ -24,7 +24,7 @@ class HParam(IntEnum):
     B = 8  # weight of the gradient at the unperturbed point (g1)
     CLIP = 9  # largest norm of v; 0 means no clipping
     CLIP_FULL = 10  # 1: phi*w is inside the clipped norm and scaled with it
-    PENALTY = 11  # of the perturbation's sub-problem with a dual (FedSMOO's alpha)
+    PENALTY = 11  # penalty of the perturbation's sub-problem with a dual (FedSMOO's alpha)
     DECOUPLED = 12  # 1: weight decay shrinks the weights by lr*decay; 0: it is a part of the gradient
 
 

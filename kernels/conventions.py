@@ -1,4 +1,4 @@
-"""What all implementations and their callers agree on besides the device scalars (`columns`): dtypes and constants."""
+"""Shared dtypes, constants and checks of all implementations and their callers. The device scalars are in `columns`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of weights and gradients
-HIGH_BITS, LOW_BITS = 28, 52  # of the two limbs of a fixed-point number, below the point and below each other
-LIMIT = 2.0**34  # of what is added to such a number: its high limb has 62 bits then
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # dtypes of weights and gradients
+HIGH_BITS, LOW_BITS = 28, 52  # bits of the two limbs of a fixed-point number below its binary point
+LIMIT = 2.0**34  # largest absolute value of a term of such a number; its high limb then has 62 bits
 CLIP_EPS = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic and of the state for weights of `dtype`: float64 for float64, else float32."""
+    """Return the dtype of the arithmetic and of the state for weights of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class FreedError(RuntimeError):
-    """A tensor with elements has no memory. It was found before anything was written."""
+    """An error for a tensor with elements but without memory. It is raised before anything is written."""
 
 
 def refuse_freed(tensors: Sequence[Tensor]) -> None:

@@ -1,12 +1,12 @@
-"""The backend of a plain install: torch's multi-tensor functions and torch's own fused optimizers, with the meaning of
-`reference`.
+"""The backend of an installation without compiled kernels: torch's multi-tensor functions and fused optimizers, with
+the meaning of `reference`.
 
-What has no faster form is taken from the reference: half-precision weights, perturbations with a dual, inner products,
-fixed-point sums, all that is compiled by torch, and on a GPU, where reading a device scalar on the host would wait for
-the device, everything but norms and restoring.
+Cases that have no faster form use the reference: half-precision weights, perturbations with a dual, inner products,
+fixed-point sums, and calls compiled by torch. On a GPU, reading a device scalar on the host would wait for the device,
+so everything except norms and restoring uses the reference.
 
-Every tensor of a list is worked on by itself, whatever the rows and the threads, so a row alone has the bits that it
-has in a batch.
+Every tensor of a list is computed separately, for any number of rows and threads. So a row has the same bits in a batch
+and without other rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from .reference import dual_norm_ as dual_norm_
 from .reference import dual_perturb_ as dual_perturb_
 from .reference import inner_ as inner_
 
-WRITES_IN_PARTS = torch.float16, torch.bfloat16  # as the reference does, from which their updates are
+WRITES_IN_PARTS = torch.float16, torch.bfloat16  # their updates are made by the reference, in parts
 
-# Elements that torch sums up in single precision, in one go on one thread: longer tensors are cut, by their length
-# alone.
+# Largest number of elements that torch adds up in single precision in one pass on one thread. Longer tensors are cut at
+# positions that depend only on their length.
 CHUNK = 16_384
 
 
 def _serves(hparams: Tensor, *operands: Sequence[Tensor] | None) -> bool:
-    """Whether all these operands are of one dtype that torch's functions compute in, where the host may read the
-    scalars."""
+    """Return True if torch's functions can compute with these operands: float32 or float64, with scalars on the CPU."""
     dtypes = {tensor.dtype for operand in operands if operand for tensor in operand[:1]}
     return (
         dtypes in ({torch.float32}, {torch.float64})
@@ -56,7 +55,7 @@ def _copy_(to: Tensors | None, source: Tensors | None) -> None:
 
 
 def norms_of(tensors: Tensors, longest: int) -> list[float]:
-    """The L2 norms of these tensors, or of pieces of them; `longest`: the most elements that one has."""
+    """Return the L2 norms of these tensors, or of their pieces. `longest`: number of elements of the longest tensor."""
     if longest < 2 * CHUNK:
         return torch.stack(torch._foreach_norm(tensors)).tolist()
     short, norms = [], []
@@ -72,7 +71,7 @@ def norms_of(tensors: Tensors, longest: int) -> list[float]:
 
 
 def _put(sumsq: Tensor, tensors: Tensors, longest: int, accumulate: bool) -> None:
-    """The sum of squares of each row, of tensors row by row."""
+    """Write or add the sum of squares of each row. `tensors` has the tensors row by row."""
     rows = len(sumsq)
     count = len(tensors) // rows
     parts = [tensors[row * count : (row + 1) * count] for row in range(rows)] if rows > 1 else [tensors]
@@ -82,7 +81,7 @@ def _put(sumsq: Tensor, tensors: Tensors, longest: int, accumulate: bool) -> Non
 
 
 def _adaptive(w: Tensors, eta: float) -> Tensors:
-    """`T = |w| + eta`."""
+    """Return `T = |w| + eta`."""
     t = torch._foreach_abs(w)
     torch._foreach_add_(t, eta)
     return t
@@ -132,7 +131,7 @@ def perturb_(
 
 
 def perturb_lists_(plan: Plan, hparams: Tensor, lists: Lists, norms: Sequence[float], save: bool) -> None:
-    """`perturb_` of the lists params, backup and grads, with the norm of each row."""
+    """Compute `perturb_` of the lists params, backup and grads, with the norm of each row."""
     params_, o_, _ = lists
     if save:
         _copy_(o_, params_)
@@ -154,7 +153,7 @@ def restore_(params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None:
 
 
 def _linear(h: Sequence[float], g2: Tensors, g1: Tensors | None, q: Tensors | None, scale: float) -> Tensors:
-    """`v = a*g2/scale + b*g1 + q` of the local update rule; `g2` itself where that is all."""
+    """Return `v = a*g2/scale + b*g1 + q` of the local update rule, or `g2` itself if no other term changes it."""
     v = g2 if scale == 1 else torch._foreach_div(g2, scale)
     if h[HParam.A] != 1:
         v = torch._foreach_mul(v, h[HParam.A])
@@ -195,7 +194,7 @@ def update_norm_(
 
 
 def _clip_factor(limit: float, sumsq_v: float | None) -> float:
-    """`sig`; NaN where the norm is."""
+    """Return `sig`; NaN if the norm is NaN."""
     if sumsq_v is None or not limit > 0:
         return 1.0
     factor = limit / (math.sqrt(sumsq_v) + CLIP_EPS)
@@ -205,7 +204,7 @@ def _clip_factor(limit: float, sumsq_v: float | None) -> float:
 def _gradient(
     h: Sequence[float], w: Tensors, v: Tensors, sumsq_v: float | None, shift: Tensors | None
 ) -> tuple[Tensors, float]:
-    """`d` of `reference.update_` without `decay*w`, and that decay, which rules add themselves."""
+    """Return `d` of `reference.update_` without `decay*w`, and that decay, which rules add themselves."""
     full, factor = h[HParam.CLIP_FULL], _clip_factor(h[HParam.CLIP], sumsq_v)
     if full and h[HParam.PHI]:
         v = torch._foreach_add(v, w, alpha=h[HParam.PHI])
@@ -264,7 +263,7 @@ def update_(
 
 
 class ListCalls:
-    """The two passes of an optimizer's step on operands that were checked once, for callers as those of
+    """The two passes of an optimizer's step on operands that were checked once, with the methods of
     `raw_calls.RawCalls`."""
 
     REPEATS = False  # the calls of an update hold its gradients
@@ -276,7 +275,7 @@ class ListCalls:
 
     @staticmethod
     def watched() -> bool:
-        """False: the calls are torch's, whoever looks."""
+        """Return False: the calls go through torch's dispatcher."""
         return False
 
     @torch.no_grad()
@@ -312,7 +311,7 @@ class ListCalls:
 
 
 def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> ListCalls | None:
-    """Return the two passes of a step on these operands, or None if they need the general functions, as without an
+    """Return the two passes of a step on these operands, or None if they need the general functions, as without a
     backup."""
     return (
         ListCalls(params, backup, table, hparams) if backup is not None and _serves(hparams, params, [backup]) else None

@@ -1,4 +1,4 @@
-"""The compiled libraries: which of them are loaded, and why the others are not.
+"""The compiled libraries that are loaded, and the reasons why others are not.
 
 They come from the installed package, or, with FASTSAM_JIT=1, from a cache where they are built at first use.
 """
@@ -30,7 +30,7 @@ _libraries: dict[str, str] = {}
 
 @functools.cache
 def _load() -> dict[str, str | None]:
-    """Loads what there is; per device type the reason why it cannot serve, None when it can."""
+    """Load the libraries. Return for each device type the reason why its library cannot be used, or None."""
     cuda_reason = None if torch.cuda.is_available() else "torch sees no CUDA device"
     try:
         found = build.installed()
@@ -55,8 +55,10 @@ def _load() -> dict[str, str | None]:
 
 
 def _infer_nothing(name: str, *operands: Any) -> None:
-    """Every op writes its arguments and returns nothing. A real tensor beside one without memory is an error, and not a
-    call that does nothing."""
+    """Infer the results of an op for torch.compile: none, because every op only writes its arguments.
+
+    Raises RuntimeError if the tensors are on different devices, such as a real tensor and a meta tensor.
+    """
     schema = getattr(torch.ops.fastsam, name).default._schema
     of = {argument.name: operand for argument, operand in zip(schema.arguments, operands, strict=False)}
     table = of.pop("table", None)
@@ -76,19 +78,19 @@ def _load_library(path: str) -> str | None:
 
 
 def why_not(device: str) -> str | None:
-    """Why the compiled kernels cannot serve on this device type; None when they can."""
+    """Return the reason why the compiled kernels cannot serve on this device type, or None."""
     return _load().get(device, f"there are no compiled kernels for the device {device!r}")
 
 
 def library(device: str = "cpu") -> str:
-    """The file of the kernels that serve on this device type. Raises RuntimeError with the reason when none do."""
+    """Return the library file for this device type. Raises RuntimeError with the reason if it cannot be used."""
     if (reason := why_not(device)) is not None:
         raise RuntimeError(reason)
     return _libraries[device]
 
 
 def build_hint() -> str:
-    """What would give the compiled kernels that are missing: the command, and what has to be installed before it."""
+    """Return advice on how to get the missing compiled kernels: the command, and what to install first."""
     if why_not("cpu") is None:
         return f"With nvcc on PATH `{build.COMMAND}` builds the kernels for GPUs"
     reason = build.why_not()

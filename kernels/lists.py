@@ -1,7 +1,7 @@
 """The operands of a call as lists of tensors, one per row and segment, as torch's multi-tensor functions take them.
 
-Making a view costs a microsecond, a table of segments has dozens, and most operands are the same fields in every step:
-what was read from a table, and the views of a field, are kept for as long as the table and the field are there.
+Creating a view costs a microsecond, a table of segments has dozens, and most operands are the same fields in every
+step. So the parsed table and the views of a field are cached until the table or the field is deleted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-Tensors = list[Tensor] | tuple[Tensor, ...]  # what torch's multi-tensor functions take
+Tensors = list[Tensor] | tuple[Tensor, ...]  # type of the arguments of torch's multi-tensor functions
 Lists = list[list[Tensor] | None]
 Forms = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]  # shapes and strides of tensors
 
 
 class _ByTensor(Generic[T]):
-    """Values by tensor: by the very object, which is not kept alive. What a tensor's end calls is no Python, so no
-    signal is handled in it."""
+    """Values by tensor, compared by identity; the tensors are not kept alive.
+
+    The callback of a deleted tensor is not a Python function, so no signal is handled in it.
+    """
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Tensor]] = {}
@@ -34,7 +36,7 @@ class _ByTensor(Generic[T]):
         refs, values = self._refs, self._values
         if id(tensor) in refs:
             values.pop(refs.pop(id(tensor)), None)
-        if len(refs) > 2 * len(values) + 64:  # of tensors that are gone
+        if len(refs) > 2 * len(values) + 64:  # remove references to deleted tensors
             self._refs = refs = {key: ref for key, ref in list(refs.items()) if ref() is not None}
         values[ref := weakref.ref(tensor, values.pop)] = value
         refs[id(tensor)] = ref
@@ -42,7 +44,7 @@ class _ByTensor(Generic[T]):
 
 
 class Plan:
-    """What a table says. Segments without an element are left out of all lists."""
+    """The parsed form of a table. Segments without an element are not in its lists."""
 
     def __init__(self, table: Tensor) -> None:
         records = table.tolist()
@@ -50,7 +52,7 @@ class Plan:
         self._kept = [i for i, (_, length, _, _) in enumerate(records) if length]
         self._records = [records[i] for i in self._kept]
         self._flat: Forms = ([(record[1],) for record in self._records], [(1,)] * len(self._records))
-        self.longest = max((record[1] for record in self._records), default=0)  # elements of one segment
+        self.longest = max((record[1] for record in self._records), default=0)  # elements of the longest segment
         self._all_slots = [slot for _, _, _, slot in records]
         members: dict[int, list[int]] = {}
         for i, (_, _, group, _) in enumerate(self._records):
@@ -59,8 +61,10 @@ class Plan:
         self._views: _ByTensor[tuple[tuple[int, int, int], Forms, list[Tensor]]] = _ByTensor()
 
     def lists(self, rows: int, *operands: Sequence[Tensor] | None) -> Lists:
-        """For each operand its tensors, row by row; all of one shape and one order of elements at each place. None
-        stays None."""
+        """Return for each operand its tensors, row by row; None stays None.
+
+        Tensors of one row and segment have the same shape and memory order in all lists.
+        """
         lists: Lists = [None if o is None else self._scattered(o, rows) for o in operands]
         count, found = len(self._kept), [tensors for tensors in lists if tensors is not None]
         if len(found) == len(lists) == 1:
@@ -76,8 +80,8 @@ class Plan:
         return lists
 
     def parts(self, hparams: Tensor, lists: Lists) -> Iterator[tuple[int, list[float], list[Any]]]:
-        """Row by row and group by group: the row, the group's device scalars, read on the host, and what of each list
-        belongs to it."""
+        """Yield for each row and group: the row, the group's device scalars, read on the host, and its part of each
+        list."""
         count = len(self._kept)
         for row, scalars in enumerate(hparams.tolist()):
             for group, members in self._groups:
@@ -88,12 +92,12 @@ class Plan:
                 yield row, scalars[group], own
 
     def count_(self, steps: Tensor) -> list[Tensor]:
-        """Counts `[rows, slots]` up by one in the table's slots; the counts, row by row."""
+        """Increment `steps`, `[rows, slots]`, in the table's slots. Return the counts, row by row."""
         steps[:, self._all_slots] += 1
         return [counts[slot] for counts in (row.unbind() for row in steps.unbind()) for _, _, _, slot in self._records]
 
     def _scattered(self, operand: Sequence[Tensor], rows: int) -> list[Tensor] | None:
-        """The tensors of an operand that has one per segment; None for a field."""
+        """Return the tensors of an operand that has one per segment; None for a field."""
         if len(operand) != self.segments or not self._kept:
             return None
         first = self._kept[0]
@@ -105,14 +109,14 @@ class Plan:
         return [tensor for row in zip(*(t.unbind(0) for t in tensors), strict=True) for tensor in row]
 
     def kept(self, operand: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of an operand that has one per segment, but for those without an element."""
+        """Return the tensors of an operand that has one per segment, except the tensors of empty segments."""
         return list(operand) if len(self._kept) == self.segments else [operand[i] for i in self._kept]
 
     def _flattened(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.as_strided((t.numel(),), (1,)) for t in tensors]
 
     def _views_of(self, field: Tensor, rows: int, forms: Forms) -> list[Tensor]:
-        """The segments of a field `[rows, row_size]`; its rows may be one (row stride 0)."""
+        """Return views of the segments of a field `[rows, row_size]`; its row stride may be 0."""
         place = rows, field.data_ptr(), field.stride(0)
         found = self._views.get(field)
         if found is not None and found[0] == place and found[1] == forms:
@@ -131,5 +135,5 @@ _plans: _ByTensor[Plan] = _ByTensor()
 
 
 def plan_of(table: Tensor) -> Plan:
-    """The plan of a table, which nobody writes any more."""
+    """Return the plan of a table. The table must not change afterwards."""
     return _plans.get(table) or _plans.put(table, Plan(table))

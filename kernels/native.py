@@ -1,4 +1,4 @@
-"""The compiled backend: C++ on the CPU, CUDA on GPUs, behind one set of op schemas (`csrc/ops.cpp`).
+"""The compiled backend: C++ on the CPU and CUDA on GPUs, with one set of op schemas (`csrc/ops.cpp`).
 
 The functions have the names and the meaning of `reference`. The libraries come from the installed package, or, with
 FASTSAM_JIT=1, from a cache where they are built at first use.
@@ -24,18 +24,19 @@ _ops = torch.ops.fastsam
 
 
 def raw_calls(params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor) -> Any:
-    """A shorter way to the calls of a step on these operands: `raw_calls.RawCalls` or, on a GPU, `raw_calls.CudaCalls`;
-    None where there is none.
-    backup: None for weights that are perturbed apart and updated in place."""
+    """Return `raw_calls.RawCalls`, or on a GPU `raw_calls.CudaCalls`: faster calls of a step on these operands.
+
+    Returns None during the capture of a CUDA graph. `backup` is None for weights that are updated in place and
+    perturbed in separate tensors.
+    """
     if params[0].device.type == "cpu":
         return RawCalls(params, backup, table, hparams)
-    # What is allocated while a graph is captured is the graph's, and filled when that is replayed.
+    # Memory allocated during a graph's capture belongs to the graph and is filled only in its replay.
     return None if torch.cuda.is_current_stream_capturing() else CudaCalls(params, backup, table, hparams)
 
 
 def _wrote(params: Sequence[Tensor]) -> None:
-    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
-    gradients."""
+    """Tell autograd that the weights changed, so that a graph that saved them raises and gives no wrong gradients."""
     if not torch.compiler.is_compiling():
         _increment_version(params)
 
@@ -109,9 +110,11 @@ def update_calls(
     keep: bool,
     sumsq_v: Tensor | None = None,
 ) -> list[partial[Any]]:
-    """`update_` as calls to make in order: without a line of Python in them, so that no signal is handled between
-    them."""
+    """Return `update_` as a list of calls to make in order.
+
+    The calls execute no line of Python code, so that no signal is handled between them.
+    """
     operands = params, backup, grads, table, hparams, rule, *all_fields(state), steps, g1 or ()
     options = None, sumsq_v, grad_scale, found_inf, first, keep, None
-    # The overload itself is Python around `_op`, where an interrupt would come after the update was made.
+    # The overload is a Python function around `_op`. An interrupt in it could come after the update was made.
     return [partial(_ops.update_.default._op, *operands, *options), partial(_increment_version, params)]

@@ -12,18 +12,19 @@ from fastsam_kernels import native
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-# Multiplications of a call from which it is worth its while, and of a matrix up to which it was measured (see
-# docs/kernels.md).
+# Smallest number of multiplications of a call for which the function is faster, and largest number of a matrix with
+# which it was measured (see docs/kernels.md).
 _FEWEST, _MOST = 2**16, 2**21
 
 
 def product_of(a: Tensor, b: Tensor) -> Product | None:
-    """`f(a, b, bias)` for matrices like these, where there is one that is faster than torch's: `a @ b`, plus `bias` if
-    that is not None.
+    """Return a function `f(a, b, bias)` that computes `a @ b`, plus `bias` if it is not None, faster than torch.
 
-    a, b: `[rows, m, k]` and `[rows, k, n]` in any strides; bias: `[rows, m, n]`, or broadcast to it. An element is the
-    sum of its products in the order of k, the bias added last: the same bits with any other rows beside it, and in any
-    order of memory.
+    Returns None if torch is faster for such matrices. An element of the result is the sum of its products in the order
+    of k, and the bias is added last. So its bits depend neither on the other rows nor on the memory order.
+
+    Args:
+        a, b: float32 `[rows, m, k]` and `[rows, k, n]` in any strides. `bias` is `[rows, m, n]`, or broadcasts to it.
     """
     if a.device.type != "cpu" or a.dtype != torch.float32 or b.dtype != a.dtype or not a.dim() == b.dim() == 3:
         return None

@@ -1,8 +1,8 @@
-"""The two passes of an optimizer's step past torch's dispatcher (`csrc/raw_frame.h`): the kernels and the bits of
-`native`.
+"""The two passes of an optimizer's step without torch's dispatcher (`csrc/raw_frame.h`). The kernels and the bits are
+the same as with `native`.
 
-For callers that checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
-gradients in the order of elements of their weights.
+Callers must have checked their operands: one row, one dense tensor per segment of the table, all of one dtype, and
+gradients with the memory order of their weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEAD = 7  # words of a frame before the weights' addresses
 
 @functools.cache
 def _function(name: str) -> Any:
-    """A function of the library of the CPU, or with `_cuda` at the end of its name of that of CUDA."""
+    """Return a function of the CPU library, or of the CUDA library if its name ends in `_cuda`."""
     device = "cuda" if name.endswith("_cuda") else "cpu"
     function = getattr(ctypes.CDLL(libraries.library(device)), f"fastsam_{name}")
     pointers, integers, function.restype = _SIGNATURES[name.removesuffix("_cuda")]
@@ -50,31 +50,35 @@ def _function(name: str) -> Any:
 
 
 class RawCalls:
-    """The calls of a step on the CPU on the weights `params`, valid as long as all of these stay where they are.
+    """The calls of a step on the CPU on the weights `params`. They are valid while no operand is reallocated.
 
-    `params`: one tensor per segment; `backup` `[1, row_size]`, or None where weights are perturbed apart and updated in
-    place; `table` int64 `[segments, 4]`; `hparams` float64 `[1, groups, width]`.
+    Args:
+        params: one tensor per segment.
+        backup: `[1, row_size]`, or None if weights are updated in place and perturbed in separate tensors.
+        table: int64 `[segments, 4]`.
+        hparams: float64 `[1, groups, width]`.
+        launch: address of the `LaunchWord` words of a GPU; 0 on the CPU.
     """
 
-    _suffix = ""  # of the functions' names
+    _suffix = ""  # suffix of the functions' names
 
-    REPEATS = True  # the calls of an update serve the next one, with other gradients
+    REPEATS = True  # the calls of an update can be repeated with other gradients
 
     def __init__(
         self, params: Sequence[Tensor], backup: Tensor | None, table: Tensor, hparams: Tensor, launch: int = 0
     ) -> None:
-        """`launch`: the address of what a GPU needs besides."""
+        """See the class."""
         self._launch = launch
-        self._places = (ctypes.c_int64 * len(params))()  # of the gradients
+        self._places = (ctypes.c_int64 * len(params))()  # addresses of the gradients
         self._params = params
-        self._held: list[Any] = [backup, hparams]  # so that no address goes stale
+        self._held: list[Any] = [backup, hparams]  # keeps the tensors allocated, so that their addresses stay valid
         if backup is not None:
             self._at = self._frame(params, table, hparams, backup.dtype, _address(backup))
         self._apart = partial(self._frame_apart, params, table, hparams)
         self._without_backup = partial(self._frame, params, table, hparams, params[0].dtype, 0)
         self._pack = functools.partial(Struct(f"{len(params)}q").pack_into, self._places, 0)
         self._made: list[Call] = []
-        self._state: Any = None  # addresses of the fields of the calls that were made
+        self._state: Any = None  # addresses of the state fields in the calls of the last update
 
     @functools.cached_property
     def _in_place_at(self) -> tuple[int, int]:
@@ -85,7 +89,7 @@ class RawCalls:
         return self._apart()
 
     def _frame_apart(self, params: Sequence[Tensor], table: Tensor, hparams: Tensor) -> tuple[int, int]:
-        """A frame with the weights in backup's place, where offsets count from the first of them."""
+        """Return a frame whose backup is the weights, with offsets relative to the lowest weight address."""
         first, moved = min((_address(w) for w in params if w.numel()), default=0), table.clone()
         offsets = [(_address(w) - first) // w.element_size() if w.numel() else 0 for w in params]
         moved[:, 0] = torch.tensor(offsets, dtype=torch.int64, device=table.device)
@@ -94,8 +98,10 @@ class RawCalls:
     def _frame(
         self, params: Sequence[Tensor], table: Tensor, hparams: Tensor, stored: torch.dtype, backup: int
     ) -> tuple[int, int]:
-        """The addresses of a frame (`csrc/raw_frame.h`) and of the gradients' places. `backup`: the address where its
-        offsets start, 0 for none."""
+        """Return the addresses of a frame (`csrc/raw_frame.h`) and of the array of gradient addresses.
+
+        `backup` is the address to which its offsets are relative, 0 without a backup.
+        """
         words = [
             len(params),
             _address(table),
@@ -111,26 +117,32 @@ class RawCalls:
 
     @staticmethod
     def watched() -> bool:
-        """True when calls have to be torch's: a profiler or a mode looks at them, or stands in for them."""
+        """Return True if the calls must go through torch's dispatcher: a profiler, or a dispatch or function mode, is
+        on."""
         return profiler._is_profiler_enabled or _dispatch_modes() > 0 or _function_modes() > 0
 
     def _locate(self, grads: Sequence[Tensor]) -> None:
-        """Write down where the gradients lie. Raises FreedError if one of them has no memory."""
+        """Store the addresses of the gradients. Raises FreedError if a gradient has no memory."""
         places = list(map(_address, grads))
         if not all(places):
             refuse_freed(grads)
         self._pack(*places)
 
     def norm_perturb_(self, grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool, save: bool = True) -> None:
-        """`norm_` of these gradients into `sumsq`, float64 `[1]`, and `perturb_` with it; `save` as there. `adaptive`
-        needs weights of `backup`'s dtype."""
+        """Compute `norm_` of these gradients into `sumsq`, float64 `[1]`, then `perturb_` with it.
+
+        `save` is the argument of `perturb_`. `adaptive` requires weights of `backup`'s dtype.
+        """
         self._norm_perturb_(self._at, grads, sumsq, adaptive, save)
 
     def norm_perturb_apart_(
         self, apart: Sequence[Tensor], grads: Sequence[Tensor], sumsq: Tensor, adaptive: bool
     ) -> None:
-        """The same with the perturbed weights in `apart`, like `params` and of their dtype, which may be `grads`
-        themselves: `params` are only read. They count as written, for who puts them in its place."""
+        """Compute `norm_` and `perturb_`, and write the perturbed weights to `apart`; `params` are only read.
+
+        Tensors of `apart` have the shapes and dtype of `params`, and may be `grads`. The version counters of `params`
+        are incremented, for callers that then use `apart` in place of the weights.
+        """
         words = (ctypes.c_int64 * len(apart)).from_address(self._apart_at[0] + _HEAD * ctypes.sizeof(ctypes.c_int64))
         words[:] = list(map(_address, apart))
         self._norm_perturb_(self._apart_at, grads, sumsq, adaptive, False)
@@ -153,13 +165,15 @@ class RawCalls:
         keep: bool,
         in_place: bool = False,
     ) -> list[Call]:
-        """The calls that make `update_`, see `reference`; valid until the next `update`, with the gradients of the last
-        call of a method.
-        `in_place`: from `params`, without a backup. They have no line of Python in them, so that no signal is handled
-        between them; the first returns true when it could not run."""
+        """Return the calls that make `update_` (see `reference`), the first of which returns true if it failed.
+
+        The calls are valid until the next `update`. They use the gradients of the last call of any method. They execute
+        no line of Python code, so that no signal is handled between them. With `in_place`, weights are read from
+        `params`, without a backup.
+        """
         self._locate(grads)
         places = [None if field is None else _address(field) for field in (*all_fields(state), steps)]
-        # first: the calls before have the addresses of what is replaced here, and an interrupt may come next
+        # Clear these first: the old calls have the address of `_state`, and an interrupt may come after it is replaced.
         self._made = []
         self._state = (ctypes.c_void_p * len(places))(*places)
         at = self._in_place_at if in_place else self._at
@@ -169,7 +183,7 @@ class RawCalls:
         return self._made
 
     def again(self, calls: list[Call], grads: Sequence[Tensor]) -> bool:
-        """True when these calls are those of the last `update`, which make it again, with these gradients now."""
+        """Set new gradients and return True if `calls` come from the last `update`, so that they can be repeated."""
         if calls is not self._made:
             return False
         self._locate(grads)
@@ -177,8 +191,10 @@ class RawCalls:
 
 
 class CudaCalls(RawCalls):
-    """The same on a GPU, on the current stream. Partial sums and tickets are its own, so that a call allocates
-    nothing."""
+    """The calls of a step on a GPU, on the current stream.
+
+    Each object has private memory for partial sums and tickets, so that a call allocates nothing.
+    """
 
     _suffix = "_cuda"
 
@@ -198,13 +214,13 @@ class CudaCalls(RawCalls):
 
 
 def _raw_stream(device: int) -> int:
-    """The address of the device's current stream."""
+    """Return the address of the device's current stream."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 @functools.cache
 def _rule(name: str, suffix: str) -> int:
-    """The compiled rule of this name."""
+    """Return the address of the compiled rule with this name. Raises RuntimeError if the library has no such rule."""
     found = _function("rule" + suffix)(name.encode())
     if found is None:
         raise RuntimeError(f"the compiled kernels have no rule {name!r}; `{build.COMMAND}` compiles them anew")

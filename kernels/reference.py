@@ -1,31 +1,32 @@
 """The executable specification: every kernel in plain torch, with its equation. `rounding` has stochastic rounding.
 
-Conventions, shared by every backend
-------------------------------------
-A model is one flat index space cut into *segments*; a cohort of clients is several *rows* of it.
+Conventions of all backends:
 
-table
-    int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot (the segment's number in its layout,
-    which stays the same when other segments are left out of a call). Only the segments of the table are touched.
-list operand (`params`, `grads`, `weights`, `g1`)
-    Either `n` dense tensors, one per segment, holding `rows * length` elements (`rows > 1`: the first dimension is the
-    row), or one flat field `[rows, row_size]` that is addressed at the segments' offsets.
-field (`backup`, `momentum`, `q`, ...)
-    `[rows, row_size]`, addressed at the segments' offsets. One that is only read may have the row stride 0: a vector
-    for all rows.
-hparams
-    float64 `[rows, groups, WIDTH]`, see `columns`; its first dimension says how many rows a call has.
-sumsq
-    float64 `[rows]`: a sum of squares per row.
+A model is one flat index space that is cut into *segments*. A cohort of clients is several *rows* of it.
 
-The weights that autograd sees are `params`, `z` in formulas; `backup` holds the unperturbed weights while they are
+    table
+        int64 `[n, 4]` on the CPU: offset in the row, length, parameter group, slot. The slot is the segment's number in
+        its layout; it stays the same if a call leaves out other segments. Only the segments of the table are touched.
+    list operand (`params`, `grads`, `weights`, `g1`)
+        Either `n` dense tensors, one per segment, or one flat field `[rows, row_size]` that is addressed at the
+        segments' offsets. A dense tensor has `rows * length` elements; if `rows > 1`, its first dimension is the row.
+    field (`backup`, `momentum`, `q`, ...)
+        `[rows, row_size]`, addressed at the segments' offsets. A field that is only read may have the row stride 0,
+        so that all rows share one vector.
+    hparams
+        float64 `[rows, groups, WIDTH]`, see `columns`. Its first dimension is the number of rows of a call.
+    sumsq
+        float64 `[rows]`: a sum of squares per row.
+
+`params`, `z` in formulas, are the weights that autograd sees. `backup` holds the unperturbed weights while `params` are
 perturbed. Arithmetic runs in `compute_dtype` of their dtype: float64 for float64, otherwise float32. `backup` has their
-dtype or, for half-precision weights, float32: then it is their *master copy*, and `params` are its rounding.
+dtype. For half-precision weights it may be float32: then it is their *master copy*, and `params` are its rounding.
 
-Functions and arguments that are written end in `_`, or are called `out`.
+Names of functions that write, and of arguments that are written, end in `_`, or are `out`.
 
-Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9); of the update rules, in `rules`. The general
-local update rule covers the federated algorithms:
+Sources: Foret et al. 2021 (SAM, eq. 2), Kwon et al. 2021 (ASAM, eq. 9). The sources of the update rules are in `rules`.
+The general local update rule covers the federated algorithms:
+
     d = g1 (or T^2*g1);  eps = rho*d/(||d|| + nu)
     v = a*g2 + b*g1 + q;  sig = min(1, C/(||v|| + 1e-6));  w -= lr*(sig*v + kappa*w)
 """
@@ -43,14 +44,16 @@ from .columns import WIDTH, HParam
 from .conventions import CLIP_EPS, FLOATS, HIGH_BITS, LIMIT, LOW_BITS, compute_dtype
 from .rounding import DROPPED, random_bits, stochastic
 
-# Of weights of these dtypes `update_` writes state and weights one after the other, so that an interrupt may come
+# Dtypes of weights for which `update_` writes state and weights one after the other, so that an interrupt may come
 # between them.
 WRITES_IN_PARTS = FLOATS
 
 
 def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Tensor]:
-    """Views `[rows, length]` of a list operand, one per segment, in the order of memory (so channels-last needs no
-    copy)."""
+    """Yield a view `[rows, length]` of a list operand for each segment.
+
+    Views are in the order of memory, so channels-last tensors need no copy.
+    """
     n = table.shape[0]
     for i, (offset, length, _, _) in enumerate(table.tolist()):
         tensor = operand[0] if len(operand) == 1 else operand[i]
@@ -61,7 +64,7 @@ def segments(operand: Sequence[Tensor], table: Tensor, rows: int) -> Iterator[Te
 
 
 def _scalars(hparams: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tensor]:
-    """The columns of one group as `[rows, 1]`, ready to broadcast over a segment."""
+    """Return the columns of one group as `[rows, 1]`, which broadcast over a segment."""
     values = hparams[:, group].to(dtype)
     return {column: values[:, column : column + 1] for column in range(WIDTH)}
 
@@ -69,7 +72,7 @@ def _scalars(hparams: Tensor, group: int, dtype: torch.dtype) -> dict[int, Tenso
 def _each(
     table: Tensor, hparams: Tensor, dtype: torch.dtype, *operands: Sequence[Tensor] | None
 ) -> Iterator[tuple[dict[int, Tensor], list[Any]]]:
-    """Per segment: its scalars, and a `[rows, length]` view of each operand (None stays None)."""
+    """Yield for each segment its scalars, and a `[rows, length]` view of each operand (None stays None)."""
     rows = hparams.shape[0]
     views = [None if operand is None else list(segments(operand, table, rows)) for operand in operands]
     for i, group in enumerate(table[:, 2].tolist()):
@@ -86,7 +89,7 @@ def _unscaled(grad: Tensor, grad_scale: Tensor | None, dtype: torch.dtype) -> Te
 
 
 def _scale(hparams: Tensor, group: int, sumsq: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rho/(norm + nu)`, `[rows, 1]`, in float64 before it is rounded, as in every backend."""
+    """Return `rho/(norm + nu)`, `[rows, 1]`, computed in float64 and then rounded, as in every backend."""
     h = _scalars(hparams, group, torch.float64)
     return (h[HParam.RHO] / (sumsq.sqrt()[:, None] + h[HParam.NU])).to(dtype)
 
@@ -104,9 +107,9 @@ def norm_(
     hparams: Tensor,
     accumulate: bool = False,
 ) -> None:
-    """`sumsq[r] (+)= ||T*g||^2` over the row, with `T = |w| + eta` in adaptive groups and 1 elsewhere.
+    """Compute `sumsq[r] (+)= ||T*g||^2` over the row, with `T = |w| + eta` in adaptive groups and 1 elsewhere.
 
-    `weights` are the unperturbed weights; the list may be empty when no group is adaptive.
+    `weights` are the unperturbed weights; the list may be empty if no group is adaptive.
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
@@ -129,18 +132,18 @@ def perturb_(
     save: bool,
     seed: Tensor | None = None,
 ) -> None:
-    """`z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
-
-    save=True: `w` is what `params` hold, and is written to `backup` first, which `restore_` and the updates read. Where
-    `backup` is a master copy, `w` is `backup` as long as `params` are still its rounding, else `params` (someone wrote
-    the weights). save=False: `w` is `backup`; `params` are only written.
-
-    seed: None, or int64 `[rows]`: half-precision weights are then `z = stochastic(round(w) + rho*d/(norm + nu))`, where
-        `round` is to nearest and `stochastic` (see `rounding`) to one of the two neighbours, with random bits that are
-        a function of the row's seed and of the element's place in the row. So `z - round(w)`, the perturbation of the
-        weights that the first gradient belongs to, is right on average.
+    """Compute `z = w + rho*d/(norm + nu)`, with `d = g`, or `T^2*g` in adaptive groups, and `norm = sqrt(sumsq)`.
 
     A row whose norm is zero or not finite is not perturbed: `z = w`, bit for bit.
+
+    Args:
+        save: if True, `w` is `params`. It is first copied to `backup`, which `restore_` and the updates read. If
+            `backup` is a master copy, `w` is `backup` while `params` are its rounding, and `params` after the user has
+            written the weights. If False, `w` is `backup`, and `params` are only written.
+        seed: None, or int64 `[rows]` for half-precision weights. With a seed,
+            `z = stochastic(round(w) + rho*d/(norm + nu))`. `round` is to nearest, and `stochastic` (see `rounding`) is
+            to one of the two neighbours. Its random bits are a function of the row's seed and of the element's place in
+            the row. So the mean of `z - round(w)` is the perturbation of the weights of the first gradient.
     """
     dtype = compute_dtype(backup.dtype)
     records = table[:, [0, 2]].tolist()
@@ -165,14 +168,14 @@ def perturb_(
 
 @torch.no_grad()
 def restore_(params: Sequence[Tensor], backup: Tensor, table: Tensor) -> None:
-    """`params = backup`, bit for bit (rounded when `backup` is a master copy)."""
+    """Copy `backup` to `params`, bit for bit (rounded if `backup` is a master copy)."""
     rows = backup.shape[0]
     for w_, o in zip(segments(params, table, rows), segments([backup], table, rows), strict=True):
         w_.copy_(o)
 
 
 def _dual_direction(h: dict[int, Tensor], g: Tensor, mu: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    """`d = alpha*(g - mu) - s`."""
+    """Return `d = alpha*(g - mu) - s`."""
     return h[HParam.PENALTY] * (g.to(dtype) - mu.to(dtype)) - s.to(dtype)
 
 
@@ -186,10 +189,10 @@ def dual_norm_(
     hparams: Tensor,
     accumulate: bool = False,
 ) -> None:
-    """`sumsq[r] (+)= ||d||^2` over the row, with `d = alpha*(g - mu) - s`: the perturbation's direction where it has a
-    dual (FedSMOO).
+    """Compute `sumsq[r] (+)= ||d||^2` over the row, with `d = alpha*(g - mu) - s`.
 
-    mu, s: fields in the compute dtype; `alpha` is the column PENALTY.
+    `d` is the direction of a perturbation with a dual (FedSMOO). mu and s are fields in the compute dtype; `alpha` is
+    the column PENALTY.
     """
     dtype = compute_dtype(grads[0].dtype) if grads else torch.float32
     total = torch.zeros_like(sumsq)
@@ -210,12 +213,14 @@ def dual_perturb_(
     sumsq: Tensor,
     eps: Tensor | None = None,
 ) -> None:
-    """`e = rho*d/(norm + nu)`, `z = backup + e`, then the dual's step `mu += (e - s)/alpha`; `d`, `alpha` as in
-    `dual_norm_`.
+    """Compute `e = rho*d/(norm + nu)` and `z = backup + e`, then the dual's step `mu += (e - s)/alpha`.
 
-    eps: field in the compute dtype that takes `e`, or None. `e = 0` in a row whose norm is zero or not finite; its dual
-    moves all the same. Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated
-    Learning", ICML 2023.
+    `d` and `alpha` are as in `dual_norm_`. In a row whose norm is zero or not finite, `e = 0`, and the dual still takes
+    its step. Sun, Shen, Chen, Ding and Tao, "Dynamic Regularized Sharpness Aware Minimization in Federated Learning",
+    ICML 2023.
+
+    Args:
+        eps: field in the compute dtype to which `e` is written, or None.
     """
     dtype = compute_dtype(backup.dtype)
     for h, (w_, o, g, mu_, s_, e_) in _each(table, hparams, dtype, params, [backup], grads, [mu], [s], _field(eps)):
@@ -231,11 +236,13 @@ def dual_perturb_(
 
 @torch.no_grad()
 def inner_(out: Tensor, x: Sequence[Tensor], y: Sequence[Tensor], table: Tensor, accumulate: bool = False) -> None:
-    """`out[r] (+)= (<x, y>, <y, y>)` over the row, float64 `[rows, 2]`: what splits `x` into its parts along and across
-    `y`.
+    """Compute `out[r] (+)= (<x, y>, <y, y>)` over the row, float64 `[rows, 2]`.
 
-    x, y: list operands of one dtype. Products and sums are in float64: an inner product may be small because its terms
-    cancel.
+    The two numbers give the parts of `x` along and across `y`. Products and sums are in float64, because an inner
+    product may be small through cancellation.
+
+    Args:
+        x, y: list operands of one dtype.
     """
     rows = out.shape[0]
     total = torch.zeros_like(out)
@@ -255,22 +262,25 @@ def accumulate_(
     base: Tensor | None = None,
     largest_: Tensor | None = None,
 ) -> None:
-    """`high*2^-28 + low*2^-80 += factor*d` for every row of `x`, with `d = x - base`, or `x`: integers, the same in
-    every order.
+    """Compute `high*2^-28 + low*2^-80 += factor*d` for every row of `x`, with `d = x - base`, or `d = x`.
 
-    high_, low_: int64, contiguous, of one shape; `0 <= low < 2^52` afterwards.
-    x: float32 or float64, of that shape, or `[rows, *that shape]` with dense rows. base: as one row of `x`.
-    largest_: None, or float64 `[rows]` (`[1]`), which takes the largest `|d|` of each row, NaN where one is not finite.
+    The sum is over integers, so it is the same in every order. `d` is rounded to the dtype of `x`, `factor*d` to
+    float64, and the result towards zero to 2^-80. Therefore the same call with `-factor` subtracts exactly the added
+    number. A value that is not finite or is beyond `+-LIMIT` adds nothing. The high limb wraps if the sum is beyond
+    2^35.
 
-    `d` is rounded to the dtype of `x`, `factor*d` to float64, and that towards zero to 2^-80: with `-factor` the same
-    call takes out again, to the last bit, what was added. What is not finite or beyond `+-LIMIT` adds nothing. The high
-    limb wraps where the sum is beyond 2^35.
+    Args:
+        high_, low_: int64, contiguous, of one shape; `0 <= low < 2^52` afterwards.
+        x: float32 or float64, of that shape, or `[rows, *that shape]` with dense rows.
+        base: tensor like one row of `x`, or None.
+        largest_: None, or float64 `[rows]` (`[1]`), to which the largest `|d|` of each row is written; NaN if an
+            element is not finite.
     """
     rows = x[None] if x.shape == high_.shape else x
     d = rows if base is None else rows - base
     value = d.double() * (factor * 2.0**HIGH_BITS)
     value = torch.where(value.abs() <= LIMIT * 2.0**HIGH_BITS, value, 0.0)
-    for row in value:  # one by one: their low limbs may be more than 64 bits hold
+    for row in value:  # one by one, because a sum of their low limbs may exceed 64 bits
         whole = row.trunc()
         low = low_ + ((row - whole) * 2.0**LOW_BITS).to(torch.int64)
         high_.add_(whole.to(torch.int64)).add_(low >> LOW_BITS)
@@ -294,8 +304,10 @@ def update_norm_(
     grad_scale: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """`sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` where CLIP_FULL is set: what clipping looks
-    at."""
+    """Compute `sumsq[r] (+)= ||v||^2` with `v = a*g2 + b*g1 + q`, plus `phi*w` if CLIP_FULL is set.
+
+    Clipping limits this norm.
+    """
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
     total = torch.zeros_like(sumsq)
     for h, (w_, o, g, g1_, q_) in _each(table, hparams, dtype, params, _field(backup), grads, g1, _field(q)):
@@ -307,7 +319,7 @@ def update_norm_(
 
 
 def _linear(h: dict[int, Tensor], g2: Tensor, g1: Tensor | None, q: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`v = a*g2 + b*g1 + q` of the local update rule."""
+    """Return `v = a*g2 + b*g1 + q` of the local update rule."""
     v = h[HParam.A] * g2
     if g1 is not None:
         v = v + h[HParam.B] * g1.to(dtype)
@@ -342,26 +354,21 @@ def update_(
         d = sig*(v + full*phi*w) + (coupled + (1 - full)*phi)*(w - shift)
         params = rule of (1 - lr*decoupled)*w and d      keep=True: backup too, before the rounding to params' dtype
 
-    where weight decay is `coupled` or `decoupled` (column DECOUPLED), and the other of the two is 0.
+    Weight decay is either `coupled` or `decoupled` (column DECOUPLED), and the other one is 0.
 
-    rule
-        a name in `rules`: "sgd", "adam", ...; what it makes of `w` and `d` stands there.
-    state
-        its fields `[rows, row_size]` in the compute dtype, in the order that it names; None for one that these
-        parameters do not have.
-    steps
-        float32 `[rows, slots]`, where the rule counts steps: t per row and slot of the table; counted up here for the
-        segments of the table, in every row.
-    sumsq_v
-        `[rows]`, from `update_norm_`; None without clipping.
-    first
-        the state holds nothing yet, and is only written.
-    shift
-        field in the compute dtype, or None: `w` is then an iterate shifted by it, and decays towards the shift instead
-        of zero.
-    grad_scale, found_inf
-        one-element float32 tensors of a GradScaler: `g2` is divided by the first; where the second is not 0 the weights
-        are only restored, nothing else is written and no step is counted.
+    Args:
+        rule: name in `rules`, such as "sgd" or "adam". The rule's file has its equation for `w` and `d`.
+        state: fields of the rule, `[rows, row_size]` in the compute dtype, in the rule's order; None for a field that
+            these parameters lack.
+        steps: float32 `[rows, slots]`, if the rule counts steps: t per row and slot. It is incremented for the segments
+            of the table, in every row.
+        sumsq_v: `[rows]`, from `update_norm_`; None without clipping.
+        first: the state is not set yet, and is only written.
+        shift: field in the compute dtype, or None. With a shift, `w` is an iterate that is shifted by it, and decays
+            towards the shift, not towards zero.
+        grad_scale: one-element float32 tensor of a GradScaler, by which `g2` is divided.
+        found_inf: one-element float32 tensor of a GradScaler. If it is not 0, the weights are restored, nothing else is
+            written, and no step is counted.
     """
     found = rules.find(rule)
     dtype = compute_dtype(params[0].dtype) if params else torch.float32
@@ -388,7 +395,7 @@ def update_(
 
 
 def _clip_factor(h: dict[int, Tensor], sumsq_v: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`sig`, `[rows, 1]`."""
+    """Return `sig`, `[rows, 1]`."""
     limit = h[HParam.CLIP]
     if sumsq_v is None:
         return torch.ones_like(limit)

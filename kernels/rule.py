@@ -1,8 +1,8 @@
 """Update rules: how `update_` uses the gradient of the local update rule (`reference.update_`).
 
 A rule is two files. `rules/NAME.py` has its `RULE`, with the equation and its source in the docstring;
-`csrc/rules/NAME.h` has the same arithmetic for the compiled kernels. Both are found by their names; nothing else lists
-them.
+`csrc/rules/NAME.h` has the same arithmetic for the compiled kernels. Both are found by their names, and no other file
+lists them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .columns import OWN, WIDTH, HParam
 
 Group = Mapping[str, Any]  # options of an optimizer's parameter group
 Scalars = Mapping[int, Tensor]  # columns of `hparams`, each `[rows, 1]`
-MOST_FIELDS = 3  # of a rule's state
+MOST_FIELDS = 3  # largest number of fields in a rule's state
 
 
 def _always(group: Group) -> bool:
@@ -37,43 +37,43 @@ def _zero(group: Group) -> float:
 class Rule:
     """The update of some optimizer classes.
 
-    name
-        That of both files.
-    serves
-        The optimizer classes; a subclass may do anything, so these very classes.
-    options
-        Keys of a parameter group that the rule reads.
-    state, counter
-        Keys of a parameter's state: of its fields, in the order in which kernels take them; of its number of steps,
-        None where nobody counts.
-    optional
-        Those of the fields that parameters may be without; `kept` says which a group's parameters have.
-    own
-        From a group to the numbers of the rule's own columns of `hparams`, in their order: Python numbers, or
-        one-element tensors.
-    step
-        `step(h, w, d, fields, t, first)`: the new weights, and the new fields in their order, `[rows, length]` all.
-        `h`: the columns; `w`: the weights, shrunk already where the decay is decoupled; `d`: the gradient, with a
-        coupled decay in it; `fields`: in the order of `state`, None for those that these parameters do not have; `t`:
-        float64 `[rows, 1]`, the number of this step, counted from 1; `first`: the fields hold nothing yet.
-    numbers, element
-        The same for Triton, which compiles them: `numbers(lr, own, count, COMPUTE)` makes a tuple of scalars, in
-        float64, from the own columns (a tuple); `element(w, d, fields, numbers, GIVEN, FIRST)` gives a tuple of the new
-        weights and the new fields. Bit i of GIVEN is set where there is field i. `tl`, and `divide`, `root` and `power`
-        of `triton_common`, are globals there.
-    lists
-        The same for torch's multi-tensor functions and fused optimizers, on lists of tensors on the CPU, in place:
-        `lists(h, w_, d, decay, fields_, t, first)`. `h`: the columns as numbers; where they say that the decay is
-        decoupled, shrinking the weights is left to it; `d`: the gradient without `decay*w`; `t`: a count per tensor,
-        where steps are counted. None: the reference serves.
-    fits
-        Whether the kernels have a group's options; where one does not fit, the optimizer's own `step` serves.
-    starts_alone
-        Whether a parameter's first update is another than the later ones, from fields of zeros (`first`).
-    start
-        What the fields of a group's parameters hold before the first step: one number, or one for each of `kept`.
-    decoupled
-        Whether weight decay shrinks the weights by `lr*decay` instead of being a part of the gradient.
+    Attributes:
+        name: name of both files.
+        serves: the optimizer classes. Their subclasses are not served, because they may change the update.
+        options: keys of a parameter group that the rule reads.
+        state: keys of the fields in a parameter's state, in the order of the kernels' arguments.
+        counter: key of the number of steps in a parameter's state; None if steps are not counted.
+        optional: keys of the fields that a parameter may lack; `kept` returns the fields of a group's parameters.
+        own: function from a group to the rule's own columns of `hparams`, in their order: Python numbers or one-element
+            tensors.
+        step: function of the reference, see below.
+        numbers, element: functions that Triton compiles, see below.
+        lists: function for torch's multi-tensor functions and fused optimizers, see below. None: the reference is used.
+        fits: function that returns True if the kernels support a group's options. Otherwise the optimizer's own `step`
+            is used.
+        starts_alone: function that returns True if a parameter's first update differs from later ones with fields of
+            zeros (`first`).
+        start: function that returns the value of the fields before the first step: one number, or one per field of
+            `kept`.
+        decoupled: function that returns True if weight decay shrinks the weights by `lr*decay`, and False if it is a
+            part of the gradient.
+
+    `step(h, w, d, fields, t, first)` returns the new weights and the new fields in their order, each `[rows, length]`:
+
+        h       the columns
+        w       the weights, already shrunk if the decay is decoupled
+        d       the gradient, with a coupled decay in it
+        fields  in the order of `state`, None for fields that these parameters lack
+        t       float64 `[rows, 1]`, the number of this step, from 1
+        first   True if the fields are not set yet
+
+    `numbers(lr, own, count, COMPUTE)` returns a tuple of scalars, computed in float64 from the rule's own columns (a
+    tuple). `element(w, d, fields, numbers, GIVEN, FIRST)` returns a tuple of the new weights and the new fields. Bit i
+    of GIVEN is set if field i is given. `tl`, and `divide`, `root` and `power` of `triton_common`, are globals of both.
+
+    `lists(h, w_, d, decay, fields_, t, first)` updates lists of tensors on the CPU in place. `h` has the columns as
+    numbers; if they have a decoupled decay, `lists` shrinks the weights. `d` is the gradient without `decay*w`, and `t`
+    has a count per tensor if steps are counted.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Rule:
     decoupled: Callable[[Group], bool] = _never
 
     def columns(self, group: Group) -> dict[int, Any]:
-        """The group's device scalars, by column."""
+        """Return the group's device scalars, by column."""
         common: dict[int, Any] = {
             HParam.LR: group["lr"],
             HParam.DECAY: group["weight_decay"],
@@ -104,17 +104,17 @@ class Rule:
         return {**common, **dict(zip(range(OWN, WIDTH), self.own(group), strict=False))}
 
     def fields(self, group: Group) -> tuple[str, ...]:
-        """Keys of the fields that a group's parameters have."""
+        """Return the keys of the fields that a group's parameters have."""
         return self.state if self.kept is None else self.kept(group)
 
     @property
     def needed(self) -> tuple[bool, ...]:
-        """Of each field, whether every call has it."""
+        """For each field of the state, True if every call has it."""
         return tuple(name not in self.optional for name in self.state)
 
 
 def all_fields(state: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The fields of a state, filled up with None to `MOST_FIELDS`. Raises ValueError for more than those."""
+    """Return the fields of a state, padded with None to `MOST_FIELDS`. Raises ValueError for more fields."""
     if len(state) > MOST_FIELDS:
         raise ValueError(f"a rule's state has at most {MOST_FIELDS} fields, got {len(state)}")
     padded = [*state, None, None, None]

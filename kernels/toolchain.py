@@ -1,7 +1,7 @@
-"""The tools a compilation takes: the installed torch, the compilers, ninja, and running commands.
+"""The tools of a build: the installed torch, the compilers, ninja, and running commands.
 
-Standard library only. torch is looked for and its version file read, but never imported: `pip install .` must work,
-in seconds, where there is none.
+Imports the standard library only. torch's version file is read, but torch is never imported: `pip install .` must work,
+in seconds, in an environment without torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MINIMUM_TORCH = (2, 10)
-CUDA_ARCHS = ("80", "90", "100")  # compute capabilities with code of their own; newer ones take the PTX of the last
+CUDA_ARCHS = ("80", "90", "100")  # compute capabilities with compiled code; newer GPUs use the PTX of the last
 
 
 class BuildError(RuntimeError):
-    """The libraries cannot be built; the message says why and what would help. built: those that were, by device
-    type."""
+    """An error of a build. The message has the reason and a remedy.
+
+    Attributes:
+        built: the libraries that could be built, by device type.
+    """
 
     def __init__(self, message: str, built: dict[str, Path] | None = None) -> None:
         super().__init__(message)
@@ -52,7 +55,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Step:
-    """One command; `depfile` is where the compiler lists the headers it read (None for a link step)."""
+    """A command. `depfile` is the file in which the compiler lists the headers that it read (None for a link step)."""
 
     output: str
     inputs: tuple[str, ...]
@@ -61,10 +64,10 @@ class Step:
 
 
 def find_torch() -> Torch:
-    """The torch of this environment. Raises BuildError when there is none, or one older than the stable ABI in use."""
+    """Return the torch of this environment. Raises BuildError if torch is missing or older than `MINIMUM_TORCH`."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        raise BuildError("no torch where the libraries are built (pip isolates a build without --no-build-isolation)")
+        raise BuildError("torch is not installed in the environment of the build. Run pip with --no-build-isolation")
     root = Path(spec.origin).resolve().parent
     values = runpy.run_path(str(root / "version.py"))
     version = str(values["__version__"])
@@ -75,7 +78,7 @@ def find_torch() -> Torch:
 
 
 def find_cxx() -> list[str]:
-    """The C++ compiler's command: `$CXX`, else g++, clang++ or c++."""
+    """Return the command of the C++ compiler: `$CXX`, else g++, clang++ or c++."""
     asked = shlex.split(os.environ.get("CXX", ""))
     names = [asked[0]] if asked else ["g++", "clang++", "c++"]
     for name in names:
@@ -88,10 +91,10 @@ def find_cxx() -> list[str]:
 
 
 def find_nvcc() -> str | None:
-    """nvcc's path: `$CUDACXX`, `$CUDA_HOME/bin`, PATH, or CUDA's usual place; None when there is none.
+    """Return nvcc's path from `$CUDACXX`, `$CUDA_HOME/bin`, PATH or CUDA's default folder, or None if it is not found.
 
-    `CUDACXX` names a compiler, so no other one takes its place. `CUDA_HOME` says where a toolkit should be, often to
-    somebody else: where no nvcc is in it, the search goes on.
+    `CUDACXX` names a compiler, so no other compiler is used instead. `CUDA_HOME` is often set for other programs, so
+    the search goes on if it has no nvcc.
     """
     if asked := os.environ.get("CUDACXX"):
         return shutil.which(asked)
@@ -101,14 +104,14 @@ def find_nvcc() -> str | None:
 
 
 def gencode(nvcc: str) -> list[str]:
-    """nvcc's architecture flags: code for each of `CUDA_ARCHS` that this nvcc knows, and PTX of the newest."""
+    """Return nvcc's architecture flags: code for each of `CUDA_ARCHS` that this nvcc knows, and PTX of the newest."""
     if asked := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         return [flag for entry in re.split(r"[;, ]+", asked.strip("; ,")) for flag in _gencode_entry(entry)]
     known = set(re.findall(r"compute_(\d+)", output_of([nvcc, "--list-gpu-arch"])))
     archs = [a for a in CUDA_ARCHS if a in known]
     if not archs:
         raise BuildError(
-            f"{nvcc} compiles for none of sm_{', sm_'.join(CUDA_ARCHS)}: a CUDA toolkit from 12.6 on is needed"
+            f"{nvcc} cannot compile for any of sm_{', sm_'.join(CUDA_ARCHS)}. Install a CUDA toolkit from 12.6 on"
         )
     return [f"-gencode=arch=compute_{a},code=sm_{a}" for a in archs] + [
         f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"
@@ -139,7 +142,7 @@ def _jobs() -> int:
 
 
 def _ninja() -> list[str] | None:
-    beside = Path(sys.executable).with_name("ninja")  # of an environment that is not activated
+    beside = Path(sys.executable).with_name("ninja")  # ninja of this environment, which may not be activated
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("ninja")
     return [path] if path else None
 
@@ -154,7 +157,7 @@ def _run(argv: Sequence[str], folder: Path) -> None:
     if done.returncode:
         lines = done.stdout.splitlines()
         failed = [line for line in lines if re.search(r"\berror: |\bfatal\b|undefined reference|FAILED: ", line)]
-        failed.sort(key=lambda line: "FAILED: " in line)  # ninja's own line comes before the compiler's, and says less
+        failed.sort(key=lambda line: "FAILED: " in line)  # the compiler's line first, as it is clearer
         reason = failed[0] if failed else shlex.join(argv)
         raise BuildError("\n".join([f"compiling failed: {reason.strip()}", *lines[-40:]]))
 
@@ -173,7 +176,7 @@ def _ninja_file(steps: Sequence[Step]) -> str:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Two processes, or threads, never build in one folder at a time. Makes the folder."""
+    """Lock the folder, so that only one process or thread builds in it at a time. Creates the folder."""
     import fcntl  # here, because Windows has none and may import this module
 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -183,10 +186,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def execute(steps: Sequence[Step], folder: Path) -> None:
-    """Run `steps` in `folder`: with ninja only what changed, without it everything. For a folder that others build in
-    too: `locked`.
+    """Run `steps` in `folder`. With ninja only changed steps run, without it all of them.
 
-    Raises BuildError with the compiler's words.
+    Several processes that build in one folder must lock it (`locked`). Raises BuildError with the compiler's output.
     """
     if ninja := _ninja():
         (folder / "build.ninja").write_text(_ninja_file(steps))

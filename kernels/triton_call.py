@@ -20,10 +20,10 @@ from .triton_tables import field_of, operand_of, plan_of
 
 
 class Call:
-    """What the kernels of one op have in common, and the operands of a call.
+    """A call of an op: its operands, in the form that kernels take.
 
-    Operands come by name: lists, fields, and None or an empty list (then there may be nothing to do at all) for what is
-    absent.
+    Operands are passed by name: lists, fields, and None or an empty list for an absent operand. Without operands there
+    may be nothing to do.
     """
 
     def __init__(
@@ -52,36 +52,40 @@ class Call:
         return operand
 
     def each_chunk(self, kernel: Any, **args: Any) -> None:
-        """Launches a program per chunk and row with all that was gathered, plus `args`."""
+        """Launch a program per chunk and row with all operands, plus `args`."""
         plan = self.plan
         common = {"plan": (plan.chunks, plan.table), "n_chunks": plan.n_chunks, "segments": plan.segments}
         launch(kernel, self.programs, self.device, ALIGNED=self._aligned, **common, **self._args, **args)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **args: Any) -> None:
-    """Launches `programs` programs, if any, on `device`; the kernels' comment on multiply and add is in
-    `triton_common`."""
+    """Launch `programs` programs, if any, on `device`.
+
+    `triton_common` says why multiply and add are not fused.
+    """
     if programs:
         with _surroundings(device):
             kernel[(programs,)](**args, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device; its interpreter computes with NumPy, whose warnings mean nothing for a
-    masked lane."""
+    """Return the context of a launch.
+
+    Triton launches on the current device. Its interpreter computes with NumPy, whose warnings about masked lanes are
+    suppressed.
+    """
     if INTERPRETED:
         return np.errstate(all="ignore")
     return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def compute_type(tensors: Sequence[Tensor]) -> tl.dtype:
-    """`conventions.compute_dtype` of an operand's tensors, if there are any, in Triton's types."""
+    """Return `conventions.compute_dtype` of an operand's tensors in Triton's types; float32 for an empty operand."""
     return tl.float64 if tensors and tensors[0].dtype == torch.float64 else tl.float32
 
 
 def wrote(params: Sequence[Tensor]) -> None:
-    """Tells autograd that the weights changed: a graph that saved them then raises instead of giving wrong
-    gradients."""
+    """Tell autograd that the weights changed, so that a graph that saved them raises and gives no wrong gradients."""
     torch.autograd.graph.increment_version(params)
 
 
@@ -89,8 +93,10 @@ P = ParamSpec("P")
 
 
 def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
-    """The schema of an op with the signature of `function`, which writes the tensors `writes` and a rule's `state`,
-    field by field."""
+    """Return the schema of an op with the signature of `function`.
+
+    The op writes the tensors `writes`, and a rule's `state`, field by field.
+    """
     parts: list[str] = []
     for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
@@ -105,11 +111,11 @@ def schema_of(function: Callable[..., None], writes: Sequence[str]) -> str:
 
 
 def compilable(twin: Callable[P, None], *writes: str) -> Callable[[Callable[..., None]], Callable[P, None]]:
-    """Gives a launcher the signature of its `twin`, and makes it opaque to torch.compile, which would trace into it and
-    find no addresses.
+    """Give a launcher the signature of its `twin`, and make it opaque to torch.compile.
 
-    Under torch.compile it is an op that writes the tensors `writes`, without a graph break. Everywhere else it stays
-    the plain function, since a call through a Python op takes longer than a launch.
+    torch.compile would trace into the launcher and find no addresses. Under torch.compile the launcher is an op that
+    writes the tensors `writes`, without a graph break. Otherwise it stays the plain function, because a call through a
+    Python op takes longer than a launch.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[P, None]:

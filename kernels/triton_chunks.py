@@ -1,16 +1,15 @@
-"""The two loops over a chunk, in which all ops but one run: where a program works, where its operands are, what is read
-and written.
+"""The loops over a chunk in which all ops but one run, and the access to its elements.
 
-A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends on the table alone,
-never on the number of rows, so a row has the same bits alone and in a batch.
+A program works on one chunk (at most `CHUNK` elements of one segment) of one row. The cut depends only on the table,
+not on the number of rows. So a row has the same bits in a batch and without other rows.
 
-A kernel finds its chunk (`locate`), makes its numbers from the device scalars (`columns`), and hands the op's function
-to a loop: `each_block` calls it for a block of elements at a time, `add_up` for what it adds to sums. The function gets
-the operands in the order in which the kernel names them, as pointers to the chunk's first elements (None for what is
-absent), the numbers, and for which elements it is called. Constants stand in a tuple only where it is made in a call:
-Triton 3.6 makes values of them when the tuple gets a name.
+A kernel finds its chunk (`locate`), computes its numbers from the device scalars (`columns`), and passes the op's
+function to a loop. `each_block` calls it for one block of elements at a time, `add_up` for terms of sums. Its arguments
+are the operands in the kernel's order, the numbers, and the elements of the call (`Elements`). An operand is a pointer
+to the chunk's first element, or None if it is absent. Constants are put into a tuple only in the call itself: Triton
+3.6 turns them into values if the tuple gets a name.
 
-The last chunk of a segment is gone through in a `while` loop: Triton 3.6's interpreter takes no range of device values.
+The last chunk of a segment uses a `while` loop, because Triton 3.6's interpreter takes no range of device values.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -33,41 +32,40 @@ BLOCK = tl.constexpr(1024)
 
 
 class Operand(NamedTuple):
-    """An operand as a kernel takes it. One that is absent is None."""
+    """An operand in the form that a kernel takes. An absent operand is None."""
 
-    # to a field `[rows, row_size]`, or to int64 `[2, segments]`: addresses of scattered tensors, and what is between
-    # their rows
+    # pointer to a field `[rows, row_size]`, or to int64 `[2, segments]`: addresses and row strides of scattered tensors
     pointer: Any
-    stride: Any  # between the rows of a field
-    DTYPE: tl.constexpr  # of the elements
+    stride: Any  # stride between the rows of a field
+    DTYPE: tl.constexpr  # dtype of the elements
 
 
 class Chunk(NamedTuple):
-    """What a program works on."""
+    """The work of a program: one chunk of one row."""
 
     row: Any
-    n_chunks: Any  # of a row
+    n_chunks: Any  # chunks of a row
     segment: Any
     segments: Any
     begin: Any  # first element in the segment
     rest: Any  # elements of the segment from there on
-    offset: Any  # of the segment in the row
+    offset: Any  # offset of the segment in the row
     group: Any
     slot: Any
 
 
 class Elements(NamedTuple):
-    """Which elements of a chunk a function is called for."""
+    """The elements of a chunk for which a function is called."""
 
     lane: Any
-    rest: Any  # where MASKED, those from this one on are not there
+    rest: Any  # if MASKED, elements from this one on are beyond the segment
     MASKED: tl.constexpr
     COMPUTE: tl.constexpr  # dtype of the arithmetic
 
 
 @triton.jit
 def locate(plan, n_chunks, segments):
-    """This program's chunk."""
+    """Return this program's chunk."""
     chunks, table = plan
     program = tl.program_id(0)
     row = (program // n_chunks).to(tl.int64)
@@ -85,8 +83,7 @@ Columns = namedtuple("Columns", [*(column.name.lower() for column in HParam), "o
 
 @triton.jit
 def columns(hparams, chunk):
-    """The device scalars of the chunk's row and group, by the names of `HParam`; those that a kernel does not use are
-    not read."""
+    """Return the device scalars of the chunk's row and group, by the names of `HParam`; unused columns are not read."""
     scalars, row_stride, group_stride = hparams
     h = scalars + chunk.row * row_stride + chunk.group * group_stride
     return Columns(  # type: ignore[call-arg]
@@ -98,7 +95,7 @@ def columns(hparams, chunk):
 
 @triton.jit
 def first_element(operand, chunk, ALIGNED: tl.constexpr):
-    """Pointer to an operand's first element in the chunk."""
+    """Return a pointer to an operand's first element in the chunk."""
     if operand.pointer.dtype.element_ty == operand.DTYPE:
         base = operand.pointer
         start = chunk.row * operand.stride + chunk.offset + chunk.begin
@@ -114,7 +111,7 @@ def first_element(operand, chunk, ALIGNED: tl.constexpr):
 
 @triton.jit
 def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Calls `FUNCTION(operands, numbers, at)` for every block of the chunk."""
+    """Call `FUNCTION(operands, numbers, at)` for every block of the chunk."""
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, BLOCK)
     if chunk.rest >= CHUNK:
@@ -131,8 +128,10 @@ def each_block(FUNCTION: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.con
 def add_up(
     FUNCTION: tl.constexpr, COUNT: tl.constexpr, operands, numbers, chunk, COMPUTE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """COUNT sums by lane: what `totals = FUNCTION(totals, operands, numbers, at)` makes of zeros over all elements of
-    the chunk."""
+    """Return COUNT sums per lane over all elements of the chunk.
+
+    Sums start at zero and are computed by `totals = FUNCTION(totals, operands, numbers, at)`.
+    """
     operands = [first_element(x, chunk, ALIGNED) if x is not None else None for x in operands]
     lane = tl.arange(0, LANES)
     totals = (tl.zeros([LANES], dtype=COMPUTE),) * COUNT
@@ -149,32 +148,32 @@ def add_up(
 
 @triton.jit
 def load(base, at):
-    """Elements of what begins at `base`, as they are stored; those that are not there are not read and are 0."""
+    """Return elements from `base` on, in their storage dtype. Elements beyond the segment are not read and are 0."""
     return tl.load(base + at.lane, mask=at.lane < at.rest, other=0) if at.MASKED else tl.load(base + at.lane)
 
 
 @triton.jit
 def read(base, at):
-    """`load`, in the dtype of the arithmetic."""
+    """Return the result of `load` in the dtype of the arithmetic."""
     return widen(load(base, at), at.COMPUTE)
 
 
 @triton.jit
 def _limit_if(condition, at):
-    """The number of elements of a chunk that are touched: none where the (scalar) condition is false."""
+    """Return the number of elements of a chunk that are accessed: 0 if the (scalar) condition is false."""
     # The length of a whole chunk is a multiple of 16 and known to the compiler: accesses stay 128 bits wide.
     return tl.where(condition, at.rest if at.MASKED else CHUNK, 0)
 
 
 @triton.jit
 def read_if(condition, base, at):
-    """Like `read`; reads nothing where the (scalar) condition is false."""
+    """Return the result of `read`; if the (scalar) condition is false, read nothing."""
     return widen(tl.load(base + at.lane, mask=at.lane < _limit_if(condition, at), other=0), at.COMPUTE)
 
 
 @triton.jit
 def store(base, at, x):
-    """Writes elements of what begins at `base`, rounded to its dtype, except those that are not there."""
+    """Write elements from `base` on, rounded to its dtype, except elements beyond the segment."""
     x = narrow(x, base.dtype.element_ty)
     if at.MASKED:
         tl.store(base + at.lane, x, mask=at.lane < at.rest)
@@ -184,5 +183,5 @@ def store(base, at, x):
 
 @triton.jit
 def store_if(condition, base, at, x):
-    """Like `store`; writes nothing where the (scalar) condition is false."""
+    """Write as `store` does; if the (scalar) condition is false, write nothing."""
     tl.store(base + at.lane, narrow(x, base.dtype.element_ty), mask=at.lane < _limit_if(condition, at))

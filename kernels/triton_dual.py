@@ -1,4 +1,4 @@
-"""A perturbation with a dual in Triton: `dual_norm_` and `dual_perturb_` of `reference`, where the equations stand."""
+"""A perturbation with a dual in Triton: `dual_norm_` and `dual_perturb_` of `reference`, which has the equations."""
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +17,8 @@ from .triton_perturb import radius
 
 @triton.jit
 def _direction(grads, mu, s, penalty, at):
-    """`d = alpha*(g - mu) - s`; 0 where there is no element, since all three are then."""
+    """Return `d = alpha*(g - mu) - s`. It is 0 for elements beyond the segment, because all three operands
+    are 0 there."""
     return penalty * (read(grads, at) - mu) - s
 
 

@@ -1,4 +1,4 @@
-"""What federated rounds add up, in Triton: `inner_` and `accumulate_` of `reference`, where the equations stand."""
+"""Sums of federated rounds in Triton: `inner_` and `accumulate_` of `reference`, which has the equations."""
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +18,7 @@ from .triton_norm import finish_row, sum_chunks_
 
 LOW_UNIT = tl.constexpr(2.0**LOW_BITS)
 LOW_SHIFT, LOW_MASK = tl.constexpr(LOW_BITS), tl.constexpr((1 << LOW_BITS) - 1)
-LARGEST = tl.constexpr(LIMIT * 2.0**HIGH_BITS)  # of what is added, in units of 2^-28
+LARGEST = tl.constexpr(LIMIT * 2.0**HIGH_BITS)  # largest absolute value of a term, in units of 2^-28
 INFINITY = tl.constexpr(float("inf"))
 
 

@@ -1,7 +1,7 @@
 """The Triton backend: the functions of `reference`, on GPUs, and on the CPU in Triton's interpreter (for tests: it is
 slow).
 
-Imported only when somebody asks for the backend, since importing Triton takes a while.
+This module is imported only if the backend is selected, because importing Triton takes a while.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def why_not(device: str) -> str | None:
-    """Why Triton cannot serve on this device type; None when it can."""
+    """Return the reason why Triton cannot serve on this device type, or None."""
     if _broken is not None:
         return _broken
     if device == "cpu":
@@ -51,12 +51,12 @@ def why_not(device: str) -> str | None:
         return f"there are no Triton kernels for the device {device!r}"
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
-    # The interpreter reads addresses itself, and those of a GPU are not the process's.
+    # The interpreter reads addresses in the process, and addresses of a GPU are not valid there.
     return "TRITON_INTERPRET=1 is set, which serves the CPU only; unset it" if INTERPRETED else _no_launcher()
 
 
 def _no_launcher() -> str | None:
-    """Why Triton could not compile the code with which it launches kernels: it does so at first use."""
+    """Return the reason why Triton cannot compile its launcher code, which it does at first use, or None."""
     if not any((os.environ.get("CC"), shutil.which("gcc"), shutil.which("clang"))):
         return "Triton needs a C compiler at first use and finds none; install gcc or clang, or set CC"
     headers = Path(sysconfig.get_config_var("INCLUDEPY"))

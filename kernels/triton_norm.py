@@ -1,8 +1,8 @@
-"""Sums of squares in Triton: `norm_` of `reference`, where the equations stand, and what the other ops that sum up
-share with it.
+"""Sums of squares in Triton: `norm_` of `reference`, which has the equations, and functions for other ops that compute
+sums.
 
-One launch: a float64 partial sum per chunk, and their sum by the last program of the row, both in an order that the
-table alone fixes.
+One launch computes a float64 partial sum per chunk. The last program of a row adds them up. The order of both sums
+depends only on the table.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -26,7 +26,7 @@ from .triton_tickets import last_of_row, tickets_of
 
 @triton.jit
 def _sum_partials(out, partials, n_chunks, ACCUMULATE: tl.constexpr):
-    """`out (+)=` the sum of a row's partial sums, in an order that their number alone fixes."""
+    """Compute `out (+)=` the sum of a row's partial sums, in an order that depends only on their number."""
     lane = tl.arange(0, LANES)
     total = tl.zeros([LANES], dtype=tl.float64)
     start = 0
@@ -41,8 +41,8 @@ def _sum_partials(out, partials, n_chunks, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
-    """Stores this chunk's partial sums, those of the lanes of `totals`; the last program of the row adds all of them
-    up."""
+    """Store this chunk's partial sums of the lanes of `totals`. The last program of the row adds up all
+    partial sums."""
     out, row_stride, stride, partials, tickets = sums
     apart = tl.num_programs(0)
     for i in tl.static_range(len(totals)):
@@ -57,7 +57,7 @@ def finish_row(sums, totals, chunk, ACCUMULATE: tl.constexpr):
 
 @triton.jit
 def _add_direction(totals, operands, numbers, at):
-    """`d^2` with `d = T*g` in an adaptive group; only there the weights are read."""
+    """Return the sums plus `d^2`, with `d = T*g` in an adaptive group; weights are read only in adaptive groups."""
     grads, weights = operands
     adaptive, eta = numbers
     d = read(grads, at)
@@ -80,8 +80,10 @@ def _norm_kernel(
 
 
 def sum_chunks_(kernel: Any, out: Tensor, call: Call, accumulate: bool, **args: Any) -> None:
-    """`out[r] (+)=` what `kernel`, which ends in `finish_row`, adds up over the row's chunks: one number, or one per
-    column of `out`."""
+    """Compute `out[r] (+)=` the sum over the row's chunks that `kernel` computes, which must end in `finish_row`.
+
+    A sum is one number, or one number per column of `out`.
+    """
     if not call.plan.n_chunks:
         if not accumulate:
             out.zero_()

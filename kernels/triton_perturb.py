@@ -1,4 +1,4 @@
-"""`perturb_` and `restore_` of `reference`, where the equations stand, in Triton."""
+"""`perturb_` and `restore_` of `reference`, which has the equations, in Triton."""
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,7 +18,7 @@ from .triton_common import narrow, widen
 
 @triton.jit
 def radius(sumsq, h, chunk):
-    """`rho/(norm + nu)` in float64, and whether the row moves."""
+    """Return `rho/(norm + nu)` in float64, and a flag that is true if the row moves."""
     sums, stride = sumsq
     squares = tl.load(sums + chunk.row * stride)
     moves = (squares > 0) & (squares < float("inf"))
@@ -27,7 +27,7 @@ def radius(sumsq, h, chunk):
 
 @triton.jit
 def mix(x, key):
-    """`_mix` of `rounding`, in uint32."""
+    """Return `_mix` of `rounding`, in uint32."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) ^ key
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -35,14 +35,14 @@ def mix(x, key):
 
 @triton.jit
 def keys(seed):
-    """The two words in which a seed (int64) enters the random bits."""
+    """Return the two words of a seed (int64) from which the random bits are computed."""
     first = mix(seed.to(tl.uint32), 0x9E3779B9)
     return first, mix((seed >> 32).to(tl.uint32) ^ first, 0x85EBCA6B)
 
 
 @triton.jit
 def stochastic(y, random, DTYPE: tl.constexpr):
-    """`stochastic` of `rounding`: one of the two neighbours of `y` (float32) among the numbers of `DTYPE`."""
+    """Return `stochastic` of `rounding`: one of the two neighbours of `y` (float32) among the numbers of `DTYPE`."""
     HALF: tl.constexpr = tl.float16 == DTYPE
     DROPPED: tl.constexpr = 13 if HALF else 16
     size = tl.abs(y)
@@ -61,8 +61,8 @@ class Perturbation(NamedTuple):
     moves: Any
     adaptive: Any
     eta: Any
-    words: Any  # of the seed; none where the weights are rounded to nearest
-    place: Any  # of the chunk in the row
+    words: Any  # the two words of the seed; empty if the weights are rounded to nearest
+    place: Any  # place of the chunk in the row
     SAVE: tl.constexpr
 
 
@@ -73,8 +73,8 @@ def _perturb(operands, by, at):
     if by.SAVE:
         kept = load(params, at)
         if backup.dtype.element_ty != Z_DTYPE:
-            # The master copy holds as long as the weights are its rounding; a NaN equals nothing and is taken from
-            # them.
+            # The master copy is valid while the weights are its rounding. A NaN equals nothing, so it is taken from the
+            # weights.
             master = load(backup, at)
             held = widen(kept, at.COMPUTE)
             kept = tl.where(widen(narrow(master, Z_DTYPE), at.COMPUTE) == held, master, held)

@@ -1,13 +1,12 @@
-"""What the Triton kernels find on the device: which chunk lies where, and the addresses of scattered tensors.
+"""Tables on the device that the Triton kernels read: the chunks, and the addresses of scattered tensors.
 
-Both are small int64 tensors that never change once made. They are cached by what they say (the bytes of a table; a
-tuple of addresses), so they cannot go stale: other addresses are another entry, and no call needs to be told that
-something moved.
+Both are small int64 tensors that never change. They are cached by content (the bytes of a table; a tuple of addresses).
+So an entry cannot become stale: tensors at different addresses have a different entry.
 
-A stream reads only what was uploaded on it, in order; so no call waits for the device. During the capture of a CUDA
-graph an entry that is already there is used and kept for good (nobody says when a graph dies); a missing one is
-uploaded by the graph itself at every replay, from pinned memory reserved before, because allocating that is not allowed
-in a capture.
+A stream reads only tables that were uploaded on it, in order, so no call waits for the device. During the capture of a
+CUDA graph an existing entry is used and kept forever, because the end of a graph's life is not known. A missing entry
+is uploaded by the graph itself at every replay. Its pinned memory is reserved before, because a capture must not
+allocate it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 from .conventions import refuse_freed
 from .triton_chunks import CHUNK, Operand
 
-ENTRIES = 256  # of each cache; a step of a model uses about five
+ENTRIES = 256  # largest number of entries of each cache; a step of a model uses about five
 ALIGNMENT = 16  # bytes of a 128-bit access
 DTYPES = {
     torch.float32: tl.constexpr(tl.float32),
@@ -50,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the tensors of a list operand are, on the device."""
+    """The addresses of the tensors of a list operand, on the device."""
 
     table: Tensor  # int64 [2, segments]: address, row stride in elements
     aligned: bool  # every row of every tensor starts at a multiple of 16 bytes
@@ -60,8 +59,7 @@ _lock = threading.RLock()  # several threads may train clients at once
 
 
 class Reserve:
-    """Pinned host memory for uploads inside graph captures: handed out once, never reused, since every replay reads it
-    again."""
+    """Pinned host memory for uploads inside graph captures. It is never reused, because every replay reads it again."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -69,7 +67,7 @@ class Reserve:
         self._full: list[Tensor] = []
 
     def prepare(self, numbers: int) -> None:
-        """Makes sure that there is room for as many; called outside captures."""
+        """Reserve room for this many numbers. Called outside captures."""
         if self._memory is None or self._used + numbers > self._memory.numel():
             if self._memory is not None:
                 self._full.append(self._memory)
@@ -77,7 +75,7 @@ class Reserve:
             self._used = 0
 
     def take(self, values: Tensor) -> Tensor:
-        """A pinned copy of `values` that stays."""
+        """Return a pinned copy of `values` that stays allocated."""
         self.prepare(values.numel())
         assert self._memory is not None
         taken = self._memory[self._used : self._used + values.numel()].view(values.shape)
@@ -89,7 +87,7 @@ _reserve = Reserve()
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
-    """`values` (int64, on the CPU) on `device`, in the order of the current stream."""
+    """Copy `values` (int64, on the CPU) to `device`, in the order of the current stream."""
     if device.type == "cpu":
         return values
     if torch.cuda.is_current_stream_capturing():
@@ -126,7 +124,8 @@ class Cache(Generic[Entry]):
         return entry
 
     def _captured(self, content: Hashable, device: torch.device) -> Entry | None:
-        """An entry uploaded before the capture, on whatever stream: captures begin when those are idle."""
+        """Return an entry that was uploaded before the capture on any stream. All streams are idle when a capture
+        begins."""
         kept = self._kept.get((content, device))
         if kept is None:
             kept = next((e for (c, d, _), e in self._entries.items() if d == device and c == content), None)
@@ -140,7 +139,7 @@ _addresses: Cache[Addresses] = Cache()
 
 
 def plan_of(table: Tensor, device: torch.device) -> Plan:
-    """The plan of a table (int64 `[segments, 4]`, on the CPU)."""
+    """Return the plan of a table (int64 `[segments, 4]`, on the CPU)."""
     return _plans.get(table.numpy().tobytes(), device, lambda: _make_plan(table, device))
 
 
@@ -157,7 +156,10 @@ def _make_plan(table: Tensor, device: torch.device) -> Plan:
 
 
 def operand_of(tensors: Sequence[Tensor], plan: Plan, rows: int) -> tuple[Operand, bool]:
-    """A list operand as kernels take it (one field, or one tensor per segment), and whether it is aligned."""
+    """Return a list operand in the form that kernels take, and a flag that is true if it is aligned.
+
+    The operand is one field, or one tensor per segment.
+    """
     first = tensors[0]
     if len(tensors) == 1 and not (plan.segments == 1 and first.numel() == rows * plan.lengths[0]):
         return field_of(first, rows)
@@ -178,7 +180,8 @@ def _make_addresses(
 
 
 def field_of(field: Tensor, rows: int) -> tuple[Operand, bool]:
-    """A field, addressed at the segments' offsets, as kernels take it, and whether it is aligned."""
+    """Return a field in the form that kernels take, addressed at the segments' offsets, and a flag that is true if it
+    is aligned."""
     stride = field.stride(0) if rows > 1 else 0
     aligned = field.data_ptr() % ALIGNMENT == 0 and stride * field.element_size() % ALIGNMENT == 0
     return Operand(field, stride, DTYPES[field.dtype]), aligned

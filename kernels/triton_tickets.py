@@ -1,5 +1,7 @@
-"""Which program of a row is the last to finish, by an integer ticket: so one launch makes a row's partial sums and adds
-them up."""
+"""Integer tickets that find the last program of a row to finish.
+
+So one launch computes a row's partial sums and adds them up.
+"""
 
 # The parameters of a kernel are values on the device, which have no Python type.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,12 +20,12 @@ COUNT = 1 << 16  # tickets per device
 
 @triton.jit
 def last_of_row(tickets, row, programs):
-    """True in the last of the row's `programs` to come here; what the others stored is then visible to it, and what
-    they read was read.
+    """Return True in the program of the row that takes the last of `programs` tickets.
 
-    Its ticket is 0 again then, ready for the next launch or the next replay of a graph.
+    It sees all stores of the row's other programs, and their reads are complete. The ticket is then 0 again, ready for
+    the next launch or the next replay of a graph.
     """
-    tl.debug_barrier()  # the ticket is taken by one thread: the stores of the others come before
+    tl.debug_barrier()  # one thread takes the ticket, after the stores of the other threads
     ticket = tickets + row
     last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1
     if last:
@@ -32,14 +34,16 @@ def last_of_row(tickets, row, programs):
 
 
 class _Tickets:
-    """The tickets of a device. Kernels that may run at the same time need tickets of their own, and so does every
-    captured graph. Two calls that write the same output cannot run at the same time, so the output's address says which
-    tickets a call has."""
+    """The tickets of a device.
+
+    Kernels that may run at the same time need separate tickets, and every captured graph needs separate ones too. Two
+    calls that write the same output cannot run at the same time, so tickets are assigned by the output's address.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.zeros(COUNT, dtype=torch.int32, device=device)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # once: other streams use them too
+            torch.cuda.current_stream(device).synchronize()  # once, because other streams use them too
         self._taken: dict[tuple[int, int], Tensor] = {}
         self._next = 0
 
@@ -58,8 +62,11 @@ _devices: dict[torch.device, _Tickets] = {}
 
 
 def tickets_of(output: Tensor, rows: int) -> Tensor:
-    """int32 `[rows]`, all 0, for a call that writes `output`. Where addresses have used up the memory, or a graph's
-    capture is the first to ask, they are the call's own: one more small kernel."""
+    """Return int32 `[rows]`, all 0, for a call that writes `output`.
+
+    If the memory is used up, or the first call is in a graph's capture, the call gets new zeros, which costs one more
+    small kernel.
+    """
     device = output.device
     with _lock:
         if device not in _devices and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):

@@ -1,8 +1,8 @@
-"""Form U in Triton: `update_norm_` and `update_` of `reference`, where the equations stand; those of the rules in
-`rules`.
+"""Form U in Triton: `update_norm_` and `update_` of `reference`, which has the equations. The equations of the rules
+are in `rules`.
 
-One launch also where a rule counts steps: every program reads its segment's count; the last of a row counts, when all
-have read it.
+There is one launch even if a rule counts steps. Every program reads its segment's count. The last program of a row
+increments the counts, after all programs have read them.
 """
 
 # The parameters of a kernel are values on the device, which have no Python type.
@@ -33,19 +33,19 @@ COUNT_BLOCK = tl.constexpr(128)  # segments counted at a time
 
 @triton.jit
 def _inverse(grad_scale):
-    """`1/grad_scale` in float64, 1 without a scale."""
+    """Return `1/grad_scale` in float64, 1 without a scale."""
     return tl.full([], 1.0, tl.float64) if grad_scale is None else 1.0 / tl.load(grad_scale).to(tl.float64)
 
 
 @triton.jit
 def _running(found_inf):
-    """False where this step is only a restore."""
+    """Return False if this step only restores the weights."""
     return tl.full([], 1, tl.int1) if found_inf is None else tl.load(found_inf) == 0
 
 
 @triton.jit
 def _linear(grads, g1, q, a, b, at):
-    """`v = a*g2 + b*g1 + q`."""
+    """Return `v = a*g2 + b*g1 + q`."""
     v = a * read(grads, at)
     if g1 is not None:
         v += b * read(g1, at)
@@ -56,7 +56,8 @@ def _linear(grads, g1, q, a, b, at):
 
 @triton.jit
 def _add_squares(totals, operands, numbers, at):
-    """`v^2`, with `phi*w` in `v` where the clipped norm has it; only there the weights are read."""
+    """Return the sums plus `v^2`. If the clipped norm includes `phi*w`, it is added to `v`; only then weights
+    are read."""
     grads, g1, q, weights = operands
     a, b, phi, full = numbers
     v = _linear(grads, g1, q, a, b, at)
@@ -87,7 +88,7 @@ def update_norm_(sumsq, params, backup, grads, table, hparams, g1=None, q=None, 
 
 @triton.jit
 def _clip_factor(h, sumsq_v, chunk):
-    """`sig`, in float64."""
+    """Return `sig`, in float64."""
     if sumsq_v is None:
         sig = tl.full([], 1.0, tl.float64)
     else:
@@ -100,7 +101,7 @@ def _clip_factor(h, sumsq_v, chunk):
 
 @triton.jit
 def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
-    """a, b, phi, sig, the coupled decay, and what a decoupled one leaves of the weights."""
+    """Return a, b, phi, sig, the coupled decay, and the factor by which a decoupled decay shrinks the weights."""
     full, apart = h.clip_full != 0, h.decoupled != 0
     a, sig = h.a * _inverse(grad_scale), _clip_factor(h, sumsq_v, chunk)
     inside = tl.where(apart, 0.0, h.decay) + tl.where(full, 0.0, h.phi)
@@ -110,7 +111,7 @@ def _form(h, sumsq_v, grad_scale, chunk, COMPUTE: tl.constexpr):
 
 @triton.jit
 def _field(base, at, FIRST: tl.constexpr):
-    """Elements of a field of the state; nothing is read of one that is absent, or holds nothing yet."""
+    """Return elements of a field of the state; 0 without a read if the field is absent or not set yet."""
     if base is None or FIRST:
         return 0.0
     else:
@@ -121,8 +122,8 @@ class Step(NamedTuple):
     """The numbers of a step, and the rule."""
 
     form: Any
-    full: Any  # whether phi*w is clipped
-    own: Any  # of the rule
+    full: Any  # true if phi*w is clipped
+    own: Any  # numbers of the rule
     run: Any
     ELEMENT: tl.constexpr
     GIVEN: tl.constexpr
@@ -151,7 +152,7 @@ def _update(operands, by, at):
 
 @triton.jit
 def _count_row(counters, chunk, table, run):
-    """The last program of the row counts the step of each of its segments."""
+    """Count the step of each segment of the row, in the row's last program."""
     steps, row_stride, stride, tickets = counters
     if last_of_row(tickets, chunk.row, chunk.n_chunks):
         start = 0
@@ -188,8 +189,10 @@ def _update_kernel(
 
 @functools.cache
 def form_of(name: str) -> tuple[Any, Any]:
-    """The rule's `numbers` and `element`, for the compiler. Its file is imported where there may be no Triton: what it
-    takes of it is put there."""
+    """Return the rule's `numbers` and `element`, compiled by Triton.
+
+    The rule's file is also imported without Triton, so the names of Triton that it uses are set here.
+    """
     rule = rules.find(name)
     for function in (rule.numbers, rule.element):
         function.__globals__.update(tl=tl, divide=divide, root=root, power=power)
@@ -205,7 +208,7 @@ def _update_(
     operands = {"params": params, "backup": backup, "grads": grads, "g1": g1, "q": q, "shift": shift}
     operands |= {f"state{i}": field for i, field in enumerate(state)}
     call = Call(table, hparams.shape[0], hparams.device, hparams, **operands)
-    if not call.plan.n_chunks:  # nothing to move; steps may be counted
+    if not call.plan.n_chunks:  # no elements to update, but steps may be counted
         if steps is not None:
             fields = state[: len(rules.find(rule).state)]
             reference.update_(params, backup, grads, table, hparams, rule, fields, steps=steps, found_inf=found_inf)

@@ -1,6 +1,6 @@
 // The inner products of inner_, and the fixed-point sum of accumulate_. See per_isa.h.
 
-// The sums of x*y and y*y in double. The lanes are the same in every instruction set, so the bits are too.
+// Returns the sums of x*y and y*y in double. The lanes are the same in every instruction set, so the bits are the same.
 struct Products {
   static constexpr int64_t lanes = 8, ways = 4;
   typedef double Vector __attribute__((vector_size(64)));
@@ -55,8 +55,7 @@ inline void inner_range(const InnerArgs& args, double* partials, int64_t begin, 
   });
 }
 
-// A block of Rows rows, added up in registers and then to the limbs. largest: [Rows], the bits of the largest
-// |x - base|.
+// Adds a block of Rows rows in registers and then to the limbs. largest: [Rows], the bits of the largest |x - base|.
 template <int Rows, class T>
 inline void accumulate_block(const T* x, int64_t row_stride, const T* base, double scale, int64_t count,
                              uint64_t* __restrict__ high, int64_t* __restrict__ low, uint64_t* largest) {
@@ -76,7 +75,7 @@ inline void accumulate_block(const T* x, int64_t row_stride, const T* base, doub
   for (int row = 0; row < Rows; ++row) largest[row] = std::max<uint64_t>(largest[row], bits[row]);
 }
 
-// Block by block, so that the limbs and the base stay in the first-level cache while the rows go by.
+// Adds block by block, so that the limbs and the base stay in the first-level cache for all rows.
 template <class T>
 inline void accumulate_rows(const FixedPointArgs& args, uint64_t* largest, int64_t begin, int64_t end) {
   alignas(64) static constexpr T zeros[kBlock] = {};

@@ -1,5 +1,4 @@
-// What the loops of all CPU kernels share. The loops themselves (*_loops.h) are compiled once per instruction set
-// (per_isa.h).
+// Helpers of the loops of all CPU kernels. The loops (*_loops.h) are compiled once per instruction set (per_isa.h).
 #pragma once
 
 #include <algorithm>
@@ -29,18 +28,18 @@ constexpr int64_t kStreamBytes = 256;
 // For short loops of constant length whose arrays belong in registers.
 #define FASTSAM_UNROLL _Pragma("GCC unroll 16")
 
-// For loops over the last elements of a line: unrolled, as -O3 would have it, they are most of what is compiled.
+// For loops over the last elements of a line. Unrolled by -O3, they would be most of the compiled code.
 #define FASTSAM_ROLLED _Pragma("GCC unroll 1")
 
 // For a lambda that a loop calls per element: a call that is not inlined keeps the loop from being vectorised.
 #define FASTSAM_EACH __attribute__((always_inline))
 
-// For a function that many callers have and that loops over a whole block: compiled once, not into each of them.
+// For a function with many callers that loops over a whole block. It is compiled once, not into each caller.
 #define FASTSAM_ONCE __attribute__((noinline)) inline
 
 enum class InstructionSet { baseline, avx2, avx512 };
 
-// The best set that the processor has; FASTSAM_ISA=baseline|avx2 asks for less (to test each).
+// Returns the best instruction set of the processor. FASTSAM_ISA=baseline|avx2 selects a smaller one, for tests.
 InstructionSet instruction_set();
 
 // Calls f(row, segment, piece) for the chunks [begin, end) of all rows.

@@ -1,6 +1,7 @@
 // The sums of squares: of the direction (norm_) and of v (update_norm_). See per_isa.h.
 
-// The sum of squares of n <= kChunk numbers. The lanes are the same in every instruction set, so the bits are too.
+// Returns the sum of squares of n <= kChunk numbers. The lanes are the same in every instruction set, so the bits are
+// the same.
 template <class C>
 struct Squares {
   static constexpr int64_t lanes = 64 / sizeof(C), ways = 4;

@@ -1,5 +1,5 @@
-// Compiles FASTSAM_LOOPS once per instruction set, each in a namespace of its own, so that one binary serves every
-// processor. No include guard: each op's .cpp includes it once, after all other headers.
+// Compiles FASTSAM_LOOPS once per instruction set, each in a separate namespace, so that one binary serves every
+// processor. There is no include guard, because each op's .cpp includes it once, after all other headers.
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FASTSAM_ISAS 1

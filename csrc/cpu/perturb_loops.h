@@ -2,7 +2,7 @@
 
 #include "stream.h"
 
-// save: o = the weights behind z, then z = perturbed. Where O is not W, o is a master copy.
+// save: o = the unperturbed weights for z, then z = perturbed. If O is not W, o is a master copy.
 template <class W, class O>
 inline void save_and_perturb_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<compute_t<W>>& rule,
                                    bool stream) {
@@ -28,7 +28,7 @@ inline void perturb_piece(W* z, const O* o, const W* g, int64_t n, const Perturb
   write_each(z, n, stream, [=](int64_t i) FASTSAM_EACH { return narrow<W>(rule.perturbed(widen(o[i]), widen(g[i]))); });
 }
 
-// With either value of `save`; `place` is that of the first element in the row.
+// Computes both values of `save`; `place` is the place of the first element in the row.
 template <class W, class O>
 inline void perturb_stochastic_piece(W* z, O* o, const W* g, int64_t n, const PerturbRule<float>& rule, Random random,
                                      uint32_t place, bool save) {

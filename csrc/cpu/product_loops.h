@@ -1,8 +1,8 @@
 // The products of small matrices of product. See per_isa.h.
 //
-// Every element of a result is a sum in the order of k: vectors and blocks go over elements of the result alone. So its
-// bits depend neither on the other rows nor on strides, and on the instruction set in one thing only: AVX2 and AVX-512
-// round a product and its sum once, the baseline has no such instruction and rounds twice.
+// Every element of a result is a sum in the order of k, and only elements of the result are vectorised or blocked. So
+// its bits depend neither on the other rows nor on strides. They depend on the instruction set in one way: AVX2 and
+// AVX-512 round a product and its sum once, and the baseline, which has no such instruction, rounds twice.
 
 constexpr int kLanes = FASTSAM_VECTOR_BYTES / sizeof(float);
 constexpr int kAcross = FASTSAM_VECTOR_BYTES == 64 ? 2 : 1;  // vectors of a block, side by side
@@ -23,7 +23,7 @@ inline __attribute__((always_inline)) Lanes multiplied_and_added(float factor, L
 #endif
 }
 
-// Exchanges, in squares of 2*Apart lanes, those above the diagonal with those below it: the new first or second row.
+// Exchanges, in squares of 2*Apart lanes, the lanes above and below the diagonal. Returns the new first or second row.
 template <int Apart, bool Second, int... I>
 inline __attribute__((always_inline)) Lanes crossed(Lanes first, Lanes second, std::integer_sequence<int, I...>) {
 #define FASTSAM_PLACE (I / Apart % 2 == 0 ? (Second ? I + Apart : I) : (Second ? I : I - Apart) + kLanes)
@@ -84,7 +84,7 @@ inline __attribute__((always_inline)) Lanes line_of(const Matrix& matrix, int64_
   return x;
 }
 
-// `count` columns of b, `[k, count]`, as a panel `[k, Across * kLanes]` with zeros beside them.
+// Copies `count` columns of b, `[k, count]`, to a panel `[k, Across * kLanes]`, padded with zeros.
 template <int Across>
 inline void pack(const Matrix& b, int64_t k, int64_t count, float* __restrict__ panel) {
   constexpr int64_t wide = Across * kLanes;

@@ -1,4 +1,4 @@
-// The CPU kernels over all chunks of a call: how they are spread over threads, and which results go past the caches.
+// The CPU kernels over all chunks of a call: distribution over threads, and the choice of stores past the caches.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,11 +14,11 @@
 
 namespace fastsam {
 
-// Elements that are worth a thread of their own: starting one costs about as much as the work on 10,000.
+// Smallest number of elements for a thread. The cost of starting a thread is about the work on 10,000 elements.
 constexpr int64_t kGrain = 16384;
 
-// Bytes of the last-level cache that one core sees. What sysconf says is the sum over a processor's parts on some
-// machines (and, in a virtual machine, of parts that it has no share of), so the kernel's word comes first.
+// Returns the bytes of the last-level cache that one core uses. On some machines sysconf returns the sum over a
+// processor's parts, in a virtual machine even of parts that it does not use. So the kernel's file is read first.
 inline int64_t last_level_cache() {
   static const int64_t bytes = [] {
     int64_t kilobytes = 0;
@@ -33,8 +33,8 @@ inline int64_t last_level_cache() {
   return bytes;
 }
 
-// Streamed stores save the fetch of a line that is overwritten, and cost the next reader a miss: they pay when the
-// call's buffers do not fit the last-level cache.
+// Returns true if streamed stores are faster: if the call's buffers do not fit the last-level cache. Streamed stores
+// save the fetch of an overwritten line, and cost the next reader a miss.
 inline bool streams(const Call& call, int64_t bytes_per_element) {
   return call.elements() * bytes_per_element > last_level_cache();
 }
@@ -69,7 +69,7 @@ inline void run_perturb(const PerturbArgs& args) {
   over_chunks(args.call, [&](int64_t begin, int64_t end) { perturb_range(args, stream, begin, end); });
 }
 
-// Ranges of elements, of all rows each. The largest of a row is that of its ranges, in whatever order they end.
+// Runs over ranges of elements, each of all rows. A row's largest number is the maximum over its ranges, in any order.
 inline void run_accumulate(const FixedPointArgs& args) {
   std::vector<uint64_t> largest(args.rows);
   if (args.n * args.rows <= kGrain) {

@@ -1,8 +1,8 @@
-// Results that are written without having been read, and stores that go past the caches. Included once per instruction
-// set, inside its namespace; FASTSAM_VECTOR_BYTES is the width.
+// Stores of results that were not read before, and stores past the caches. Included once per instruction set, inside
+// its namespace; FASTSAM_VECTOR_BYTES is the width.
 
 #ifdef __x86_64__
-// Streams one staged block to `to`, which is aligned to a vector. The line is then written without being fetched first.
+// Streams one staged block to `to`, which is aligned to a vector. The line is then written without a fetch.
 template <class T>
 inline __attribute__((always_inline)) void stream_block(T* to, const T* staged) {
   constexpr int64_t width = FASTSAM_VECTOR_BYTES / sizeof(T);

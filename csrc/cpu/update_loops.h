@@ -1,4 +1,4 @@
-// update_. See per_isa.h. Everything is a template of the rule, since every rule is compiled for itself.
+// update_. See per_isa.h. All functions are templates of the rule, because every rule is compiled separately.
 
 #include "stream.h"
 
@@ -8,7 +8,7 @@ inline void copy_piece(W* z, const S* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) z[i] = narrow<W>(widen(from[i]));
 }
 
-// Calls f with `given` as a constant: the loops of each set of fields are compiled for it.
+// Calls f with `given` as a constant, so that the loops are compiled for each set of fields.
 template <class Rule, unsigned Mask = 0, class F>
 inline __attribute__((always_inline)) void with_given(unsigned given, const F& f) {
   if constexpr (Mask >> Rule::kState == 0) {
@@ -19,7 +19,7 @@ inline __attribute__((always_inline)) void with_given(unsigned given, const F& f
   }
 }
 
-// What a piece reads beside the weights; nullptr where it is not given.
+// The operands that a piece reads in addition to the weights; nullptr for an absent operand.
 template <class W>
 struct Beside {
   using C = compute_t<W>;
@@ -35,7 +35,7 @@ struct Beside {
   }
 };
 
-// d = the gradients of the local update rule where it reads more than g2, for elements [start, start + n).
+// Computes d = the gradients of the local update rule with more terms than g2, for elements [start, start + n).
 template <class W, class S>
 FASTSAM_ONCE void gradient_block(compute_t<W>* d, const S* w, const Beside<W>& x, int64_t start, int64_t n,
                                  FormU<compute_t<W>> form) {
@@ -49,9 +49,9 @@ FASTSAM_ONCE void gradient_block(compute_t<W>* d, const S* w, const Beside<W>& x
   }
 }
 
-// z = the new weights, rounded, and keep = the new weights, for n elements, in blocks that stay in the first-level
-// cache. G: the type of the gradients that the rule reads, those of x where it is W and the step ordinary, else C. The
-// only loop that is compiled for each rule, and for each set of its fields; what does not change stays in registers
+// Computes z = the new weights, rounded, and keep = the new weights, for n elements, in blocks that stay in the
+// first-level cache. G is the type of the gradients that the rule reads: W, directly from x, if the step is ordinary,
+// else C. This is the only loop that is compiled for each rule and each set of its fields. Constants stay in registers
 // over all blocks.
 template <class Rule, unsigned kGiven, class G, class W, class S>
 FASTSAM_ONCE void rule_blocks(W* z, const S* from, S* keep, const Beside<W>& x, int64_t n,
@@ -93,7 +93,7 @@ FASTSAM_ONCE void rule_blocks(W* z, const S* from, S* keep, const Beside<W>& x, 
   });
 }
 
-// One piece of an update: from is the kept copy, or z itself. The ordinary step takes its gradients where they are.
+// Computes one piece of an update; from: the kept copy, or z itself. The ordinary step reads its gradients in place.
 template <class Rule, class W, class S>
 inline void rule_piece(W* z, const S* from, S* keep, const Beside<W>& x, int64_t n, const FormU<compute_t<W>>& form,
                        const Rule& rule, unsigned given, bool stream) {

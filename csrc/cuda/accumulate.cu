@@ -4,10 +4,10 @@
 namespace fastsam {
 namespace {
 
-constexpr int kTogether = 4;  // rows whose loads are under way at the same time
+constexpr int kTogether = 4;  // number of rows that are loaded at the same time
 
 template <class T>
-constexpr int kEach = kPackBytes / sizeof(T);  // elements of a thread
+constexpr int kEach = kPackBytes / sizeof(T);  // elements per thread
 
 template <class T>
 int64_t blocks_for(int64_t n) {
@@ -18,7 +18,7 @@ int64_t blocks_for(const FixedPointArgs& args) {
   return args.type == Type::f64 ? blocks_for<double>(args.n) : blocks_for<float>(args.n);
 }
 
-// The largest over a warp, valid in its first lane.
+// Returns the largest over a warp, valid in its first lane.
 template <class Bits>
 __device__ __forceinline__ Bits warp_max(Bits x) {
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ Bits warp_max(Bits x) {
   return x;
 }
 
-// `Each` elements at p, of which `count` are there; the others are zero.
+// Returns `Each` elements from p. Elements from `count` on are zero.
 template <int Width, int Each, class T>
 __device__ __forceinline__ Pack<std::remove_const_t<T>, Each> read(T* p, int count) {
   Pack<std::remove_const_t<T>, Each> pack = {};
@@ -76,7 +76,7 @@ struct AccumulateParams {
   unsigned* ticket;
 };
 
-// The last block: a warp for a row.
+// Reduces the partial results in the last block; a warp computes a row.
 __device__ __forceinline__ void finish_largest(const FixedPointArgs& args, const double* partials) {
   const int64_t warps = int64_t{gridDim.x} * kWarps;
   for (int64_t row = threadIdx.x / kWarp; row < args.rows; row += kWarps) {

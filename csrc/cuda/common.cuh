@@ -1,14 +1,13 @@
-// What the CUDA kernels share: packs of 128 bits, the segment table that travels as a kernel argument, and launching.
+// Helpers of all CUDA kernels: packs of 128 bits, the segment table as a kernel argument, and launching.
 //
-// One block works off one chunk of one row (`Unit`), or, where it adds up, its warps a small segment each: of a model's
-// tensors most have fewer elements than a block has threads. Blocks are not persistent: what a block does before its
-// first load (a search in the table, in constant memory) is short, its scalars are made while the first loads are under
-// way, and the hardware's own scheduler should balance blocks of unequal length better than a fixed stride would.
+// One block computes one chunk of one row (`Unit`). In sums, each warp of a block may compute a small segment, because
+// most tensors of a model have fewer elements than a block has threads. Blocks are not persistent. The work of a block
+// before its first load (a search in the table, in constant memory) is short, and its scalars are computed during the
+// first loads. The hardware's scheduler is expected to balance blocks of unequal length better than a fixed stride.
 //
-// The table of segments is a kernel argument: no copy to the device that would have to be refreshed, and a captured
-// CUDA graph owns it. Arguments may take 32,764 bytes (CUDA 12.1, Volta and later); models of few segments take a small
-// class of 4 KB. What exceeds the large class (417 to 707 segments, by the number of list operands) takes several
-// launches.
+// The table of segments is a kernel argument. So there is no copy on the device to refresh, and a captured CUDA graph
+// owns it. Arguments may take 32,764 bytes (CUDA 12.1, Volta and later); models with few segments use a small class of
+// 4 KB. A table beyond the large class (417 to 707 segments, by the number of list operands) takes several launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,18 +36,18 @@ struct alignas(N * sizeof(T)) Pack {
   T x[N];
 };
 
-// The words that loads and stores with a hint know.
+// The words for loads and stores with a cache hint.
 template <int Bytes>
 using Word = std::conditional_t<Bytes == 16, int4,
                                 std::conditional_t<Bytes == 8, int2, std::conditional_t<Bytes == 4, int, short>>>;
 
-// Where a block's elements of an operand begin (nullptr: the operand is not given), and whether packs of Width of them
-// may be read and written in one access. Gradients in the buckets of DistributedDataParallel are aligned to 4 bytes:
-// such an operand costs more instructions, and the others keep their wide accesses.
+// The address of a block's first element of an operand (nullptr: not given). The flag is true if packs of Width
+// elements may be read and written in one access. Gradients in the buckets of DistributedDataParallel are aligned to 4
+// bytes. Such an operand costs more instructions, and the other operands keep their wide accesses.
 //
-// Once: nothing touches these elements again for as long as a pass of the model takes. They are the first to leave the
-// second-level cache, which is then left to what is wanted next: to the gradients between norm and perturbation, to the
-// weights before a pass.
+// Once: the next access to these elements is at least a pass of the model later. They leave the second-level cache
+// first, so that it keeps the data of the next kernel: the gradients between norm and perturbation, the weights before
+// a pass.
 template <class T, int Width, bool Once = false>
 struct Operand {
   using Element = std::remove_const_t<T>;
@@ -87,7 +86,7 @@ struct Operand {
   }
 };
 
-// From one storage type to another, bit for bit when they are the same (a NaN keeps its payload).
+// Converts from one storage type to another. The bits are kept if the types are the same (a NaN keeps its payload).
 template <class To, class From>
 __device__ __forceinline__ To convert(From x) {
   if constexpr (std::is_same_v<To, From>) {
@@ -99,40 +98,40 @@ __device__ __forceinline__ To convert(From x) {
 
 // ---- the table -----------------------------------------------------------------------------------------------------
 
-// The segments of one launch: first the large ones, then those that share blocks, both in their order in the row.
-// Lists: the number of list operands.
+// The segments of one launch: first the large ones, then the small ones, which share blocks. Both are in the row's
+// order. Lists: the number of list operands.
 template <int Lists, int Capacity>
 struct Table {
   int segments, chunk;
-  int large, whole;         // how many of the segments are large, and the chunks of a row that they have, a block each
-  int prefix[Capacity];     // chunks of large segments that a row has before segment i
-  uint16_t less[Capacity];  // small segments that it has before segment i, each of them a chunk
+  int large, whole;         // number of large segments, and of their chunks in a row, a block each
+  int prefix[Capacity];     // number of a row's chunks of large segments before segment i
+  uint16_t less[Capacity];  // number of a row's small segments before segment i, a chunk each
   int group[Capacity], slot[Capacity];
   int64_t offset[Capacity], length[Capacity];
   void* start[Lists][Capacity];
   int64_t row_stride[Lists][Capacity];
 
   FASTSAM_HD int chunks() const { return whole + segments - large; }
-  // Blocks of a row that have something to do, and where something finishes the row, even one without elements.
+  // Returns the number of a row's blocks that have elements. A kernel that finishes rows has a block for an empty row.
   FASTSAM_HD int busy() const { return whole + (segments - large + kWarps - 1) / kWarps; }
   FASTSAM_HD int blocks() const { return busy() > 0 ? busy() : 1; }
 };
 
-// What a launch has beside its table fits into this.
+// Bytes reserved for the other arguments of a launch.
 constexpr int64_t kOtherArguments = 200;
 
 constexpr int capacity(int lists, int64_t bytes) {
   return static_cast<int>((bytes - kOtherArguments - 16) / (3 * sizeof(int) + 2 + 2 * sizeof(int64_t) + lists * 16));
 }
 
-// The chunk of one row that a block works off, or a warp of it: [begin, begin + count) of a segment.
+// The chunk of one row for a block, or for a warp of it: [begin, begin + count) of a segment.
 struct Unit {
   int row, segment, count;
-  int chunk;  // of the row, in this launch
+  int chunk;  // number of the chunk in the row, in this launch
   int64_t begin;
-  bool shared;  // the block's warps have a segment each, or none: then `count` is 0
-  int warp;     // the first of the block's warps that work on it
-  int thread;   // the calling thread among those
+  bool shared;  // each warp has a segment, or none (`count` is 0)
+  int warp;     // the block's first warp that works on it
+  int thread;   // number of the calling thread in these warps
 };
 
 // Shares: the table may have segments that share blocks.
@@ -144,7 +143,8 @@ __device__ __forceinline__ Unit unit_of(const T& table, unsigned index) {
   const int block = index % blocks;
   unit.shared = Shares && block >= table.whole;
   if (unit.shared) {
-    // What its first lane says is known to be the same in the whole warp, and costs no register of every thread.
+    // The compiler knows that a value of the first lane is the same in the whole warp, so it needs no register of every
+    // thread.
     unit.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / kWarp, 0);
     const int small = table.large + (block - table.whole) * kWarps + unit.warp;
     const bool there = small < table.segments;
@@ -166,7 +166,7 @@ __device__ __forceinline__ Unit unit_of(const T& table, unsigned index) {
   return unit;
 }
 
-// Where a unit begins in a list operand (nullptr when the list is not given), and in a field.
+// Returns the address of a unit's first element in a list operand (nullptr if the list is not given), and in a field.
 template <class T, class Table>
 __device__ __forceinline__ T* at(const Table& table, int list, const Unit& unit) {
   T* start = static_cast<T*>(table.start[list][unit.segment]);
@@ -179,12 +179,12 @@ __device__ __forceinline__ T* at(const Field& field, const Table& table, const U
   return data == nullptr ? nullptr : data + unit.row * field.stride + table.offset[unit.segment] + unit.begin;
 }
 
-// What every kernel with hyper-parameters gets.
+// The arguments of every kernel with hyper-parameters.
 struct Scalars {
   const double* hparams;
   int groups;
 
-  // The columns of the group of a unit's segment.
+  // Returns the columns of the group of a unit's segment.
   template <class Table>
   __device__ __forceinline__ const double* of(const Table& table, const Unit& unit) const {
     return hparams + (static_cast<int64_t>(unit.row) * groups + table.group[unit.segment]) * kWidth;
@@ -193,7 +193,7 @@ struct Scalars {
 
 inline Scalars scalars_of(const Call& call) { return Scalars{call.hparams, static_cast<int>(call.groups)}; }
 
-// The elements of one sweep of a block: see index.h.
+// The number of elements of one sweep of a block; see index.h.
 template <class Op>
 constexpr int64_t sweep_of() {
   return int64_t{kThreads} * Op::kWidth * Op::kTurns;
@@ -201,14 +201,14 @@ constexpr int64_t sweep_of() {
 
 // ---- launching -----------------------------------------------------------------------------------------------------
 
-// Elements of a row: what the chunk depends on, whatever the number of rows.
+// Returns the elements of a row. The chunk length depends on it, and not on the number of rows.
 inline int64_t row_elements(const Call& call) {
   int64_t n = 0;
   for (int64_t i = 0; i < call.segments; ++i) n += call.table[i].length;
   return n;
 }
 
-// Chunks of a row's first segments.
+// Returns the number of chunks of a row's first segments.
 inline int64_t row_chunks(const Call& call, int64_t chunk, int64_t segments) {
   int64_t n = 0;
   for (int64_t i = 0; i < segments; ++i) n += chunks_of(call.table[i].length, chunk);
@@ -217,14 +217,14 @@ inline int64_t row_chunks(const Call& call, int64_t chunk, int64_t segments) {
 
 inline int64_t row_chunks(const Call& call, int64_t chunk) { return row_chunks(call, chunk, call.segments); }
 
-// The chunk of a row whose elements Element works on, cut into `enough` chunks before they get longer.
+// Returns the chunk length of a row for Element: the row is cut into `enough` chunks before chunks get longer.
 template <class Element>
 int64_t chunk_of(const Call& call, int64_t enough) {
   return chunk_for(row_elements(call), sweep_of<Element>(), enough);
 }
 
-// A launch among those of its call, all with chunks of this length: the chunks of a row before its own, and whether it
-// is the last to be launched.
+// A launch of a call. All launches have this chunk length. It has the number of the row's earlier chunks, and a flag
+// that is true in the call's last launch.
 struct Part {
   int64_t chunk, chunks_before;
   bool last;
@@ -266,8 +266,8 @@ int in_parts(const Call& call, const std::array<const List*, Lists>& lists, int6
   return 0;
 }
 
-// Calls f(table, part) for as few launches as hold all segments, in their order, or `reversed`; stops at the first
-// error and returns it. Segments of at most `most` elements share blocks.
+// Calls f(table, part) for the smallest number of launches that hold all segments, in their order or `reversed`. Stops
+// at the first error and returns it. Segments of at most `most` elements share blocks.
 template <size_t Lists, class F>
 int each_part(const Call& call, const std::array<const List*, Lists>& lists, int64_t chunk, int64_t most, bool reversed,
               F&& f) {
@@ -277,8 +277,8 @@ int each_part(const Call& call, const std::array<const List*, Lists>& lists, int
                                 : in_parts<large>(call, lists, chunk, most, reversed, f);
 }
 
-// Launches `blocks` blocks, if any, with `shared` bytes of dynamic shared memory. Returns a cudaError_t, which it also
-// takes back, so that nobody else finds it later.
+// Launches `blocks` blocks, if any, with `shared` bytes of dynamic shared memory. Returns a cudaError_t, and clears it
+// so that later calls do not report it.
 template <class Argument, class Params>
 int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params& params, int threads = kThreads,
            size_t shared = 0) {
@@ -295,14 +295,14 @@ int launch(void (*kernel)(Argument), int64_t blocks, void* stream, const Params&
   return error;
 }
 
-// One launch for each part of a call, with a block for each chunk of each row, or one for every few small segments:
-// those of which each thread of a warp has one pack, the same as it would have in a block of their own. An Op says
-//   Element<W, O>, kEnough   what works on an element of weights W with a backup of O; of `chunk_of`
+// Launches once for each part of a call, with a block for each chunk of each row. Small segments may share a block:
+// segments for which each thread of a warp has at most one pack, as it would in a separate block. An Op has
+//   Element<W, O>, kEnough   the computation on an element of weights W and backup O; for `chunk_of`
 //   params(table, part)      the argument of a kernel
 //   kernel<W, O, Params>()   the kernel
-//   kShares                  whether small segments share blocks
-//   kReversed                whether it walks from the end of the rows to their start
-//   finishes()               whether something finishes every row, even one without elements
+//   kShares                  true if small segments share blocks
+//   kReversed                true if it walks from the end of the rows to their start
+//   finishes()               true if a block finishes every row, even a row without elements
 template <class Op, size_t Lists>
 int launch_chunks(const Op& op, const Call& call, const std::array<const List*, Lists>& lists, void* stream) {
   return with_types(call, [&](auto weight, auto stored) -> int {
@@ -319,7 +319,7 @@ int launch_chunks(const Op& op, const Call& call, const std::array<const List*, 
   });
 }
 
-// Partial sums of a call whose Op adds up: one for each chunk of each row.
+// Returns the number of partial sums of a call whose Op computes sums: one for each chunk of each row.
 template <class Op>
 int64_t partials_of(const Call& call) {
   return with_types(call, [&](auto weight, auto stored) {

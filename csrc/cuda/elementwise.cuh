@@ -5,9 +5,9 @@
 
 namespace fastsam {
 
-// What the rule of a unit is made of, and the rule itself, in shared memory. One warp reads all the scalars at once,
-// so that a block waits for memory once, not once per scalar; then one thread makes the rule: a square root and
-// divisions in double, once per unit.
+// The scalars of a unit's rule, and the rule, in shared memory. One warp reads all scalars at once, so that a block
+// waits for memory once, not once per scalar. Then one thread computes the rule: a square root and divisions in double,
+// once per unit.
 template <class Rule>
 struct Shared {
   double scalars[kWarp];
@@ -27,20 +27,20 @@ struct Shared {
   }
 };
 
-// The calling thread's of the places that units of a block have.
+// Returns the calling thread's place among the places of a block's units.
 template <class Rule>
 __device__ __forceinline__ Shared<Rule>& place_of(Shared<Rule> (&places)[kWarps], const Unit& unit) {
   return places[unit.warp];
 }
 
-// Lanes of the first warp that read an operand of their own; those before read the columns of `hparams`.
+// Lanes of the first warp that read a separate operand. Earlier lanes read the columns of `hparams`.
 enum Lane : int { SUMSQ = kWidth, GRAD_SCALE, FOUND_INF, STEPS };
 
 __device__ __forceinline__ double scalar_or(const float* p, double otherwise) { return p != nullptr ? *p : otherwise; }
 
 // op.load(x, i) reads the pack at element i; op.store(x, i, rule) computes and writes it. All loads of a sweep come
-// before its first store, and those of the first sweep are under way while the rule is made: read_scalar(lane) is
-// called by the unit's first warp, make_rule(scalars) by one thread.
+// before its first store. The first sweep is loaded while the rule is computed: the unit's first warp calls
+// read_scalar(lane), and one thread calls make_rule(scalars).
 template <class Op, class ReadScalar, class MakeRule>
 __device__ __forceinline__ void elementwise(const Op& op, const Unit& unit, const ReadScalar& read_scalar,
                                             const MakeRule& make_rule) {
@@ -72,10 +72,10 @@ __device__ __forceinline__ void elementwise(const Op& op, const Unit& unit, cons
   }
 }
 
-// What the launches of these kernels share. A row of 50,000 float parameters gets 25 to 50 blocks, one of 100 million
-// 6,000 to 12,000: several rounds for every multiprocessor, and a block long enough that what it does before its first
-// load does not count. A rule in a place that the warp decides costs registers of every thread, and so a block of five
-// on a multiprocessor: small segments have blocks of their own.
+// Launch settings that these kernels share. A row of 50,000 float parameters gets 25 to 50 blocks, a row of 100 million
+// 6,000 to 12,000. These are several rounds for every multiprocessor, and a block is long enough to hide the work
+// before its first load. Small segments have separate blocks. If each warp had a rule, it would cost registers of every
+// thread, and so one block of five on a multiprocessor.
 template <class Args>
 struct Elementwise {
   static constexpr bool kShares = false, kReversed = false;

@@ -1,5 +1,6 @@
-// The operations of a row program by the threads of a block: as csrc/rowprograms/loops.h, with the same order of every
-// sum, so with the same bits as the CPU's loops with 16 lanes (AVX-512). All threads of the block call each function.
+// The operations of a row program by the threads of a block, as csrc/rowprograms/loops.h. Every sum has the same order,
+// so the bits are the same as with the CPU's loops with 16 lanes (AVX-512). All threads of the block call each
+// function.
 #pragma once
 
 #include "common.cuh"
@@ -9,7 +10,7 @@ namespace fastsam {
 
 constexpr int kLineLanes = 16;
 
-// Words of program.h in 32 bits; number: the bits of a float.
+// The words of program.h in 32 bits; number: the bits of a float.
 struct DeviceOperand {
   int base, offset, stride[kProgramDims];
 };
@@ -21,7 +22,7 @@ struct RowOp {
 constexpr int kOpWords = sizeof(RowOp) / sizeof(int);
 static_assert(kOpWords * sizeof(int64_t) == sizeof(Instruction), "an instruction's words, one by one");
 
-// Where an instruction's operands lie.
+// The addresses of an instruction's operands.
 struct RowPlaces {
   float* out;
   const float *a, *b, *c;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void elements(const RowOp& op, const RowPlaces& at) {
   }
 }
 
-// Adds the second half of 2 * Width lanes to the first, and so on.
+// Adds the second half of 2 * Width lanes to the first, then the same for the halves.
 template <int Width>
 __device__ __forceinline__ void halve(float (&lanes)[kLineLanes]) {
 #pragma unroll
@@ -167,7 +168,7 @@ __device__ __forceinline__ float line_sum(const float* a, int n, int stride) {
   return total;
 }
 
-// A thread for an element of the result, which adds up in the order of the elements.
+// Computes each element of the result in one thread, which adds up in the order of the elements.
 __device__ __forceinline__ void sums(const RowOp& op, const RowPlaces& at) {
   int kept[kProgramDims], over[kProgramDims];
 #pragma unroll
@@ -207,7 +208,7 @@ __device__ __forceinline__ void log_softmax_backward(const RowOp& op, float* out
   for (int c = 0; c < classes; ++c) out[c * so] = a[c * sa] - exponential(b[c * sb]) * total;
 }
 
-// A label that is none of the classes cannot raise here: its loss and its gradients are NaN.
+// A label that is not a class cannot raise here. Its loss and its gradients are NaN.
 __device__ __forceinline__ void nll(const RowOp& op, float* out, const float* a, int64_t label) {
   const bool wrong = (label < 0 || label >= op.size[1]) && label != kIgnored;
   const float chosen = wrong ? nanf("") : 0.0f;
@@ -239,7 +240,7 @@ __device__ __forceinline__ void by_classes(const RowOp& op, const RowPlaces& at)
 
 // ---- products: sizes m, k, n ----
 
-// A thread for High rows of a column: sums in the order of k. b: dense across.
+// Computes High rows of a column in one thread: sums in the order of k. b: dense across.
 template <int High>
 __device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& at, const float* b, int down) {
   const int m = op.size[0], k = op.size[1], n = op.size[2];
@@ -265,7 +266,8 @@ __device__ __forceinline__ void block_product(const RowOp& op, const RowPlaces& 
   }
 }
 
-// panel: memory for b where its columns are not dense: neighbouring threads would meet in one bank of shared memory.
+// panel: memory for b if its columns are not dense. Otherwise neighbouring threads would use the same bank of shared
+// memory.
 __device__ __forceinline__ void product(const RowOp& op, const RowPlaces& at, float* panel) {
   const int k = op.size[1], n = op.size[2], wide = n | 1;
   const bool turned = op.b.stride[1] != 1;

@@ -18,7 +18,7 @@ template <class W, class O>
 struct Linear {
   using Value = compute_t<W>;
   static constexpr int kWidth = kPackBytes / sizeof(Value), kTurns = 2;
-  Operand<const O, kWidth> w;  // the unperturbed weights: only read where they belong to v
+  Operand<const O, kWidth> w;  // the unperturbed weights: only read if they are a part of v
   Operand<const W, kWidth> g2, g1;
   Operand<const Value, kWidth> q;
   LinearRule<Value> rule;
@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kThreads) update_norm_kernel(const Params __gr
   finish(p.sums, p.table, unit, partial);
 }
 
-// The two forms of Direction have the same chunks: so the norm of a row has the same bits whether weights are given or
-// not.
+// The two forms of Direction have the same chunks. So the norm of a row has the same bits with and without weights.
 template <bool Weighted>
 struct Norm : Reduction<NormArgs> {
   template <class W, class O>

@@ -1,11 +1,11 @@
-// norm_'s rule for an element, and what a block does with a unit.
+// The rule of norm_ for an element, and the work of a block on a unit.
 #pragma once
 
 #include "reduce.cuh"
 
 namespace fastsam {
 
-// Weighted: the weights are given, since some group is adaptive.
+// Weighted: the weights are given, because some group is adaptive.
 template <class W, bool Weighted>
 struct Direction {
   static constexpr int kWidth = kPackBytes / sizeof(W), kTurns = sizeof(W) < 4 ? 2 : 4;
@@ -31,7 +31,7 @@ struct Direction {
 
 template <class Table>
 struct NormParams {
-  Table table;  // lists: gradients, and the weights where they are given
+  Table table;  // lists: gradients, and the weights if they are given
   Scalars scalars;
   Sums sums;
 };
@@ -45,7 +45,7 @@ __device__ __forceinline__ void norm_unit(const Params& p, unsigned index) {
     if constexpr (Weighted) w = at<const W>(p.table, 1, unit);
     const NormRule<compute_t<W>> rule(p.scalars.of(p.table, unit));
     partial = squares(Direction<W, Weighted>{at<const W>(p.table, 0, unit), w, rule}, unit);
-    // An adaptive group without weights: a kernel cannot raise, but with such a norm nothing is perturbed.
+    // A kernel cannot raise for an adaptive group without weights. With this norm the row is not perturbed.
     if (!Weighted && rule.adaptive) partial = nan("");
   }
   finish(p.sums, p.table, unit, partial);

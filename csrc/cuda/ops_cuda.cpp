@@ -11,10 +11,10 @@ namespace fastsam {
 namespace {
 
 // A row's ticket tells the last block of a kernel that it is the last. Kernels that may run at the same time need
-// tickets of their own, and so does every captured graph. Two calls that write the same output cannot run at the same
-// time, so the output's address says which tickets a call has. They need no memory of the call, no clearing, and
-// survive the replays of a graph. Where addresses have used up the memory (a hundred thousand different outputs in one
-// process), a call brings its own zeros: one more small kernel.
+// separate tickets, and every captured graph needs separate ones too. Two calls that write the same output cannot run
+// at the same time, so tickets are assigned by the output's address. They need no memory of the call and no clearing,
+// and they work in the replays of a graph. If the memory is used up (a hundred thousand different outputs in one
+// process), a call allocates zeros, which costs one more small kernel.
 class Tickets {
  public:
   Tickets(const Place& place, const Tensor& output, int64_t rows) {
@@ -48,12 +48,12 @@ class Tickets {
   OptionalTensor own_;
 };
 
-// Room for n partial sums, given back to the allocator in the order of the stream.
+// Allocates n partial sums. The memory returns to the allocator in stream order.
 Tensor scratch(const Tensor& like, int64_t n) {
   return torch::stable::new_empty(like, {n > 0 ? n : 1}, ScalarType::Double);
 }
 
-// A call that adds up into `out`, whose address says which tickets it has.
+// A call that adds up into `out`, whose address selects its tickets.
 template <class Args>
 void add_up(const char* name, const Tensor& out, const Args& args, int64_t (*partials_of)(const Call&),
             int (*run)(const Args&, double*, unsigned*, void*)) {

@@ -21,7 +21,7 @@ struct Held {
 std::mutex lock;
 
 std::deque<Held>& programs() {
-  static auto* all = new std::deque<Held>;  // at the end of a process the device may go first
+  static auto* all = new std::deque<Held>;  // never freed, because the device may be released first at exit
   return *all;
 }
 
@@ -31,7 +31,7 @@ const Held& held(int64_t number) {
   return programs()[number];
 }
 
-// A block counts in 32 bits.
+// Checks that a number fits the 32-bit counters of a block.
 void check_size(const RowProgram& program) {
   constexpr int64_t most = std::numeric_limits<int>::max();
   bool fits = program.scratch < most && program.width < most && program.inputs.size() <= kMostInputs;
@@ -43,7 +43,7 @@ void check_size(const RowProgram& program) {
                   " elements a row");
 }
 
-// Floats to turn the largest matrix whose columns are not dense.
+// Returns the number of floats needed to transpose the largest matrix whose columns are not dense.
 int64_t panel_of(const RowProgram& program) {
   int64_t most = 0;
   for (const Instruction& in : program.instructions) {
@@ -52,7 +52,7 @@ int64_t panel_of(const RowProgram& program) {
   return most;
 }
 
-// words: as the CPU's, on the device.
+// words: as the words of the CPU's op, on the device.
 int64_t add_program(const Tensor given) {
   STD_TORCH_CHECK(given.dim() == 1 && given.scalar_type() == ScalarType::Long && given.is_contiguous(),
                   "a row program must be contiguous int64 [.]");
@@ -85,7 +85,7 @@ RowsInput input_of(const RowInput& input, const Expected& expected) {
   return RowsInput{static_cast<const char*>(input.data), input.row * bytes, -1};
 }
 
-// In shared memory, or, where that is too small, in memory that goes back to the allocator in the order of the stream.
+// Launches with shared memory. If that is too small, uses memory that returns to the allocator in stream order.
 void run(const char* name, RowsArgs& args, const Held& given, const Tensor& like) {
   const Place place(like);
   place_rows(args, given.program.scratch, given.panel);
@@ -126,7 +126,7 @@ void set_segments(RowsArgs& args, const Call& call) {
   }
 }
 
-// The weights are read where the block keeps them: they must be parts of params.
+// The weights are read from the block's copy, so they must be parts of params.
 void set_inputs(RowsArgs& args, const RowSteps& steps) {
   const auto* z = static_cast<const float*>(args.params.data);
   args.weights = static_cast<int>(steps.weights);

@@ -4,10 +4,10 @@
 namespace fastsam {
 namespace {
 
-// perturb_ walks from the end of the row to its start: the norm has just read the gradients from start to end, and what
-// is still in the second-level cache is their end. The backup is written past it (Operand's Once), so that gradients
-// stay in the cache until their turn comes: of a cache of C bytes C/2 instead of C/3. The perturbed weights are not:
-// the pass that follows reads them.
+// perturb_ walks from the end of the row to its start. The norm has just read the gradients from start to end, so the
+// second-level cache still holds their end. The backup is written past the cache (Operand's Once), so that gradients
+// stay in it until they are read: with a cache of C bytes C/2 instead of C/3. The perturbed weights are written to the
+// cache, because the next pass reads them.
 template <class W, class O, bool Save, class Params>
 __global__ void __launch_bounds__(kThreads) perturb_kernel(const Params __grid_constant__ p) {
   perturb_unit<W, O, Save>(p, gridDim.x - 1 - blockIdx.x);

@@ -1,4 +1,4 @@
-// perturb_'s rule for an element, and what a block does with a unit.
+// The rule of perturb_ for an element, and the work of a block on a unit.
 #pragma once
 
 #include "elementwise.cuh"
@@ -9,12 +9,12 @@ template <class W, class O, bool Save>
 struct Perturb {
   static constexpr bool kMaster = !std::is_same_v<W, O>;
   static constexpr int kWidth = kPackBytes / (sizeof(W) > sizeof(O) ? sizeof(W) : sizeof(O));
-  // 64 bytes or more per thread on their way, and at most 64 registers on Hopper, without spills on any architecture.
+  // At least 64 bytes per thread in flight, and at most 64 registers on Hopper, without spills on any architecture.
   static constexpr int kTurns = sizeof(W) == 8 ? 4 : 2;
   static constexpr bool kReadsZ = Save, kReadsOrigin = !Save || kMaster;
   using C = compute_t<W>;
   Operand<W, kWidth> z;
-  Operand<O, kWidth, sizeof(O) == 4> backup;  // elsewhere the hint costs registers that sm_80 has not
+  Operand<O, kWidth, sizeof(O) == 4> backup;  // for other sizes the hint needs more registers than sm_80 has
   Operand<const W, kWidth> g;
 
   template <int N>

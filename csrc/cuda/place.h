@@ -1,4 +1,4 @@
-// Where a call runs, for the registrations of ops.
+// The device and stream of a call, for the registrations of ops.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,8 +15,8 @@ class Place {
  public:
   explicit Place(const Tensor& tensor) : device_(tensor.get_device_index()) {
     if (current() != device_) guard_.emplace(device_);
-    // torch's CUDA run time and the one in this library follow the same driver context; should they differ, ours is
-    // told.
+    // torch's CUDA runtime and the one in this library follow the same driver context. If they differ, this sets the
+    // device in ours.
     if (current() != device_) check("cudaSetDevice", cudaSetDevice(device_));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream_));
   }

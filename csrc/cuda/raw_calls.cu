@@ -1,4 +1,5 @@
-// raw_frame.h on CUDA. Each puts its kernels on the frame's stream and returns 0, or something else when it could not.
+// raw_frame.h on CUDA. Each function launches its kernels on the frame's stream and returns 0, or a different value if
+// it failed.
 #include <cuda_runtime.h>
 
 #include "../raw_frame.h"
@@ -8,7 +9,7 @@ namespace {
 
 const int64_t* launch_of(const int64_t* frame) { return pointer<const int64_t>(frame[LAUNCH]); }
 
-// f() with this device as the current one.
+// Calls f() with this device as the current one.
 template <class F>
 int on_device(int64_t index, const F& f) noexcept {
   const int device = static_cast<int>(index);
@@ -23,7 +24,7 @@ int on_device(int64_t index, const F& f) noexcept {
 }  // namespace
 }  // namespace fastsam
 
-// How many partial sums the norm has.
+// Returns the number of partial sums of the norm.
 FASTSAM_EXPORT int64_t fastsam_partials_cuda(const int64_t* frame) {
   return fastsam::norm_partials_cuda(fastsam::call_of(frame));
 }

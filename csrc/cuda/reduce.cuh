@@ -1,20 +1,20 @@
-// Sums of squares with the same bits whatever the grid: the cut into chunks depends on the layout alone, the element
-// that a thread takes does not depend on alignment, and partial sums are added in the order of the chunks. No
-// floating-point atomics.
+// Sums of squares with the same bits for any grid. The cut into chunks depends only on the layout. The elements of a
+// thread do not depend on alignment. Partial sums are added in the order of the chunks. There are no floating-point
+// atomics.
 #pragma once
 
 #include "common.cuh"
 
 namespace fastsam {
 
-// The sum over a warp, valid in its first lane.
+// Returns the sum over a warp, valid in its first lane.
 __device__ __forceinline__ double warp_sum(double x) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_down_sync(0xFFFFFFFFu, x, distance);
   return x;
 }
 
-// The sum of the sums of a block's warps, in their order.
+// Returns the sum of the sums of a block's warps, in their order.
 __device__ __forceinline__ double sum_of_warps(const double* warps) {
   double sum = 0.0;
 #pragma unroll
@@ -22,8 +22,8 @@ __device__ __forceinline__ double sum_of_warps(const double* warps) {
   return sum;
 }
 
-// The sum over the block, or, where its warps are `apart`, over the warp: the same, had the others nothing. Valid in
-// the first thread. A __syncthreads() must stand between two calls.
+// Returns the sum over the block, or over the warp if warps are `apart`, as if the other warps were empty. Valid in the
+// first thread. Two calls need a __syncthreads() between them.
 __device__ __forceinline__ double block_sum(double x, bool apart = false) {
   __shared__ double warps[kWarps];
   x = warp_sum(x);
@@ -32,7 +32,7 @@ __device__ __forceinline__ double block_sum(double x, bool apart = false) {
   return apart ? 0.0 + x : threadIdx.x == 0 ? sum_of_warps(warps) : 0.0;
 }
 
-// Sums that a row is reduced to together.
+// Sums of a row that are reduced together.
 template <int N>
 struct Totals {
   double x[N] = {};
@@ -47,8 +47,8 @@ struct Totals {
   }
 };
 
-// What a thread of a block of kThreads adds up over [0, count): op.load(x, i) reads a pack, op.add(sum, x, lane) adds
-// one of its elements.
+// Returns a thread's sum over its elements of [0, count) in a block of kThreads. op.load(x, i) reads a pack, and
+// op.add(sum, x, lane) adds one of its elements.
 template <class Op>
 __device__ __forceinline__ typename Op::Sum swept(const Op& op, int count, int thread) {
   constexpr int width = Op::kWidth, turns = Op::kTurns;
@@ -77,7 +77,7 @@ __device__ __forceinline__ typename Op::Sum swept(const Op& op, int count, int t
   return sum;
 }
 
-// op.value(...)^2, a sum for each lane of a pack.
+// Adds op.value(...)^2, with a sum for each lane of a pack.
 template <class Op>
 struct Squares {
   static constexpr int kWidth = Op::kWidth, kTurns = Op::kTurns;
@@ -100,7 +100,7 @@ struct Squares {
   }
 };
 
-// What a thread of a block of kThreads adds up of op.value(...)^2 over [0, count).
+// Returns a thread's sum of op.value(...)^2 over its elements of [0, count) in a block of kThreads.
 template <class Op>
 __device__ __forceinline__ double squares_of(const Op& op, int count, int thread) {
   const auto sum = swept(Squares<Op>{op}, count, thread);
@@ -110,16 +110,16 @@ __device__ __forceinline__ double squares_of(const Op& op, int count, int thread
   return total;
 }
 
-// The sum of op.value(...)^2 over a unit, valid in its thread 0.
+// Returns the sum of op.value(...)^2 over a unit, valid in its thread 0.
 template <class Op>
 __device__ __forceinline__ double squares(const Op& op, const Unit& unit) {
   return block_sum(squares_of(op, unit.count, unit.thread), unit.shared);
 }
 
-// Whether this block is the last of its row: all threads of the block ask. What thread 0 of every block wrote before
-// (and its other warps, where they worked `apart`) is then visible, and what it read was read: thread 0 acquires it
-// right behind the atomic, the barrier hands it on. The ticket wraps back to zero, ready for the next launch or the
-// next replay of a graph.
+// Returns true in the last block of its row; all threads of the block call it. It sees the stores of thread 0 of every
+// block (and of its other warps, if they worked `apart`), and their reads are complete. Thread 0 acquires them right
+// after the atomic, and the barrier makes them visible to the block. The ticket wraps back to zero, ready for the next
+// launch or the next replay of a graph.
 __device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks, bool apart) {
   __shared__ bool last;
   if (apart) __syncthreads();
@@ -132,7 +132,7 @@ __device__ __forceinline__ bool last_of_row(unsigned* ticket, unsigned blocks, b
   return last;
 }
 
-// Where the sums go. `chunks`: of a row, in all launches; `last_part`: this launch adds them up.
+// The memory of the sums. `chunks`: number of a row's chunks in all launches; `last_part`: this launch adds them up.
 struct Sums {
   double *partials, *out;
   unsigned* tickets;
@@ -140,7 +140,7 @@ struct Sums {
   bool accumulate, last_part;
 };
 
-// Stores the unit's partial sums (in its thread 0); the last block of the row adds up the row's.
+// Stores the unit's partial sums (in its thread 0). The last block of the row adds up the row's partial sums.
 template <int N, class Table>
 __device__ __forceinline__ void finish(const Sums& sums, const Table& table, const Unit& unit,
                                        const Totals<N>& partial) {
@@ -168,8 +168,8 @@ __device__ __forceinline__ void finish(const Sums& sums, const Table& table, con
   finish(sums, table, unit, Totals<1>{{partial}});
 }
 
-// What the launches of these kernels share. Chunks are large here: a block ends with a barrier, a fence and an atomic,
-// and the last one adds up all of a row's partial sums.
+// Launch settings that these kernels share. Chunks are large here. A block ends with a barrier, a fence and an atomic,
+// and the last block adds up all of a row's partial sums.
 template <class Args>
 struct Reduction {
   static constexpr bool kShares = true, kReversed = false;

@@ -1,22 +1,22 @@
-// Row programs on CUDA: a block for a client, a whole local epoch in one launch. What the row needs on its way
-// (weights, gradients, activations, the batch) lies in shared memory where it fits, else in memory of the block's own.
+// Row programs on CUDA: a block for a client, a whole local epoch in one launch. The data of a row (weights, gradients,
+// activations, the batch) is in shared memory if it fits, else in private memory of the block.
 #include "../rules/sgd.h"
 #include "lines.cuh"
 
 namespace fastsam {
 namespace {
 
-constexpr int kSquares = 64;  // sums of squares of a piece side by side, as csrc/cpu/norm_loops.h
+constexpr int kSquares = 64;  // partial sums of squares of a piece, as csrc/cpu/norm_loops.h
 constexpr int kTeams = kThreads / kSquares;
 
-// What a segment's elements are stepped by.
+// The rules of a step for a segment's elements.
 struct Rules {
   PerturbRule<float> perturb;
   FormU<float> form;
   sgd::Rule<float> sgd;
 };
 
-// A block's row: its memory, and where everything lies in it.
+// A block's row, and the addresses in its memory.
 struct Row {
   const RowsArgs& p;
   unsigned char* memory;
@@ -38,7 +38,7 @@ struct Row {
   }
 };
 
-// The instructions and the addresses of the inputs, where the block reads them.
+// Copies the instructions and the addresses of the inputs to the block's memory.
 __device__ __forceinline__ void stage(const Row& r) {
   int* ops = r.at<int>(r.p.memory.instructions);
   for (int i = threadIdx.x; i < r.p.instructions * kOpWords; i += kThreads) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void stage(const Row& r) {
   }
 }
 
-// A pass; ends with a barrier.
+// Computes a pass; ends with a barrier.
 __device__ __forceinline__ void pass(const Row& r, float* out) {
   float* scratch = r.at<float>(r.p.memory.scratch);
   const RowOp* ops = r.at<const RowOp>(r.p.memory.instructions);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void pass(const Row& r, float* out) {
   }
 }
 
-// A batch into the block's memory; a place that is none of the samples cannot raise here: its sample is NaN.
+// Copies a batch into the block's memory. An index that is not a sample cannot raise here; its sample is NaN.
 __device__ __forceinline__ void gather(const Row& r, int step) {
   const RowsArgs& p = r.p;
   float* x = r.at<float>(p.memory.x);
@@ -114,15 +114,16 @@ __device__ __forceinline__ void gather(const Row& r, int step) {
   }
 }
 
-// The sum of value(segment, element of the row)^2, in the order of csrc/cpu/norm_loops.h: of a piece 64 sums side by
-// side, a thread each, and what is left over behind them. Valid in all threads; ends with a barrier.
+// Returns the sum of value(segment, element of the row)^2, in the order of csrc/cpu/norm_loops.h. A piece has 64
+// partial sums, a thread each, and the remaining elements are added after them. Valid in all threads; ends with a
+// barrier.
 template <class F>
 __device__ __forceinline__ double squares(const Row& r, const F& value) {
   const RowsArgs& p = r.p;
   float* lanes = r.at<float>(p.memory.lanes);
   double* partials = r.at<double>(p.memory.partials);
   const int team = threadIdx.x / kSquares, own = threadIdx.x % kSquares;
-  int segment = 0, before = 0;  // of this team's next piece: its segment, and the pieces before that
+  int segment = 0, before = 0;  // segment of this team's next piece, and the number of pieces before it
   for (int first = 0; first < p.pieces; first += kTeams) {
     const int piece = first + team;
     const bool busy = piece < p.pieces;
@@ -164,7 +165,7 @@ __device__ __forceinline__ double squares(const Row& r, const F& value) {
   return total;
 }
 
-// f(segment, element of the row) for all.
+// Calls f(segment, element of the row) for all elements.
 template <class F>
 __device__ __forceinline__ void each_element(const Row& r, const F& f) {
   for (int s = 0; s < r.p.segments; ++s) {

@@ -1,4 +1,4 @@
-// Row programs on CUDA, from plain pointers: ops_rows.cpp fills these structs, rowprograms.cu runs them.
+// Row programs on CUDA, from plain pointers. ops_rows.cpp fills these structs, and rowprograms.cu runs them.
 #pragma once
 
 #include "../launch.h"
@@ -6,9 +6,9 @@
 
 namespace fastsam {
 
-constexpr int kMostInputs = 64, kMostSegments = 64;  // what a launch's argument holds
+constexpr int kMostInputs = 64, kMostSegments = 64;  // sizes of a launch's argument
 
-// An input. `bytes` from one row to the next; local: where in z it lies, in floats, -1 for what does not.
+// An input. bytes: from one row to the next. local: its offset in z, in floats, or -1 if it is not in z.
 struct RowsInput {
   const char* data = nullptr;
   int64_t bytes = 0, local = -1;
@@ -18,22 +18,23 @@ struct RowsSegment {
   int offset, length, group;
 };
 
-// What a row has in the memory of its block, in bytes from its beginning: `total` of them.
+// Offsets in bytes of the parts of a row's memory in its block; `total` is its size.
 struct RowsMemory {
   int64_t places, instructions, z, first, second, scratch, x, y, panel, lanes, partials, rules, total;
 };
 
-// A call. Without `out` it trains for `steps` steps, with it it is one pass.
+// A call. Without `out` it trains for `steps` steps. With `out` it is one pass.
 struct RowsArgs {
   const int64_t* words = nullptr;  // the instructions, on the device
   int instructions = 0, inputs = 0, weights = 0, segments = 0, pieces = 0, groups = 0;
   int64_t rows = 0, width = 0;
   float* out = nullptr;
   RowsMemory memory = {};
-  unsigned char* outside = nullptr;  // [rows, memory.total], where a block's shared memory is too small
+  unsigned char* outside = nullptr;  // [rows, memory.total], if a block's shared memory is too small
   RowsInput input[kMostInputs];
   RowsSegment segment[kMostSegments];
-  // Training: x [n, features], y [n], wanted [rows, steps * batch], own_steps [rows] where not all rows take `steps`.
+  // Training: x [n, features], y [n], wanted [rows, steps * batch], own_steps [rows] if rows have different numbers of
+  // steps.
   const float* x = nullptr;
   const int64_t *y = nullptr, *wanted = nullptr, *own_steps = nullptr;
   int64_t samples = 0, wanted_row = 0;

@@ -12,7 +12,7 @@ struct Stochastic {
   Operand<W, kWidth> z;
   Operand<O, kWidth> backup;
   Operand<const W, kWidth> g;
-  uint32_t place;  // of the first element, in the row
+  uint32_t place;  // place of the first element in the row
   bool save;
 
   struct Rule {
@@ -89,7 +89,7 @@ struct StochasticPerturbation : Elementwise<PerturbArgs> {
     if constexpr (sizeof(W) == 2) {
       return stochastic_kernel<W, O, Params>;
     } else {
-      return nullptr;  // nobody asks
+      return nullptr;  // not called for these types
     }
   }
 };
@@ -98,7 +98,7 @@ struct StochasticPerturbation : Elementwise<PerturbArgs> {
 
 int perturb_stochastic_cuda(const PerturbArgs& args, void* stream) {
   const Call& call = args.call;
-  if (call.weight != Type::f16 && call.weight != Type::bf16) return perturb_cuda(args, stream);  // nothing is rounded
+  if (call.weight != Type::f16 && call.weight != Type::bf16) return perturb_cuda(args, stream);  // nothing to round
   return launch_chunks(StochasticPerturbation{{args}}, call, std::array{&args.params, &args.grads}, stream);
 }
 

@@ -1,4 +1,4 @@
-// The memory behind the tickets of norm_, update_norm_ and update_.
+// The memory of the tickets of norm_, update_norm_ and update_.
 #include <cuda_runtime.h>
 
 #include "../launch.h"
@@ -14,7 +14,7 @@ __device__ unsigned tickets[kTickets];
 
 int tickets_cuda(unsigned** memory, int64_t* count) {
   *count = kTickets;
-  // The first use may load the module, in the middle of a capture too.
+  // The first use may load the module, even during a capture.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   const cudaError_t error = cudaGetSymbolAddress(reinterpret_cast<void**>(memory), tickets);

@@ -7,22 +7,22 @@
 namespace fastsam {
 namespace {
 
-// General: g1, q or shift is given. The ordinary step spends neither registers nor accesses on them.
+// General: g1, q or shift is given. The ordinary step uses no registers or accesses for them.
 template <template <class> class Rule_, class W, class O, bool General>
 struct Update {
   using C = compute_t<W>;
   static constexpr int kState = Rule_<C>::kState;
   static constexpr int kWidth = kPackBytes / sizeof(C);
-  // Two turns at a time where they fit the registers: not with several fields, nor, in half precision, with a rule of
-  // roots and quotients, which are those that count steps.
+  // Two turns at a time if they fit the registers. They do not with several fields, nor in half precision with a rule
+  // of roots and quotients (the rules that count steps).
   static constexpr int kTurns = General || kState > 1 || (Rule_<C>::kCounts && sizeof(W) == 2) ? 1 : 2;
   Operand<W, kWidth> z;
   Operand<O, kWidth> from;  // the unperturbed weights: backup, or z
   Operand<const W, kWidth> g2, g1;
   Operand<const C, kWidth> q, shift;
   Operand<C, kWidth> state[kState];
-  unsigned given;    // which fields of the state there are
-  bool first, keep;  // they hold nothing yet; backup is written too
+  unsigned given;    // a bit for each field of the state that is given
+  bool first, keep;  // first: the fields are not set yet; keep: backup is written too
 
   struct Rule {
     FormU<C> form;
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const Params __grid_co
   const Unit unit = unit_of(p.table, blockIdx.x);
   if (unit.count > 0) update_unit<Rule, W, O, General>(p, unit);
   if constexpr (Rule<compute_t<W>>::kCounts) {
-    // The steps are counted when every block of the row has read them, empty segments' too.
+    // The steps are counted after every block of the row has read them, also the steps of empty segments.
     if (!last_of_row(p.tickets + unit.row, p.table.blocks(), false)) return;
     if (p.found_inf != nullptr && *p.found_inf != 0.0f) return;
     float* steps = p.steps + unit.row * p.slots;

@@ -1,4 +1,4 @@
-// What the ops of row programs share: programs by their number, checked inputs, rows over threads.
+// Helpers of the ops of row programs: programs by their number, checked inputs, rows over threads.
 #pragma once
 
 #include "../args.h"
@@ -7,11 +7,12 @@
 
 namespace fastsam {
 
-// Raises where there is none with this number.
+// Returns the program with this number. Raises if there is no such program.
 const RowProgram& program_of(int64_t number);
 
-// Of the words scratch, width, work, inputs; of each input labels, one, dimensions, sizes, strides; then the
-// instructions. Raises for a program that reads or writes outside of its inputs, its scratch memory or its result.
+// Reads a program from the words scratch, width, work, inputs; for each input labels, one, dimensions, sizes, strides;
+// then the instructions. Raises for a program that accesses memory outside of its inputs, its scratch memory or its
+// result.
 RowProgram read_program(const int64_t* words, int64_t count);
 
 inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t rows, size_t place) {
@@ -26,10 +27,10 @@ inline RowInput input_of(const Tensor& tensor, const Expected& expected, int64_t
   return RowInput{tensor.data_ptr(), expected.one || rows == 1 ? 0 : tensor.stride(0)};
 }
 
-// Calls range(begin, end) for rows of so many multiplications each.
+// Calls range(begin, end) over rows that need `work` multiplications each.
 template <class F>
 inline void over_rows(int64_t rows, int64_t work, const F& range) {
-  constexpr int64_t enough = int64_t{1} << 17;  // for a thread of its own
+  constexpr int64_t enough = int64_t{1} << 17;  // multiplications that justify a thread
   if (rows * work < 2 * enough) {
     range(0, rows);
   } else {
@@ -37,7 +38,7 @@ inline void over_rows(int64_t rows, int64_t work, const F& range) {
   }
 }
 
-// The training of whole local epochs: see steps.cpp.
+// Trains whole local epochs; see steps.cpp.
 void rowwise_steps(int64_t program, const Tensors weights, const Tensors others, const Tensor x, const Tensor y,
                    const Tensor wanted, int64_t batch, const OptionalTensor own_steps, const Tensor params,
                    const OptionalTensor w, const Tensor table, const Tensor hparams, const OptionalTensor momentum,

@@ -1,5 +1,5 @@
-// A row program from its words, and whether it stays within its memory: the loops read and write what the words say,
-// without looking.
+// Reads a row program from its words, and checks that it stays within its memory. The loops access the memory without
+// further checks.
 #include <utility>
 
 #include "args.h"
@@ -7,10 +7,9 @@
 namespace fastsam {
 namespace {
 
-constexpr int64_t kMostSize =
-    int64_t{1} << 40;  // of memory and of dimensions: what is computed with them does not overflow
+constexpr int64_t kMostSize = int64_t{1} << 40;  // limit of memory and dimensions, so that sizes cannot overflow
 
-// Sizes of an operand's dimensions, in the places of its strides; 1 where it has none.
+// Sizes of an operand's dimensions, in the order of its strides; 1 for a missing dimension.
 struct Sizes {
   int64_t of[kProgramDims];
 };
@@ -18,7 +17,7 @@ struct Sizes {
 struct Checker {
   const RowProgram& program;
 
-  // Elements of a row of what the operand lies in.
+  // Returns the elements of a row in the memory of the operand.
   int64_t room(const RowOperand& o) const {
     if (o.base == RowOperand::scratch) return program.scratch;
     return o.base == RowOperand::out ? program.width : program.inputs[o.base - RowOperand::first_input].span();
@@ -45,7 +44,7 @@ struct Checker {
            within(o, sizes);
   }
 
-  // An operand without memory is one zero.
+  // An operand without memory is a single zero.
   bool read(const RowOperand& o, const Sizes& sizes) const {
     if (o.base == RowOperand::none) return !o.stride[0] && !o.stride[1] && !o.stride[2] && !o.stride[3];
     return known(o) && (o.base < RowOperand::first_input || !program.inputs[o.base - RowOperand::first_input].labels) &&
@@ -64,7 +63,7 @@ struct Checker {
     const Sizes all{n[0], n[1], n[2], n[3]}, classes{n[0], n[1], n[2], 1}, inner{n[0], 1, n[2], 1};
     switch (in.code) {
       case Code::product: {
-        RowOperand out = in.out;  // dense, whatever its strides
+        RowOperand out = in.out;  // dense, with any strides
         out.stride[0] = n[2], out.stride[1] = 1;
         const Sizes whole{n[0], n[2], 1, 1};
         return written(out, whole) && read(in.a, {n[0], n[1], 1, 1}) && read(in.b, {n[1], n[2], 1, 1}) &&
@@ -87,7 +86,7 @@ struct Checker {
   }
 };
 
-// Takes words from the front.
+// Reads words from the front.
 struct Words {
   const int64_t *next, *end;
 
@@ -131,7 +130,7 @@ RowProgram read_program(const int64_t* first, int64_t count) {
   const int64_t rest = words.end - words.next;
   made.instructions.resize(rest / words_each);
   const int64_t* body = words.take(rest / words_each * words_each);
-  if (!made.instructions.empty())  // else there is no memory to copy to
+  if (!made.instructions.empty())  // an empty vector has no memory
     std::memcpy(made.instructions.data(), body, made.instructions.size() * sizeof(Instruction));
   STD_TORCH_CHECK(words.next == words.end, "a row program must end with whole instructions");
   check_program(made);

@@ -1,7 +1,7 @@
 // Log-softmax, the loss of its labels, and their gradients. See per_isa.h.
 
-// Sizes: outer, classes, inner. Calls f(from of a, from of b, out, lanes) where neighbouring inner elements are dense,
-// for as many as a vector has; else g, element by element.
+// Sizes: outer, classes, inner. If neighbouring inner elements are dense, calls f({out, a, b}, lanes) for one vector of
+// elements at a time. Otherwise calls g for each element.
 template <class F, class G>
 inline void over_classes(const Instruction& in, Places3 all, F f, G g) {
   const int64_t inner = in.size[2];
@@ -65,7 +65,8 @@ inline void log_softmax_backward(const Instruction& in, Places3 all) {
 }
 
 // Sizes: outer, classes, inner; b: labels [outer, inner]. nll: out [outer, inner], a [outer, classes, inner];
-// backwards: a [outer, inner], out [outer, classes, inner]. Strides of what has no classes are 0 there.
+// backwards: a [outer, inner], out [outer, classes, inner]. Operands without classes have strides of 0 in that
+// dimension.
 inline bool nll(const Instruction& in, Places3 all, const int64_t* labels, bool backward, int64_t* wrong) {
   const int64_t* so = in.out.stride;
   const int64_t* sa = in.a.stride;

@@ -1,12 +1,12 @@
-// Functions of whole vectors: choices, exponentials, logarithms, sums. See per_isa.h; the vectors are those of
-// products.
+// Functions of whole vectors: choices, exponentials, logarithms, sums. See per_isa.h; the vector types are in
+// product_loops.h.
 #include "../cpu/product_loops.h"
 
 inline __attribute__((always_inline)) Lanes chosen(Places where, Lanes yes, Lanes no) {
   return (Lanes)((where & (Places)yes) | (~where & (Places)no));
 }
 
-// e^x to 2 units in the last place: 2^n times a polynomial in the rest.
+// Returns e^x to 2 units in the last place: 2^n times a polynomial in the rest.
 inline Lanes exponential(Lanes x) {
   const Lanes low = every(-104.0f), high = every(89.0f), magic = every(12582912.0f);
   x = chosen(x < low, low, chosen(x > high, high, x));
@@ -21,7 +21,7 @@ inline Lanes exponential(Lanes x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const Places half = n >> 1;  // 2^n alone may be out of range
+  const Places half = n >> 1;  // 2^n itself may be out of range
   return p * (Lanes)((half + 127) << 23) * (Lanes)((n - half + 127) << 23);
 }
 
@@ -31,7 +31,8 @@ inline Lanes by_lane(Lanes x, F f) {
   return x;
 }
 
-// log(x) to 2 units in the last place; where the exponent has no full set of digits, element by element.
+// Returns log(x) to 2 units in the last place. A vector with a number that is not normal is computed element by
+// element.
 inline Lanes logarithm(Lanes x) {
   const Places bits = (Places)x, ordinary = (bits >= 0x00800000) & (bits < 0x7F800000);
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -52,7 +53,7 @@ inline Lanes logarithm(Lanes x) {
   return m + p + e * 0.693359375f;
 }
 
-// In halves: a sum in the order of the lanes would wait for every addition.
+// Adds halves. A sum in the order of the lanes would wait for every addition.
 inline float added_up(Lanes x) {
   float half[kLanes];
   store(half, x);

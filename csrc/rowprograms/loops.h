@@ -1,13 +1,13 @@
 // The operations of a row program. See per_isa.h.
 #include "lane_math.h"
 
-// Where the operands of an instruction lie for one row.
+// The addresses of an instruction's operands for one row.
 struct Places3 {
   float* out;
   const float *a, *b, *c;
 };
 
-// Calls f(begin of the innermost loop's operands) for all outer indices.
+// Calls f(first operands of the innermost loop) for all outer indices.
 template <class F>
 inline void outer(const Instruction& in, Places3 at, F&& f) {
   const int64_t *so = in.out.stride, *sa = in.a.stride, *sb = in.b.stride, *sc = in.c.stride;
@@ -21,7 +21,7 @@ inline void outer(const Instruction& in, Places3 at, F&& f) {
   }
 }
 
-// out = f(a, b, c), element by element.
+// Computes out = f(a, b, c), element by element.
 template <class F>
 inline void each(const Instruction& in, Places3 all, F f) {
   const int64_t n = in.size[3], so = in.out.stride[3], sa = in.a.stride[3], sb = in.b.stride[3], sc = in.c.stride[3];
@@ -83,7 +83,7 @@ inline void sum(const Instruction& in, Places3 all) {
 
 #include "class_loops.h"
 
-// 1 where an int64 is not the number, else 0.
+// Computes 1 if an int64 is not the number, else 0.
 inline void is_not(const Instruction& in, Places3 all, const int64_t* labels) {
   const int64_t *so = in.out.stride, *sa = in.a.stride, number = static_cast<int64_t>(in.number);
   for (int64_t i = 0; i < in.size[0]; ++i) {

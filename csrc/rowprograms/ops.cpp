@@ -1,5 +1,5 @@
-// The ops of row programs: row_program takes one, rowwise runs it, and rowwise_steps_ (steps.cpp) trains with it.
-// CPU only; the meaning of every argument stands in kernels/rowprograms/program.py.
+// The ops of row programs: row_program registers one, rowwise runs it, and rowwise_steps_ (steps.cpp) trains with it.
+// CPU only; kernels/rowprograms/program.py describes every argument.
 #include <atomic>
 #include <deque>
 #include <mutex>
@@ -13,7 +13,7 @@ namespace {
 std::mutex lock;
 
 std::deque<RowProgram>& programs() {
-  static std::deque<RowProgram> all;  // they stay: who has the number of one may call it
+  static std::deque<RowProgram> all;  // never removed, because a number may be used at any time
   return all;
 }
 
@@ -52,7 +52,7 @@ Tensor rowwise(int64_t program, const Tensors inputs) {
 const RowProgram& program_of(int64_t number) {
   const std::lock_guard<std::mutex> guard(lock);
   STD_TORCH_CHECK(number >= 0 && number < static_cast<int64_t>(programs().size()), "there is no row program ", number);
-  return programs()[number];  // a deque moves nothing when it grows
+  return programs()[number];  // a deque does not move its elements when it grows
 }
 
 }  // namespace fastsam

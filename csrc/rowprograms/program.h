@@ -1,5 +1,5 @@
-// A recorded pass of one client, worked off row by row: all that a row reads and writes on its way stays in the
-// first-level cache, and a pass is one call however many operations it has. kernels/rowprograms/ writes the programs.
+// A recorded pass of one client, computed row by row. All data of a row stays in the first-level cache, and a pass is
+// one call with any number of operations. kernels/rowprograms/ writes the programs.
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 namespace fastsam {
 
 constexpr int kProgramDims = 4;
-constexpr int kShared = 16;  // floats of a row's result behind the gradients; the loss is the first
+constexpr int kShared = 16;  // floats of a row's result after the gradients; the loss is the first
 
-// The order is that of kernels/rowprograms/instructions.py.
+// The order of kernels/rowprograms/instructions.py.
 enum class Code : int64_t {
   product,
   sum,
@@ -42,13 +42,14 @@ enum class Code : int64_t {
   count
 };
 
-// Elements of a tensor, those of one row. base: where they lie.
+// Elements of a tensor in one row. base: the memory that they are in.
 struct RowOperand {
   enum Base : int64_t { none = -1, scratch, out, first_input };
   int64_t base, offset, stride[kProgramDims];
 };
 
-// sizes: of the elementwise loops and of sum, whose `out` has strides of 0 where it adds up; else as each says.
+// sizes: sizes of the elementwise loops and of sum, whose `out` has strides of 0 in the summed dimensions. Other
+// operations document their sizes.
 struct Instruction {
   Code code;
   int64_t size[kProgramDims];
@@ -58,12 +59,11 @@ struct Instruction {
 
 static_assert(sizeof(Instruction) == 30 * 8, "kernels/rowprograms/instructions.py writes it as 30 words");
 
-// What a program expects of an input: its size and strides behind the rows. labels: int64 instead of float32.
+// The form of an input: its size and strides without the rows. labels: int64 instead of float32.
 struct Expected {
   bool labels, one;  // one: the same for all rows
   std::vector<int64_t> size, stride;
-  // From a row's first element to its last, and one; -1 for sizes below 1, strides below 0, and more than can be
-  // counted.
+  // Returns the number of elements from a row's first to its last; -1 for sizes below 1, strides below 0 and overflow.
   int64_t span() const {
     constexpr int64_t most = int64_t{1} << 62;
     int64_t last = 0;
@@ -74,7 +74,7 @@ struct Expected {
     }
     return last + 1;
   }
-  // Whether it is so many elements of that kind, without gaps.
+  // Returns true if it has `count` elements of that kind, without gaps.
   bool is_dense(int64_t count, bool of_labels) const {
     int64_t n = 1;
     for (std::size_t d = size.size(); d-- > 0; n *= size[d]) {
@@ -85,8 +85,8 @@ struct Expected {
 };
 
 struct RowProgram {
-  int64_t scratch = 0, width = 0;  // floats: between the operations, and of a row of the result
-  int64_t work = 0;                // multiplications and elements of a row, about
+  int64_t scratch = 0, width = 0;  // floats of intermediate values, and of a row of the result
+  int64_t work = 0;                // approximate multiplications and elements of a row
   std::vector<Expected> inputs;
   std::vector<Instruction> instructions;
 };
@@ -105,7 +105,7 @@ struct RowProgramArgs {
 
 constexpr int64_t kIgnored = -100;  // a label that does not count, torch's default
 
-// The rows [begin, end); false, with the label, where one is none of the classes.
+// Runs the rows [begin, end). Returns false, with the label, if a label is not a class.
 bool run_rows(const RowProgramArgs& args, int64_t begin, int64_t end, int64_t* wrong_label);
 
 }  // namespace fastsam

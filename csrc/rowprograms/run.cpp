@@ -12,8 +12,8 @@
 namespace fastsam {
 namespace {
 
-// As long as it lives, numbers below 2^-126 are zero: probabilities of a trained classifier get there, and arithmetic
-// with them took a quarter of its epochs' time.
+// While this object exists, numbers below 2^-126 are zero. Probabilities of a trained classifier become that small, and
+// arithmetic with them took a quarter of its epochs' time.
 class WithoutDenormals {
  public:
 #ifdef __SSE__
@@ -23,7 +23,7 @@ class WithoutDenormals {
   WithoutDenormals& operator=(const WithoutDenormals&) = delete;
 
  private:
-  static constexpr unsigned kFlush = 0x8000, kInputs = 0x0040;  // results, and operands
+  static constexpr unsigned kFlush = 0x8000, kInputs = 0x0040;  // flags for results and operands
   unsigned before_;
 #endif
 };

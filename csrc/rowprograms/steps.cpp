@@ -1,6 +1,7 @@
-// rowwise_steps_: whole local epochs of stacked clients, each client's by itself: its batches gathered, its passes, its
-// perturbations and updates, while weights and gradients are in the first-level cache. The passes are those of rowwise,
-// the rest is what norm_, perturb_, update_norm_ and update_ (of SGD) do with a row: the same bits as by single calls.
+// rowwise_steps_: whole local epochs of stacked clients, each client by itself. A client's batches, passes,
+// perturbations and updates are computed while its weights and gradients are in the first-level cache. Passes are
+// computed as in rowwise, and the rest as norm_, perturb_, update_norm_ and update_ (of SGD) do for a row. The bits are
+// the same as with single calls.
 #include "steps.h"
 
 #include <atomic>
@@ -8,10 +9,10 @@
 namespace fastsam {
 namespace {
 
-constexpr int64_t kFetched = 256;  // features of a sample, at most: longer ones are streams that the processor foresees
-constexpr int64_t kNoSample = INT64_MIN;  // in the place of a wrong label
+constexpr int64_t kFetched = 256;  // most features of a sample to prefetch; longer samples are fetched by the hardware
+constexpr int64_t kNoSample = INT64_MIN;  // stands for a wrong label
 
-// A batch of a row, into memory of its own; false where a place is none of the samples.
+// Copies a batch of a row into private memory. Returns false if an index is not a sample.
 bool gather(const Samples& from, int64_t row, int64_t step, float* to_x, int64_t* to_y) {
   const auto* places =
       static_cast<const int64_t*>(from.wanted.data_ptr()) + row * from.wanted.stride(0) + step * from.batch;
@@ -25,7 +26,7 @@ bool gather(const Samples& from, int64_t row, int64_t step, float* to_x, int64_t
   return true;
 }
 
-// Where the samples of a batch are is random: fetched while the step before is computed, they cost no waiting.
+// Prefetches the samples of a batch, whose addresses are random, during the step before it. So they cost no waiting.
 void prefetch(const Samples& from, int64_t row, int64_t step) {
   if (row >= from.wanted.size(0) || from.features > kFetched) return;
   const auto* places =
@@ -37,14 +38,14 @@ void prefetch(const Samples& from, int64_t row, int64_t step) {
   }
 }
 
-// What a thread has of its own.
+// Private memory of a thread.
 struct Memory {
   std::vector<float> x, first, second;
   std::vector<int64_t> y;
   std::vector<double> partials;
 };
 
-// Gradients of one row at a time, the same memory for every row.
+// Returns the gradients of one row at a time, in the same memory for every row.
 List gradients_of(const Call& call, float* grads) {
   List list;
   for (int64_t i = 0; i < call.segments; ++i) list.start.push_back(grads + call.table[i].offset);
@@ -64,7 +65,7 @@ struct Steps : RowSteps {
     args.sumsq[row] = total;
   }
 
-  // The steps of the rows [begin, end); false where a label or a place is wrong.
+  // Takes the steps of the rows [begin, end). Returns false if a label or an index is wrong.
   bool run(int64_t begin, int64_t end, Memory& memory, int64_t* wrong_label) {
     std::vector<RowInput> own = inputs;
     own[weights] = RowInput{memory.x.data(), 0};

@@ -1,11 +1,11 @@
-// The operands of rowwise_steps_, checked: shared by the CPU and CUDA.
+// The checked operands of rowwise_steps_, shared by the CPU and CUDA.
 #pragma once
 
 #include "args.h"
 
 namespace fastsam {
 
-// Where the batches of a call come from. wanted: places in x and y. own: steps of each row, where they are not `steps`.
+// The source of a call's batches. wanted: indices in x and y. own: steps of each row, if they are not `steps`.
 struct Samples {
   Tensor x, y, wanted;
   int64_t batch, steps, features;
@@ -29,13 +29,13 @@ struct Samples {
   }
 };
 
-// A call of rowwise_steps_. inputs: weights, x, y, others, of which x and y are made in the call.
+// A call of rowwise_steps_. inputs: weights, x, y, others. The call itself creates x and y.
 struct RowSteps {
   const RowProgram& program;
   Samples samples;
   std::vector<RowInput> inputs;
   size_t weights;
-  NormArgs norm;  // of two passes, as `perturb`
+  NormArgs norm;  // used with two passes, as `perturb`
   PerturbArgs perturb;
   UpdateArgs update;
   bool two_passes, keeps_first;
@@ -63,7 +63,7 @@ inline RowSteps row_steps(const RowProgram& made, const Tensors& weights, const 
                   "the row program has batches of another shape");
   std::vector<RowInput> inputs;
   for (size_t i = 0; i < made.inputs.size(); ++i) {
-    const bool given = i >= n && i < n + 2;  // batches: made here
+    const bool given = i >= n && i < n + 2;  // batches are created here
     if (given) {
       inputs.push_back(RowInput{});
       continue;

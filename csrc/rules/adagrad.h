@@ -1,4 +1,4 @@
-// Adagrad: the equation stands in kernels/rules/adagrad.py.
+// Adagrad; the equation is in kernels/rules/adagrad.py.
 #pragma once
 
 #include "../math.h"

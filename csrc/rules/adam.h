@@ -1,4 +1,4 @@
-// Adam and AdamW: the equation stands in kernels/rules/adam.py.
+// Adam and AdamW; the equation is in kernels/rules/adam.py.
 #pragma once
 
 #include "../math.h"

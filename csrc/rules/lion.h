@@ -1,4 +1,4 @@
-// Lion: the equation stands in kernels/rules/lion.py.
+// Lion; the equation is in kernels/rules/lion.py.
 #pragma once
 
 #include "../math.h"

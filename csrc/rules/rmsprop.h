@@ -1,4 +1,4 @@
-// RMSprop, centered or not: the equation stands in kernels/rules/rmsprop.py.
+// RMSprop, centered or not; the equation is in kernels/rules/rmsprop.py.
 #pragma once
 
 #include "../math.h"

@@ -1,4 +1,4 @@
-// SGD with momentum: the equation stands in kernels/rules/sgd.py.
+// SGD with momentum; the equation is in kernels/rules/sgd.py.
 #pragma once
 
 #include "../math.h"

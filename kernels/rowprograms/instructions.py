@@ -12,26 +12,26 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import prod
 
-DIMS = 4  # behind the rows
-SHARED = 16  # elements of a row's result behind the gradients
+DIMS = 4  # largest number of dimensions, without the rows
+SHARED = 16  # elements of a row's result after the gradients
 NONE, SCRATCH, OUT, FIRST_INPUT = -1, 0, 1, 2  # bases of operands
 IGNORED = -100  # a label that does not count
 
-# Multiplications of a product of two matrices, up to which row programs were measured (see docs/row_programs.md); torch
-# has its own for larger ones.
+# Largest number of multiplications of a matrix product with which row programs were measured (see
+# docs/row_programs.md). Larger products use torch.
 MOST = 2**25
 
 
 class NoFormError(ValueError):
-    """An operation cannot be one of a row program; the message says why."""
+    """An error for an operation that a row program cannot have. The message has the reason."""
 
 
 class Code(IntEnum):
-    """Operations, in the order of csrc/rowprograms/program.h. `x`: the instruction's number.
+    """Operations, in the order of csrc/rowprograms/program.h. `x` is the instruction's number.
 
-    PRODUCT: sizes m, k, n; a @ b, plus c. SUM: of a, over the dimensions in which `out` has a stride of 0. LOG_SOFTMAX,
-    its BACKWARD (a: gradient, b: log-softmax), NLL (b: labels) and its BACKWARD: sizes outer, classes, inner. IS_NOT: 1
-    where a label is not x. The others are elementwise.
+    PRODUCT computes a @ b, plus c; sizes m, k, n. SUM adds up a, over the dimensions in which `out` has a stride of 0.
+    LOG_SOFTMAX, its BACKWARD (a: gradient, b: log-softmax), NLL (b: labels) and its BACKWARD have sizes outer, classes,
+    inner. IS_NOT is 1 if a label is not x. The other operations are elementwise.
     """
 
     PRODUCT = 0
@@ -64,21 +64,26 @@ class Code(IntEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """Elements of a row. base: SCRATCH, OUT, or FIRST_INPUT and on. offset, strides: in elements, at most `DIMS`
-    strides."""
+    """An operand: elements of a row.
+
+    Attributes:
+        base: SCRATCH, OUT, or FIRST_INPUT plus the number of an input.
+        offset: first element.
+        strides: strides in elements, at most `DIMS`.
+    """
 
     base: int = NONE
     offset: int = 0
     strides: tuple[int, ...] = ()
 
     def along(self, d: int) -> int:
-        """Its stride; 0 where it has none."""
+        """Return the stride of dimension d; 0 if the operand has no strides."""
         return self.strides[d] if self.strides else 0
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation on a row. sizes: as many as the operands have strides."""
+    """An operation on a row. `sizes` has a size for each stride of the operands."""
 
     code: Code
     sizes: tuple[int, ...]
@@ -94,15 +99,17 @@ class Instruction:
 
     @property
     def work(self) -> int:
-        """Multiplications, or elements, about."""
+        """Approximate number of multiplications, or of elements."""
         return prod(self.sizes)
 
     def flattened(self) -> Instruction:
-        """With as few dimensions as the operands allow, the innermost the densest. Raises NoFormError for more than
-        `DIMS` of them."""
+        """Return the instruction with as few dimensions as its operands allow, the innermost the densest.
+
+        Raises NoFormError if they are more than `DIMS`.
+        """
         many = [d for d, size in enumerate(self.sizes) if size > 1]
         sizes: list[int] = []
-        strides: list[tuple[int, ...]] = []  # by dimension, of all operands
+        strides: list[tuple[int, ...]] = []  # strides of all operands, by dimension
         for d in sorted(many, key=lambda d: (-self.out.along(d) or -self.a.along(d), -self.a.along(d))):
             own, size = tuple(o.along(d) for o in self.operands), self.sizes[d]
             if sizes and strides[-1] == tuple(size * stride for stride in own):
@@ -116,8 +123,10 @@ class Instruction:
         return Instruction(self.code, tuple(sizes), *placed, number=self.number)
 
     def by_classes(self, d: int) -> Instruction:
-        """Sizes (outer, classes, inner); d: the dimension of the classes. Raises NoFormError where there is more than
-        one on a side."""
+        """Return the instruction with sizes (outer, classes, inner); `d` is the dimension of the classes.
+
+        Raises NoFormError if a side has more than one dimension.
+        """
         n = len(self.sizes)
         if d > 1 or n - d > 2:
             raise NoFormError("classes between more than one dimension on a side")
@@ -129,8 +138,10 @@ class Instruction:
         return Instruction(self.code, taken(self.sizes, 1), *placed)
 
     def words(self) -> list[int]:
-        """As csrc/rowprograms/program.h reads it. Elementwise loops and sums have their innermost dimension last of
-        four."""
+        """Return the words that csrc/rowprograms/program.h reads.
+
+        In elementwise loops and sums, the innermost dimension is the last of four.
+        """
         front = self.code in (Code.SUM, Code.IS_NOT) or self.code >= Code.COPY
 
         def filled(values: Sequence[int], with_: int) -> list[int]:
@@ -145,8 +156,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Input:
-    """What a program expects of an input, `[rows, *sizes]` with these strides behind the rows; one: `sizes`, the same
-    for all rows."""
+    """The form of an input: `[rows, *sizes]`.
+
+    Attributes:
+        sizes: sizes of the dimensions after the rows.
+        strides: strides of the dimensions after the rows.
+        labels: the input has labels.
+        one: the input is `sizes`, the same for all rows.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Row programs: recorded passes of stacked clients, and their local steps, client by client in one native call;
 float32, on the CPU or CUDA.
 
-What a row needs on its way stays in the processor's first-level cache, or in the shared memory of the row's block, and
-no operation is dispatched. Every row is computed by itself, so its bits do not depend on the other rows. On the CPU
+The intermediate values of a row stay in the processor's first-level cache, or in the shared memory of the row's block,
+and no operation is dispatched. Every row is computed by itself, so its bits do not depend on the other rows. On the CPU
 numbers below 2^-126 are zero in a pass.
 """
 
@@ -19,23 +19,30 @@ from fastsam_kernels import native
 from fastsam_kernels.rowprograms.instructions import Input, Instruction, NoFormError
 
 CPU = torch.device("cpu")
-_WIDTHS: dict[tuple[str, int], int] = {}  # by device type and program
-MOST_ON_CUDA = 64  # inputs, and parameters, that a launch's argument holds: csrc/cuda/rowprograms.h
+_WIDTHS: dict[tuple[str, int], int] = {}  # width of the result, by device type and program
+MOST_ON_CUDA = 64  # inputs, and parameters, of a launch: csrc/cuda/rowprograms.h
 
 
 def why_not(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why no row program can run there; None when they can."""
+    """Return the reason why row programs cannot run with this dtype and device, or None."""
     if device.type not in ("cpu", "cuda") or dtype != torch.float32:
         return "row programs are float32, on the CPU or CUDA"
     return native.why_not(device.type)
 
 
 class RowProgram:
-    """A compiled-in list of instructions. To be made only where `why_not` is None.
+    """A list of instructions that the compiled library runs. Create one only if `why_not` returns None.
 
-    inputs: those of a pass, the weights first, then x and y, then what the model has besides. scratch: elements that a
-    row's operations have between them. width: of a row of the result: gradients, as in an arena's row, and behind them
-    `SHARED` elements, the loss first. Raises NoFormError for more inputs than a launch on CUDA takes.
+    Args:
+        instructions: the operations of a pass, in order.
+        inputs: forms of a pass's inputs: the weights, then x and y, then other tensors of the model.
+        scratch: elements of a row's intermediate values.
+        width: elements of a row of the result: the gradients, as in an arena's row, then `SHARED` elements, the loss
+            first.
+        device: the CPU or a CUDA device.
+
+    Raises:
+        NoFormError: a launch on CUDA cannot take this many inputs.
     """
 
     def __init__(
@@ -59,10 +66,10 @@ class RowProgram:
         _WIDTHS[device.type, self.number] = width
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
-        """A pass of every row: float32 `[rows, width]`; what lies between the gradients is of any value.
+        """Compute a pass of every row. Returns float32 `[rows, width]`; elements between the gradients are undefined.
 
-        Raises RuntimeError for inputs of another shape, order of memory or dtype, and for a label that is none of the
-        classes; on CUDA, where nothing waits for the device, such a label makes the row's loss and gradients NaN.
+        Raises RuntimeError if an input has the wrong shape, memory order or dtype, or if a label is not a class. On
+        CUDA, which is not synchronized, such a label makes the row's loss and gradients NaN.
         """
         made: Tensor = self._run(self.number, inputs)
         return made
@@ -90,14 +97,26 @@ class RowProgram:
         adaptive: bool = False,
         keeps_first: bool = False,
     ) -> None:
-        """Local steps of every row, one after the other: its next `batch` samples of `wanted` (int64
-        `[rows, n * batch]`, places in x and y), a pass, and with `w` a perturbation by `norm_` (into sumsq) and
-        `perturb_` and another pass, then `update_` of SGD, with sumsq_v after `update_norm_`; the arguments are those
-        of these ops, the gradients' table has all parameters. The same bits as by these calls.
+        """Take local steps of every row, one after the other, in place.
 
-        weights: views of params. steps: int64 `[rows]`, how many each row takes where they differ, at most n: places
-        behind them are not looked at. losses: float64 `[rows]`, takes batch * loss of every step. Raises RuntimeError
-        as a pass does. On CUDA one launch.
+        A step reads the row's next `batch` samples of `wanted` and makes a pass. With `w` it then makes a perturbation,
+        by `norm_` (into sumsq) and `perturb_`, and another pass. Then it makes `update_` of SGD, with sumsq_v after
+        `update_norm_`. The other arguments are the arguments of these ops. The gradients' table has all parameters. The
+        bits are the same as with separate calls of these ops. On CUDA this is one launch.
+
+        Args:
+            weights: views of params.
+            others: inputs of a pass after x and y.
+            x: samples.
+            y: labels or targets of the samples.
+            wanted: int64 `[rows, n * batch]`, indices of samples in x and y.
+            batch: samples of a step.
+            losses: float64 `[rows]`, to which `batch * loss` of every step is added.
+            steps: int64 `[rows]`, number of steps of each row, at most n. Later entries of `wanted` are not read. None:
+                n.
+
+        Raises:
+            RuntimeError: as for a pass.
         """
         self._steps(
             self.number, weights, others, x, y, wanted, batch, steps, params, w, table, hparams, momentum, q, shift,

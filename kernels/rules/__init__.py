@@ -13,7 +13,7 @@ RULES: dict[str, Rule] = {
 
 
 def find(name: str) -> Rule:
-    """The rule of this name. Raises ValueError when there is none."""
+    """Return the rule of this name. Raises ValueError for an unknown name."""
     if name not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {name!r}")
     return RULES[name]

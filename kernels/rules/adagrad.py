@@ -4,7 +4,7 @@ S = S + d^2
 w <- w - lr/(1 + (t - 1)*lr_decay) * d/(sqrt(S) + eps)
 """
 
-# What Triton compiles has no types.
+# Functions that Triton compiles have no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ m = b1*m + (1 - b1)*d;  V = b2*V + (1 - b2)*d^2
 w <- w - lr/(1 - b1^t) * m / (sqrt(V)/sqrt(1 - b2^t) + eps)
 """
 
-# What Triton compiles has no types.
+# Functions that Triton compiles have no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lion, and the optimizer of that name, which torch does not have.
+"""Lion, and an optimizer class for it, because torch has none.
 
     c = b1*m + (1 - b1)*d;  m = b2*m + (1 - b2)*d
     w <- w - lr*sign(c)                          the decay is decoupled
@@ -6,7 +6,7 @@
 Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, Algorithm 2.
 """
 
-# What Triton compiles has no types.
+# Functions that Triton compiles have no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ BETA1, BETA2 = range(OWN, OWN + 2)
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion, tensor by tensor; as the base of `FusedSAM` it is fused.
+    """Lion, computed tensor by tensor. As the base of `FusedSAM` it runs in fused kernels.
 
-    lr
-        0 or more, a number or a one-element tensor; about a tenth of AdamW's.
-    betas
-        two numbers in [0, 1): of the direction's momentum, and of what is kept of it.
-    weight_decay
-        decoupled: the weights shrink by `lr*weight_decay`; about ten times AdamW's.
+    Args:
+        lr: learning rate, 0 or more, a number or a one-element tensor; about a tenth of AdamW's.
+        betas: two numbers in [0, 1): the weight of the momentum in the direction, and its decay rate.
+        weight_decay: decoupled weight decay: the weights shrink by `lr*weight_decay`; about ten times AdamW's.
 
-    Raises ValueError for options outside these ranges.
+    Raises:
+        ValueError: an option is outside its range.
     """
 
     def __init__(
@@ -58,8 +57,10 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient. Returns what `closure` returns, called with gradients
-        enabled."""
+        """Take one step for every parameter that has a gradient.
+
+        `closure` is called with gradients enabled, and its result is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

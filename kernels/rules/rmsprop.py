@@ -7,7 +7,7 @@
 A variance that rounding makes negative is 0 (torch's is then NaN).
 """
 
-# What Triton compiles has no types.
+# Functions that Triton compiles have no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations

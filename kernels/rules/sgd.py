@@ -1,10 +1,10 @@
 """torch.optim.SGD, as documented there.
 
 m = mu*m + (1 - dampening)*d                 (`first`: m = d)
-w <- w - lr*(d + mu*m with Nesterov, m without; d where there is no momentum)
+w <- w - lr*(d + mu*m with Nesterov, m without; d if there is no momentum)
 """
 
-# What Triton compiles has no types.
+# Functions that Triton compiles have no type annotations.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def lists(
         d,
         momenta or [],
         weight_decay=decay,
-        # Of 0 torch would not write the buffer; this is 0 wherever it is multiplied with.
+        # With 0 torch would not write the buffer. Products with this smallest number are 0.
         momentum=(h[MOMENTUM] or 5e-324) if momenta else 0.0,
         lr=h[HParam.LR],
         dampening=h[DAMPENING],
